@@ -1,0 +1,70 @@
+"""Content addresses of KV blocks. Pure.
+
+A block's hash is `blake2b(parent16 || block_size x u32le, digest_size=16)`: it names the block's tokens and, through
+its parent, everything before them. 128 bits of a cryptographic hash make an accidental or malicious match of two
+different prefixes negligible, so no token comparison is needed on a hit. The root binds what else decides the bytes of
+K and V, and the tenant's salt, so prefixes of two tenants never meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from array import array
+from collections.abc import Sequence
+
+import msgpack
+
+HASH_BYTES = 16
+LAYOUT_VERSION = 1  # of the block's bytes: [layers, 2, kv_heads, block_size, head_dim]
+
+
+def tenant_salt(fleet_key: bytes, tenant: str) -> bytes:
+    """HMAC-SHA256(fleet key, tenant), never derived from a request's body."""
+    return hmac.digest(fleet_key, tenant.encode(), "sha256")
+
+
+def root(model_revision: str, block_size: int, salt: bytes, *, lora: str = "", layout: int = LAYOUT_VERSION) -> bytes:
+    """Start of every chain: the hash of canonical msgpack of a fixed tuple, 16 bytes."""
+    packed: bytes = msgpack.packb([model_revision, layout, block_size, lora, salt], use_bin_type=True)
+    return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as u32 little-endian."""
+    packed = array("I", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(raw: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_ids`. Raises ValueError if the length is not a multiple of four."""
+    ids = array("I")
+    ids.frombytes(raw)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return tuple(ids)
+
+
+def child(parent: bytes, ids: Sequence[int]) -> bytes:
+    """Hash of one full block, given the hash of the block before it (or the root)."""
+    return hashlib.blake2b(parent + pack_ids(ids), digest_size=HASH_BYTES).digest()
+
+
+def chain(root: bytes, ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Hashes of the full blocks of `ids`, in order; a partial last block has none."""
+    packed = pack_ids(ids)
+    step = 4 * block_size
+    hashes: list[bytes] = []
+    parent = root
+    for start in range(0, len(ids) // block_size * step, step):
+        parent = hashlib.blake2b(parent + packed[start : start + step], digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def digest_term(block_hash: bytes) -> int:
+    """What one stored or removed operation contributes (by XOR) to a worker's digest: the first 8 bytes, u64le."""
+    return int.from_bytes(block_hash[:8], "little")

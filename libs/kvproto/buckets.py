@@ -1,0 +1,175 @@
+"""Adapter: JetStream KV buckets. Creating them is deployment's work (`ensure_buckets`); services only open them.
+
+Wraps two faults of nats-py 2.16: `get()` returns an entry without value while a limit marker lives, and `create()`
+fails over such a marker; here a marker is simply an absent key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import nats.errors
+import nats.js.errors as js_errors
+from nats.js.api import KeyValueConfig, StorageType
+
+from kvproto.connection import Connection
+from kvproto.errors import KvfleetError, Unavailable
+from kvproto.subjects import Subjects
+
+MEMBER_TTL_S = 3.0
+
+
+class StaleRevision(KvfleetError):
+    """A compare-and-set lost: somebody wrote the key in between."""
+
+    code = "stale_revision"
+    http_status = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key's value and revision; `value` None when the key is absent (deleted, expired, never written)."""
+
+    key: str
+    value: bytes | None
+    revision: int
+    expired: bool = False  # absent because its time ran out, not because somebody deleted it
+
+
+_BUSY = (nats.errors.Error, TimeoutError, js_errors.Error)
+
+
+class Bucket:
+    """One bucket. All methods raise Unavailable when JetStream does not answer in time."""
+
+    def __init__(self, name: str, store: Any) -> None:
+        self.name = name
+        self._kv = store
+
+    @classmethod
+    async def open(cls, connection: Connection, name: str) -> Bucket:
+        """Raises Unavailable if the bucket does not exist or JetStream is off."""
+        try:
+            return cls(name, await connection.raw.jetstream(timeout=2).key_value(name))
+        except js_errors.BucketNotFoundError:
+            raise Unavailable(f"the bucket {name} does not exist; `kvfleet init` creates it") from None
+        except _BUSY as error:
+            raise Unavailable(f"cannot open the bucket {name}: {type(error).__name__} {error}") from None
+
+    async def get(self, key: str) -> Entry:
+        try:
+            entry = await self._kv.get(key)
+        except js_errors.KeyDeletedError as error:
+            return Entry(key, None, error.entry.revision if error.entry else 0)
+        except js_errors.KeyNotFoundError:
+            return Entry(key, None, 0)
+        except _BUSY as error:
+            raise Unavailable(f"cannot read {key}: {type(error).__name__}") from None
+        if not entry.value:
+            return Entry(key, None, entry.revision, entry.operation == "PURGE")
+        return Entry(key, entry.value, entry.revision)
+
+    async def put(self, key: str, value: bytes) -> int:
+        try:
+            return int(await self._kv.put(key, value))
+        except _BUSY as error:
+            raise Unavailable(f"cannot write {key}: {type(error).__name__}") from None
+
+    async def update(self, key: str, value: bytes, revision: int) -> int:
+        """Compare-and-set: write if the key's last revision (value or marker; 0: never written) is `revision`."""
+        try:
+            return int(await self._kv.update(key, value, last=revision))
+        except js_errors.KeyWrongLastSequenceError:
+            raise StaleRevision(f"{key} is no longer at revision {revision}") from None
+        except _BUSY as error:
+            raise Unavailable(f"cannot write {key}: {type(error).__name__}") from None
+
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """Delete; with a revision only if it is still the last one (raises StaleRevision)."""
+        try:
+            await self._kv.delete(key, last=revision)
+        except js_errors.KeyWrongLastSequenceError:
+            raise StaleRevision(f"{key} is no longer at revision {revision}") from None
+        except js_errors.BadRequestError as error:
+            if "sequence" in str(error):
+                raise StaleRevision(f"{key} is no longer at revision {revision}") from None
+            raise Unavailable(f"cannot delete {key}: {error}") from None
+        except _BUSY as error:
+            raise Unavailable(f"cannot delete {key}: {type(error).__name__}") from None
+
+    async def watch(self, pattern: str = ">") -> Watch:
+        """Every key's last value, then every change. Rebuild it after a reconnect (`Connection.on_reconnect`)."""
+        try:
+            return Watch(await self._kv.watch(pattern))
+        except _BUSY as error:
+            raise Unavailable(f"cannot watch {self.name}: {type(error).__name__}") from None
+
+
+class Watch:
+    """An iterator of entries; `None` marks the end of what existed when the watch began."""
+
+    def __init__(self, watcher: Any) -> None:
+        self._watcher = watcher
+
+    async def entries(self) -> AsyncIterator[Entry | None]:
+        async for entry in self._watcher:
+            if entry is None:
+                yield None
+            elif entry.operation in ("DEL", "PURGE") or not entry.value:
+                yield Entry(entry.key, None, entry.revision, entry.operation == "PURGE")
+            else:
+                yield Entry(entry.key, entry.value, entry.revision)
+
+    async def stop(self) -> None:
+        try:
+            await self._watcher.stop()
+        except (*_BUSY, asyncio.InvalidStateError, OSError):
+            pass  # the subscription is gone with its connection
+
+
+async def ensure_buckets(connection: Connection, subjects: Subjects, *, replicas: int = 1) -> list[str]:
+    """Create what is missing; return one line for each bucket whose configuration differs from what is wanted.
+
+    Members: history 1, 3 s to live with limit markers, so that watchers are told when a member vanishes. FILE storage:
+    after a server restart a memory bucket's watchers stay blind until sequences catch up, and nothing reports it.
+    """
+    jetstream = connection.raw.jetstream(timeout=5)
+    wanted = [
+        KeyValueConfig(
+            bucket=subjects.members_bucket,
+            history=1,
+            ttl=MEMBER_TTL_S,
+            limit_marker_ttl=MEMBER_TTL_S,
+            storage=StorageType.FILE,
+            replicas=replicas,
+            direct=True,
+        ),
+        KeyValueConfig(
+            bucket=subjects.sessions_bucket, history=1, storage=StorageType.FILE, replicas=replicas, direct=True
+        ),
+        KeyValueConfig(
+            bucket=subjects.keys_bucket, history=1, storage=StorageType.FILE, replicas=replicas, direct=True
+        ),
+    ]
+    differences = []
+    for config in wanted:
+        try:
+            existing = await jetstream.key_value(config.bucket)
+        except js_errors.BucketNotFoundError:
+            await jetstream.create_key_value(config)
+            continue
+        except _BUSY as error:
+            raise Unavailable(f"JetStream does not answer: {type(error).__name__} {error}") from None
+        status = await existing.status()
+        found = status.stream_info.config
+        for what, have, want in (
+            ("replicas", found.num_replicas, config.replicas),
+            ("ttl", found.max_age or 0, config.ttl or 0),
+            ("storage", str(found.storage).split(".")[-1].lower(), "file"),
+        ):
+            if have != want:
+                differences.append(f"bucket {config.bucket}: {what} is {have}, the configuration says {want}")
+    return differences

@@ -1,0 +1,279 @@
+"""Adapter: the one connection of a process to NATS, with options and a watchdog that survive what servers do.
+
+Owns the nats-py client. nats-py's defaults give up after two minutes, notice a hung server after six, and never fail
+over while unsent data waits for a hung server (nats.py #671); each option here has its reason beside it. Callers see
+`Connection`, `Message`, and the errors of `kvproto.errors` or `TimeoutError`, never nats-py's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import nats
+import nats.errors
+from nats.aio.client import Client as NatsClient
+
+from kvproto.errors import AuthenticationFailed, Unavailable, WorkerLost
+
+log = logging.getLogger(__name__)
+
+NO_RESPONDERS = "503"
+JSON_HEADER = {"Content-Type": "application/json"}
+
+
+class Message(Protocol):
+    """What a callback receives: a nats-py message, seen only through these names."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def reply(self) -> str: ...
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def headers(self) -> dict[str, str] | None: ...
+
+
+class Subscription(Protocol):
+    async def unsubscribe(self) -> None: ...
+
+
+Callback = Callable[[Message], Awaitable[None]]
+Hook = Callable[[], Awaitable[None]]
+
+
+def is_no_responders(message: Message) -> bool:
+    """A server's notice that nobody subscribes to the subject that was published to."""
+    return not message.data and bool(message.headers) and (message.headers or {}).get("Status") == NO_RESPONDERS
+
+
+def is_json(message: Message) -> bool:
+    """Whether a producer marked its body as JSON."""
+    headers = message.headers or {}
+    return any(
+        k.lower() == "content-type" and v.split(";")[0].strip() == "application/json" for k, v in headers.items()
+    )
+
+
+class Connection:
+    """One process's connection. Create with `Connection.open`; `close` drains what is pending within its timeout.
+
+    `on_reconnect` hooks run in order after every reconnect (a KV watch must be rebuilt then: left alone it stays blind
+    for up to 25 s). `on_closed` runs if nats-py gives up for good, which a service answers by ending its process.
+    """
+
+    def __init__(self, name: str, inbox_prefix: str) -> None:
+        self.name = name
+        self.inbox_prefix = inbox_prefix
+        self.on_reconnect: list[Hook] = []
+        self.on_disconnect: list[Callable[[], None]] = []
+        self.on_closed: Callable[[], None] | None = None
+        self.reconnects_total = 0
+        self.errors_total = 0
+        self._nc = NatsClient()
+        self._closing = False
+        self._connected_at = 0.0
+        self._told_disconnected = False
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        servers: str | Sequence[str],
+        *,
+        name: str,
+        inbox_prefix: str,
+        user: str | None = None,
+        password: str | None = None,
+        nkey_seed: str | None = None,
+        credentials: str | None = None,
+        tls: Any = None,
+        connect_timeout_s: float = 5.0,
+    ) -> Connection:
+        """Connect, or raise Unavailable (no server) or AuthenticationFailed, each naming the server."""
+        self = cls(name, inbox_prefix)
+        options: dict[str, Any] = {}
+        if user is not None:
+            options |= {"user": user, "password": password or ""}
+        if nkey_seed is not None:
+            options["nkeys_seed_str"] = nkey_seed
+        if credentials is not None:
+            options["user_credentials"] = credentials
+        if tls is not None:
+            options["tls"] = tls
+        urls = [servers] if isinstance(servers, str) else list(servers)
+        connecting = self._nc.connect(
+            urls,
+            name=name,
+            inbox_prefix=inbox_prefix.encode(),
+            allow_reconnect=True,
+            max_reconnect_attempts=-1,  # the default gives up for ever after two minutes
+            reconnect_time_wait=0.25,
+            connect_timeout=2,
+            ping_interval=5,  # a hung server is noticed in 10 s instead of 6 minutes
+            max_outstanding_pings=2,
+            pending_size=8 * 1024 * 1024,  # what is published during an outage waits here
+            flush_timeout=1,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            **options,
+        )
+        try:
+            await asyncio.wait_for(connecting, connect_timeout_s)
+        except (
+            nats.errors.AuthorizationError,
+            nats.errors.NoServersError,
+            TimeoutError,
+            OSError,
+            nats.errors.Error,
+        ) as error:
+            self._closing = True
+            with contextlib.suppress(Exception):
+                await self._nc.close()
+            where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
+            if "authorization" in str(error).lower() or self._refused:
+                raise AuthenticationFailed(f"NATS at {where} refuses user {user or 'anonymous'}") from None
+            raise Unavailable(f"no NATS server answers at {where} ({type(error).__name__})") from None
+        self._connected_at = asyncio.get_running_loop().time()
+        self._watchdog = asyncio.create_task(self._abort_hung_transport(), name="nats-abort-watchdog")
+        return self
+
+    _refused = False
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._nc.is_connected)
+
+    @property
+    def connected_for_s(self) -> float:
+        """Seconds since the last (re)connect; 0 while disconnected."""
+        return asyncio.get_running_loop().time() - self._connected_at if self.is_connected else 0.0
+
+    @property
+    def max_payload(self) -> int:
+        return int(self._nc.max_payload)
+
+    @property
+    def subscriptions(self) -> int:
+        """Live subscriptions, for leak tests and metrics."""
+        return len(self._nc._subs)
+
+    @property
+    def raw(self) -> NatsClient:
+        """The nats-py client, for the other adapters of this package."""
+        return self._nc
+
+    # ------------------------------------------------------------------ use
+
+    async def publish(
+        self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Send, or buffer while disconnected. Raises Unavailable when the buffer is full or the connection closed."""
+        try:
+            await self._nc.publish(subject, data, reply, headers)
+        except nats.errors.Error as error:
+            raise Unavailable(f"cannot publish to {subject}: {error or type(error).__name__}") from None
+
+    async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
+        """Subscribe with a callback that must not await slow work: callbacks of one subscription run one at a time.
+
+        A cancellation that escapes a callback would end the subscription silently, so it is stopped here.
+        """
+
+        async def guarded(message: Message) -> None:
+            try:
+                await callback(message)
+            except asyncio.CancelledError:
+                log.warning("a callback for %s was cancelled", subject)
+
+        subscription: Subscription = await self._nc.subscribe(subject, queue=queue, cb=guarded)
+        return subscription
+
+    async def request(
+        self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Message:
+        """One request, one reply. Raises WorkerLost when nobody subscribes, TimeoutError, or Unavailable."""
+        try:
+            message: Message = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
+            return message
+        except nats.errors.NoRespondersError:
+            raise WorkerLost(f"nobody answers on {subject}") from None
+        except (nats.errors.TimeoutError, TimeoutError):
+            raise TimeoutError(f"no answer on {subject} within {timeout_s} s") from None
+        except nats.errors.Error as error:
+            raise Unavailable(f"cannot ask {subject}: {error or type(error).__name__}") from None
+
+    async def synced(self, timeout_s: float = 5.0) -> None:
+        """Return once the server has processed everything sent so far.
+
+        nats-py writes its PING before pending SUBs and PUBs, so a bare flush() right after subscribe() proves nothing;
+        one turn of the loop lets them out first.
+        """
+        await asyncio.sleep(0)
+        with contextlib.suppress(nats.errors.Error, TimeoutError):
+            await self._nc.flush(timeout=max(1, int(timeout_s)))
+
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Flush and close; never raises, never hangs longer than its timeout."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        with contextlib.suppress(Exception):
+            if self.is_connected:
+                await asyncio.wait_for(self.synced(1.0), timeout_s)
+        with contextlib.suppress(Exception):  # close() while down with pending data raises ConnectionResetError
+            await asyncio.wait_for(self._nc.close(), timeout_s)
+
+    # ------------------------------------------------------------------ callbacks of nats-py
+
+    async def _on_error(self, error: Exception) -> None:
+        self.errors_total += 1
+        text = f"{type(error).__name__}: {error}"
+        if "authorization" in text.lower():
+            self._refused = True
+        if not self._closing:
+            log.warning("nats: %s", text[:300])
+
+    async def _on_disconnected(self) -> None:
+        self._told_disconnected = True
+        if not self._closing:
+            log.warning("nats: disconnected")
+            for hook in self.on_disconnect:
+                hook()
+
+    async def _on_reconnected(self) -> None:
+        self._told_disconnected = False
+        self.reconnects_total += 1
+        self._connected_at = asyncio.get_running_loop().time()
+        log.info("nats: reconnected to %s", self._nc.connected_url.netloc if self._nc.connected_url else "?")
+        for hook in self.on_reconnect:
+            try:
+                await hook()
+            except Exception:
+                log.exception("a reconnect hook failed")
+
+    async def _on_closed(self) -> None:
+        if not self._closing:
+            log.error("nats: the connection is closed for good")
+            if self.on_closed is not None:
+                self.on_closed()
+
+    async def _abort_hung_transport(self) -> None:
+        """A reconnect waits for the old transport to flush; to a hung server that never ends. Abort it instead."""
+        while True:
+            await asyncio.sleep(0.2)
+            if self._nc.is_reconnecting and not self._told_disconnected:
+                writer = getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
+                if writer is not None:
+                    log.warning("nats: aborting a transport that does not drain")
+                    writer.transport.abort()

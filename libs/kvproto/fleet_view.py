@@ -1,0 +1,202 @@
+"""Who is alive, as one reader sees it. Pure: time is passed in, decisions come back as `Change`s.
+
+A worker is alive while either of two independent signals is fresh:
+
+    KV record      written every second, expires after 3 s        fresh for 3.3 s after a write
+    heartbeat      core NATS, every 0.5 s                          fresh for 2.5 s
+
+A record deleted on purpose (clean stop, or placement that saw the connection drop and got no answer to a ping) ends
+the worker at once, until it registers again. When more than half of the workers vanish within 3 s the fault is taken to
+be NATS's: the last view is kept, and no-responders notices decide, request by request.
+
+    absent ──record──▶ alive ──stale/expired/deleted──▶ dead ──record or heartbeat──▶ alive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvproto.messages import Heartbeat, MemberRecord, Role, State, WorkerRecord
+
+RECORD_FRESH_S = 3.3
+HEARTBEAT_FRESH_S = 2.5
+MASS_WINDOW_S = 3.0
+MASS_HOLD_S = 30.0
+RECONNECT_GRACE_S = 5.0
+FORGET_DEAD_S = 60.0
+
+
+class Change(Enum):
+    """What an event did to one worker, for readers that act on it."""
+
+    JOINED = "joined"
+    LEFT = "left"
+    NEW_EPOCH = "new_epoch"
+    UPDATED = "updated"
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker as seen here; `revision` is that of its record, for compare-and-set deletes."""
+
+    record: WorkerRecord
+    revision: int = 0
+    record_at: float = -1e9
+    heartbeat: Heartbeat | None = None
+    heartbeat_at: float = -1e9
+    deleted: bool = False
+    dead_since: float | None = None
+
+    @property
+    def state(self) -> State:
+        if self.dead_since is not None:
+            return State.DEAD
+        newest = self.heartbeat if self.heartbeat and self.heartbeat.epoch == self.record.epoch else None
+        return newest.state if newest and self.heartbeat_at > self.record_at else self.record.state
+
+    def is_fresh(self, now: float) -> bool:
+        if self.deleted:
+            return False
+        return now - self.record_at < RECORD_FRESH_S or now - self.heartbeat_at < HEARTBEAT_FRESH_S
+
+
+@dataclass(slots=True)
+class FleetView:
+    """State of one reader's view. Owned by the loop that feeds it."""
+
+    workers: dict[str, WorkerView] = field(default_factory=dict)
+    members: dict[tuple[Role, str], tuple[MemberRecord, float]] = field(default_factory=dict)
+    _early: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)  # heard before their record
+    _blind_until: float = -1e9
+    _deaths: list[float] = field(default_factory=list)
+    held_since: float | None = None
+    version: int = 0  # grows with every join and leave
+
+    # ------------------------------------------------------------------ events
+
+    def on_worker_record(self, record: WorkerRecord, revision: int, now: float) -> Change:
+        known = self.workers.get(record.id)
+        if known is None:
+            view = WorkerView(record, revision, now)
+            if (early := self._early.pop(record.id, None)) is not None:
+                view.heartbeat, view.heartbeat_at = early
+            self.workers[record.id] = view
+            self.version += 1
+            return Change.JOINED
+        change = Change.UPDATED
+        if known.dead_since is not None:
+            change = Change.JOINED
+        elif known.record.epoch != record.epoch:
+            change = Change.NEW_EPOCH
+        if known.record.epoch != record.epoch:
+            known.heartbeat, known.heartbeat_at = None, -1e9
+        if change is not Change.UPDATED or known.record.state is not record.state:
+            self.version += 1
+        known.record, known.revision, known.record_at = record, revision, now
+        known.deleted, known.dead_since = False, None
+        return change
+
+    def on_worker_gone(self, worker: str, now: float, *, expired: bool) -> Change | None:
+        """The record vanished: deleted on purpose, or its time ran out (then a fresh heartbeat still counts)."""
+        view = self.workers.get(worker)
+        if view is None or view.dead_since is not None:
+            return None
+        if expired:
+            view.record_at = -1e9
+            return None  # `sweep` judges by what is left
+        view.deleted = True
+        return self._bury(view, now)
+
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> Change | None:
+        view = self.workers.get(beat.worker)
+        if view is None:
+            if len(self._early) < 4096:
+                self._early[beat.worker] = (beat, now)
+            return None
+        if beat.epoch != view.record.epoch:
+            return None  # an older life still flushing, or a newer one whose record is on its way
+        if view.state is not beat.state:
+            self.version += 1
+        view.heartbeat, view.heartbeat_at = beat, now
+        if view.dead_since is not None and not view.deleted:
+            view.dead_since = None
+            self.version += 1
+            return Change.JOINED
+        return None
+
+    def on_member(self, record: MemberRecord, now: float) -> None:
+        self.members[record.role, record.id] = (record, now)
+
+    def on_member_gone(self, role: Role, member: str) -> None:
+        self.members.pop((role, member), None)
+
+    def on_disconnected(self) -> None:
+        self._blind_until = float("inf")
+
+    def on_reconnected(self, now: float) -> None:
+        """Everybody gets time to come back before silence means anything."""
+        self._blind_until = now + RECONNECT_GRACE_S
+
+    def sweep(self, now: float) -> list[str]:
+        """Workers that just died of silence. Call a few times a second."""
+        if now < self._blind_until:
+            return []
+        alive = [view for view in self.workers.values() if view.dead_since is None]
+        silent = [view for view in alive if not view.is_fresh(now)]
+        self._deaths = [at for at in self._deaths if now - at < MASS_WINDOW_S]
+        if (
+            silent
+            and len(silent) + len(self._deaths) >= 2
+            and 2 * (len(silent) + len(self._deaths)) > len(alive) + len(self._deaths)
+        ):
+            if self.held_since is None:
+                self.held_since = now
+            if now - self.held_since < MASS_HOLD_S:
+                return []
+        elif not silent:
+            self.held_since = None
+        for view in silent:
+            self._bury(view, now)
+            self._deaths.append(now)
+        for worker in [w for w, v in self.workers.items() if v.dead_since and now - v.dead_since > FORGET_DEAD_S]:
+            del self.workers[worker]
+        for key in [k for k, (_, at) in self.members.items() if now - at > RECORD_FRESH_S + 2]:
+            del self.members[key]
+        return [view.record.id for view in silent]
+
+    def _bury(self, view: WorkerView, now: float) -> Change:
+        view.dead_since = now
+        self.version += 1
+        return Change.LEFT
+
+    # ------------------------------------------------------------------ questions
+
+    def is_alive(self, worker: str) -> bool:
+        view = self.workers.get(worker)
+        return view is not None and view.dead_since is None
+
+    def ready(self, model: str | None = None) -> Iterator[WorkerView]:
+        """Workers that take new work, of one model or of all."""
+        for view in self.workers.values():
+            if view.state is State.READY and (model is None or view.record.model == model):
+                yield view
+
+    def models(self) -> dict[str, WorkerRecord]:
+        """Each served model with one of its living workers (the smallest id, so that readers agree)."""
+        found: dict[str, WorkerRecord] = {}
+        for worker in sorted(self.workers):
+            view = self.workers[worker]
+            if view.dead_since is None and view.state in (State.READY, State.DRAINING):
+                found.setdefault(view.record.model, view.record)
+        return found
+
+    def heartbeat_of(self, worker: str) -> Heartbeat | None:
+        view = self.workers.get(worker)
+        return view.heartbeat if view else None
+
+    def with_state(self, worker: str) -> WorkerRecord | None:
+        """The record with the state as known now (heartbeats are newer than records)."""
+        view = self.workers.get(worker)
+        return replace(view.record, state=view.state) if view else None

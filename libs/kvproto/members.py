@@ -1,0 +1,255 @@
+"""Adapter: membership over NATS. `Lease` keeps a process's record; `Members` feeds a `FleetView` from watch and heartbeats.
+
+A lease is fenced by compare-and-set: a process that was expired takes a new lease under its old epoch (its blocks are
+still there); a process that finds a later epoch under its id has been replaced and must end (`Fenced`).
+
+    register ──put/s──▶ held ──record gone──▶ register again (new lease, same epoch)
+                          └──later epoch under this id──▶ Fenced
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvproto import codec
+from kvproto.buckets import Bucket, Entry, StaleRevision, Watch
+from kvproto.connection import Connection, Message
+from kvproto.errors import CodecError, KvfleetError, Unavailable
+from kvproto.fleet_view import Change, FleetView, WorkerView
+from kvproto.hash_ring import HashRing
+from kvproto.ids import new_process_id
+from kvproto.messages import Heartbeat, MemberRecord, Role, WorkerRecord
+from kvproto.subjects import Subjects, member_key
+
+log = logging.getLogger(__name__)
+
+LEASE_PERIOD_S = 1.0
+SWEEP_PERIOD_S = 0.2
+
+
+class Fenced(KvfleetError):
+    """A later life of this id holds the record: this process must end."""
+
+    code = "fenced"
+    http_status = 409
+
+
+class Lease:
+    """Keeps one record in the members bucket alive. Owned by the process's loop; `run` renews until cancelled.
+
+    `record` may be replaced at any time (a state change) with `set`, which also writes it at once.
+    """
+
+    def __init__(self, bucket: Bucket, record: WorkerRecord | MemberRecord) -> None:
+        self.record = record
+        self._bucket = bucket
+        role = Role.WORKER if isinstance(record, WorkerRecord) else record.role
+        self._key = member_key(role.value, record.id)
+        self._revision: int | None = None
+        self._lock = asyncio.Lock()
+        self.leases_total = 0
+
+    async def register(self) -> None:
+        """Take the record over whatever is there. Raises Fenced (a later epoch holds it) or Unavailable."""
+        entry = await self._bucket.get(self._key)
+        if entry.value is not None:
+            with contextlib.suppress(CodecError):
+                held = codec.decode(type(self.record), entry.value)
+                if held.epoch > self.record.epoch:
+                    raise Fenced(f"{self._key} is held by a later process (pid {held.pid} on {held.host})")
+        self.record = replace(self.record, lease=new_process_id())
+        self._revision = await self._bucket.update(self._key, codec.encode(self.record), entry.revision)
+        self.leases_total += 1
+
+    async def renew(self) -> None:
+        """Write the record again. Raises Fenced, or Unavailable while JetStream is away (try again later)."""
+        async with self._lock:
+            if self._revision is not None:
+                try:
+                    self._revision = await self._bucket.update(self._key, codec.encode(self.record), self._revision)
+                    return
+                except StaleRevision:
+                    log.warning("lease on %s lost, registering again", self._key)
+                    self._revision = None
+            for _ in range(5):
+                try:
+                    await self.register()
+                    return
+                except StaleRevision:
+                    continue  # somebody wrote in between: look again
+
+    async def set(self, record: WorkerRecord | MemberRecord) -> None:
+        """Replace the record (keeping the lease) and write it."""
+        self.record = replace(record, lease=self.record.lease)
+        await self.renew()
+
+    async def run(self, on_fenced: Callable[[Fenced], None]) -> None:
+        """Renew every second, for ever. A NATS outage is waited out."""
+        while True:
+            await asyncio.sleep(LEASE_PERIOD_S)
+            try:
+                await self.renew()
+            except Fenced as error:
+                on_fenced(error)
+                return
+            except Unavailable as error:
+                log.warning("lease on %s not renewed: %s", self._key, error)
+
+    async def release(self) -> None:
+        """Delete the record, if it is still ours: watchers learn at once. Never raises."""
+        revision, self._revision = self._revision, None
+        if revision is not None:
+            with contextlib.suppress(KvfleetError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._bucket.delete(self._key, revision), 1.0)
+
+
+Listener = Callable[[Change, WorkerView], None]
+
+
+class Members:
+    """One reader of the fleet: owns a `FleetView`, tells listeners who joined, left or restarted.
+
+    Listeners run on the loop, inside callbacks, and must not block.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        subjects: Subjects,
+        *,
+        on_heartbeat: Callable[[Heartbeat], None] | None = None,
+    ) -> None:
+        self.view = FleetView()
+        self.listeners: list[Listener] = []
+        self._on_heartbeat = on_heartbeat
+        self._connection = connection
+        self._subjects = subjects
+        self._watch: Watch | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._listed = asyncio.Event()
+        self._subscription: Any = None
+        self._watching: asyncio.Task[None] | None = None
+        self._rings: dict[str, tuple[int, HashRing]] = {}
+
+    async def start(self, timeout_s: float = 10.0) -> None:
+        """Returns when everybody who is registered now is known. Raises Unavailable."""
+        self._subscription = await self._connection.subscribe(self._subjects.heartbeat_all(), self._heartbeat)
+        self._connection.on_disconnect.append(self.view.on_disconnected)
+        self._connection.on_reconnect.append(self._rewatch)
+        self._watching = asyncio.create_task(self._follow(), name="members-watch")
+        self._tasks.append(asyncio.create_task(self._sweep(), name="members-sweep"))
+        try:
+            await asyncio.wait_for(self._listed.wait(), timeout_s)
+        except TimeoutError:
+            await self.stop()
+            raise Unavailable(
+                f"the bucket {self._subjects.members_bucket} could not be read in {timeout_s} s"
+            ) from None
+
+    async def stop(self) -> None:
+        for task in [*self._tasks, self._watching]:
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        if self._watch is not None:
+            await self._watch.stop()
+        with contextlib.suppress(Exception):
+            await self._subscription.unsubscribe()
+        with contextlib.suppress(ValueError):
+            self._connection.on_reconnect.remove(self._rewatch)
+        with contextlib.suppress(ValueError):
+            self._connection.on_disconnect.remove(self.view.on_disconnected)
+
+    def ring(self, model: str) -> HashRing:
+        """The plain ring over the model's ready workers; equal in every process that sees the same fleet."""
+        version, ring = self._rings.get(model, (-1, None))
+        if ring is None or version != self.view.version:
+            ring = HashRing(view.record.id for view in self.view.ready(model))
+            self._rings[model] = (self.view.version, ring)
+        return ring
+
+    async def drop(self, worker: str) -> None:
+        """Delete a dead worker's record so that every watcher acts now; a living one simply registers again."""
+        view = self.view.workers.get(worker)
+        if view is not None and view.revision:
+            bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
+            with contextlib.suppress(KvfleetError):
+                await bucket.delete(member_key(Role.WORKER.value, worker), view.revision)
+
+    # ------------------------------------------------------------------ tasks
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _tell(self, change: Change | None, worker: str) -> None:
+        view = self.view.workers.get(worker)
+        if change is not None and view is not None:
+            for listener in self.listeners:
+                listener(change, view)
+
+    async def _rewatch(self) -> None:
+        """After a reconnect the old watch is blind: list everything again."""
+        self.view.on_reconnected(self._now())
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = asyncio.create_task(self._follow(), name="members-watch")
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
+                watch = self._watch = await bucket.watch()
+                try:
+                    async for entry in watch.entries():
+                        if entry is None:
+                            self._listed.set()
+                        else:
+                            self._apply(entry)
+                finally:
+                    await watch.stop()
+            except Unavailable as error:
+                log.warning("members: %s", error)
+            await asyncio.sleep(0.5)
+
+    def _apply(self, entry: Entry) -> None:
+        role, _, member = entry.key.partition(".")
+        now = self._now()
+        try:
+            if role == Role.WORKER:
+                if entry.value is None:
+                    self._tell(self.view.on_worker_gone(member, now, expired=entry.expired), member)
+                else:
+                    record = codec.decode(WorkerRecord, entry.value)
+                    if record.id == member:
+                        self._tell(self.view.on_worker_record(record, entry.revision, now), member)
+            elif entry.value is None:
+                if role in set(Role):
+                    self.view.on_member_gone(Role(role), member)
+            else:
+                self.view.on_member(codec.decode(MemberRecord, entry.value), now)
+        except CodecError as error:
+            log.warning("members: record %s is unreadable: %s", entry.key, error)
+
+    async def _heartbeat(self, message: Message) -> None:
+        try:
+            beat = codec.decode(Heartbeat, message.data)
+        except CodecError as error:
+            log.debug("heartbeat on %s is unreadable: %s", message.subject, error)
+            return
+        if message.subject.rsplit(".", 1)[-1] != beat.worker:
+            return
+        self._tell(self.view.on_heartbeat(beat, self._now()), beat.worker)
+        if self._on_heartbeat is not None:
+            self._on_heartbeat(beat)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            for worker in self.view.sweep(self._now()):
+                self._tell(Change.LEFT, worker)

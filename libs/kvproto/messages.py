@@ -1,0 +1,523 @@
+"""Every message of the fleet: frozen dataclasses, encoded by `kvproto.codec` alone. Pure, no dicts past the codec.
+
+Fields are only ever added, with a default; unknown ones are ignored by older readers. `Annotated` bounds are checked
+when a message is read and the error names the field.
+
+    producer ──ProducerRequest──▶ placement ──GenerateRequest──▶ worker ──frames──▶ the producer's inbox
+    Client ──PlaceRequest──▶ placement ──Placement──▶ Client ──GenerateRequest──▶ worker ──frames──▶ Client
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated
+
+from kvproto.codec_types import Ids, MaxLength, Range
+
+Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, packed u32le on the wire
+Hashes = Annotated[tuple[bytes, ...], MaxLength(4_194_304)]
+Name = Annotated[str, MaxLength(256)]  # ids, roles, model names
+Text = Annotated[str, MaxLength(8_388_608)]
+Count = Annotated[int, Range(0, 2**63 - 1)]
+U64 = Annotated[int, Range(0, 2**64 - 1)]
+Seconds = Annotated[float, Range(0.0, 1e12)]
+
+
+class State(StrEnum):
+    """A member's state. `dead` is never written by a member itself: it is how readers show one that vanished."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Role(StrEnum):
+    INGRESS = "ingress"
+    PLACEMENT = "placement"
+    WORKER = "worker"
+    VAULT = "vault"
+
+
+class Tier(StrEnum):
+    """Where blocks live, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    VAULT = "vault"
+
+
+class Encoding(StrEnum):
+    """How a worker writes the frames of one request."""
+
+    FRAMES = "frames"  # compact, possibly many sequences in one message
+    MSGPACK = "msgpack"  # one map per message, ids as a list: for producers in any language
+    JSON = "json"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class AdminCommand(StrEnum):
+    DRAIN = "drain"
+    STATS = "stats"
+    INSPECT = "inspect"
+    BUNDLE = "bundle"
+    READ_KV = "read_kv"
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. A token's random number depends on (seed, choice, generated index) alone.
+
+    `temperature` 0 is greedy; `top_k` 0 means no limit. `seed` is drawn by the ingress or Client when the caller gives
+    none, so a moved or replayed sequence draws the same tokens. Stop tokens are neither emitted nor counted.
+    """
+
+    max_tokens: Annotated[int, Range(1, 16_777_216)]
+    temperature: Annotated[float, Range(0.0, 100.0)] = 1.0
+    top_p: Annotated[float, Range(0.0, 1.0)] = 1.0
+    top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
+    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] = 0
+    stop: Annotated[tuple[Annotated[str, MaxLength(1024)], ...], MaxLength(16)] = ()
+    stop_ids: Annotated[tuple[int, ...], MaxLength(256)] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequest:
+    """Which worker should do this? Tenant and model are tokens of the subject; `model` is the real name."""
+
+    request: Name
+    model: Name
+    prompt_ids: Tokens32 = ()
+    prompt: Text | None = None  # instead of ids, from a producer that cannot tokenise
+    session: Name | None = None
+    attempt: Count = 0
+    excluded: Annotated[tuple[Name, ...], MaxLength(4096)] = ()  # workers this request has already lost
+    max_tokens: Count = 0
+    policy: Name | None = None
+    worker: Name | None = None  # for the policy `direct`
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision. `expected_hit` counts tokens per tier."""
+
+    request: Name
+    worker: Name
+    attempt: Count
+    expected_hit: dict[str, int] = field(default_factory=dict)
+    expected_ttft_s: float | None = None
+    policy: Name = ""
+    why: Text = ""
+    placement: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One attempt at one request, published to one worker; the NATS reply subject gets `Accepted` or `Failed`.
+
+    `output_ids` are tokens that an earlier attempt generated: generation goes on after them, and `text_sent`
+    characters of text are already with the client. `expires_unix_ms` guards against late delivery after a reconnect;
+    `deadline_ms` is what remained of the caller's patience when it was sent. Either `prompt_ids` or `prompt` is set.
+    """
+
+    request: Name
+    attempt: Count
+    model: Name
+    sampling: Sampling
+    inbox: Annotated[str, MaxLength(512)]  # frames of this request go here
+    prompt_ids: Tokens32 = ()
+    prompt: Text | None = None
+    output_ids: Tokens32 = ()
+    text_sent: Count = 0
+    encoding: Encoding = Encoding.FRAMES
+    session: Name | None = None
+    priority: Annotated[int, Range(-100, 100)] = 0
+    deadline_ms: Annotated[int, Range(0, 2**53)] | None = None
+    expires_unix_ms: Annotated[int, Range(0, 2**53)] | None = None
+    traceparent: Annotated[str, MaxLength(128)] | None = None
+    watcher: Name | None = None  # the placement that booked it and wants to see it end (bare producers)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerRequest:
+    """What a bare producer sends to `kvf.generate.<tenant>.<model>`, as a msgpack map or as JSON; flat on purpose.
+
+    Frames go to the NATS reply subject, in the encoding of the request.
+    """
+
+    prompt: Text | None = None
+    prompt_ids: Annotated[tuple[int, ...], Ids(max_items=4_194_304)] = ()
+    model: Name | None = None  # the real name, where it is no legal subject token
+    max_tokens: Annotated[int, Range(1, 16_777_216)] = 50
+    temperature: Annotated[float, Range(0.0, 100.0)] = 1.0
+    top_p: Annotated[float, Range(0.0, 1.0)] = 1.0
+    top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
+    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] | None = None
+    stop: Annotated[tuple[Annotated[str, MaxLength(1024)], ...], MaxLength(16)] = ()
+    ignore_eos: bool = False
+    session: Name | None = None  # an affinity key; history stays with the producer
+    priority: Annotated[int, Range(-100, 100)] = 0
+    deadline_ms: Annotated[int, Range(0, 2**53)] | None = None
+    request: Annotated[str, MaxLength(64)] | None = None
+    traceparent: Annotated[str, MaxLength(128)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    request: Name
+    attempt: Count | None = None  # None: any attempt
+
+
+@dataclass(frozen=True, slots=True)
+class ResendRequest:
+    """Repeat the frames of a request from a generated index on. Also the question "are you still there?"."""
+
+    request: Name
+    attempt: Count
+    from_index: Count
+    inbox: Annotated[str, MaxLength(512)]
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequest:
+    request: Name
+    attempt: Count
+    paused: bool
+
+
+# ---------------------------------------------------------------------------------------------- frames
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The worker has the request: from here on it sends exactly one terminal frame."""
+
+    request: Name
+    attempt: Count
+    worker: Name
+    epoch: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What was really cached, per tier, in tokens. Sent once, before the first tokens."""
+
+    request: Name
+    attempt: Count
+    worker: Name
+    prompt_tokens: Count
+    cached: dict[str, int]
+    queue_s: Seconds = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens `index` ... `index + len(ids) - 1` of one choice, one piece of text per id.
+
+    Pieces may be empty while text is held back (a character or a stop string may be incomplete); together they are
+    exactly the final text.
+    """
+
+    request: str
+    attempt: int
+    choice: int
+    index: int
+    ids: Tokens32
+    text: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Terminal. `output_tokens` counts all generated tokens, those of earlier attempts included."""
+
+    request: Name
+    attempt: Count
+    reason: FinishReason
+    prompt_tokens: Count
+    output_tokens: Count
+    cached_tokens: Count = 0
+    worker: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal. `retryable`: the same request may succeed elsewhere."""
+
+    request: Name
+    attempt: Count
+    code: Name
+    message: Text
+    retryable: bool = False
+    field: Name | None = None
+    output_tokens: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Terminal for this attempt: the worker lets go of the sequence; go on elsewhere after `output_tokens`."""
+
+    request: Name
+    attempt: Count
+    output_tokens: Count
+    to: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Answer to ResendRequest: the worker lives and has generated tokens up to `next_index`."""
+
+    request: Name
+    attempt: Count
+    next_index: Count
+
+
+Frame = Accepted | Started | Tokens | Finished | Failed | Moved | Progress
+TERMINAL = (Finished, Failed, Moved)
+
+
+# ---------------------------------------------------------------------------------------------- members
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """A worker's lease in the members bucket; the heartbeat carries what changes often."""
+
+    id: Name
+    epoch: Name
+    lease: Name
+    state: State
+    model: Name
+    address: Name
+    host: Name
+    pid: Count
+    versions: tuple[int, ...]  # [min, max] of the wire
+    bundle: Name = ""  # content hash of tokenizer, template and defaults
+    model_revision: Name = ""
+    block_size: Count = 16
+    blocks: Count = 0
+    context_length: Count = 0
+    slots: Count = 0
+    started_unix_ms: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """Lease of a process that holds no blocks: placement or ingress."""
+
+    id: Name
+    epoch: Name
+    lease: Name
+    state: State
+    role: Role
+    host: Name
+    pid: Count
+    versions: tuple[int, ...]
+    address: Name = ""
+    inbox: Name = ""
+    started_unix_ms: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests, blocks and tokens at a worker now; `*_total` count since its start."""
+
+    waiting: Count = 0
+    running: Count = 0
+    slots: Count = 0
+    blocks_used: Count = 0
+    blocks_cached: Count = 0
+    blocks_total: Count = 0
+    queued_prefill_tokens: Count = 0
+    prompt_tokens_total: Count = 0
+    hit_tokens_total: Count = 0
+    fed_tokens_total: Count = 0
+    generated_tokens_total: Count = 0
+    preemptions_total: Count = 0
+    evictions_total: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured, not configured. 0 until measured."""
+
+    prefill_tokens_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
+    decode_steps_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
+    decode_tokens_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Core NATS, about twice a second: liveness, load, and what an index needs to notice a lost last event."""
+
+    worker: Name
+    epoch: Name
+    state: State
+    load: Load = Load()
+    rates: Rates = Rates()
+    event_seq: Count = 0
+    digest: U64 = 0  # XOR over all stored and removed operations ever published
+    held: Count = 0  # blocks the worker's content index holds
+
+
+# ---------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Blocks that follow one another: each is the parent of the next."""
+
+    parent: bytes
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvents:
+    """One change of one tier: runs stored (`removed` False) or removed, in the order they happened."""
+
+    tier: Tier
+    removed: bool
+    runs: tuple[BlockRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """`[epoch, seq, [[tier, removed, [[parent, [hash...]]...]]...]]`; encoded positionally by the codec."""
+
+    epoch: str
+    seq: int
+    changes: tuple[TierEvents, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One part of what a worker holds, raw 16-byte hashes back to back; complete at event `seq`."""
+
+    epoch: Name
+    seq: Count
+    tier: Tier
+    part: Count
+    parts: Count
+    digest: U64
+    hashes: Annotated[bytes, MaxLength(1_000_000)]
+
+
+# ---------------------------------------------------------------------------------------------- admin
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRequest:
+    """A command on a worker's admin subject. `inspect` and `read_kv` name a tenant and token ids."""
+
+    command: AdminCommand
+    tenant: Name = ""
+    ids: Tokens32 = ()
+    layer: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdminReply:
+    """One part of an answer; `data` of all parts together is the answer's bytes. An error has `code` set."""
+
+    part: Count = 0
+    parts: Count = 1
+    data: Annotated[bytes, MaxLength(1_000_000)] = b""
+    digest: Name = ""
+    code: Name | None = None
+    message: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """Answer to `stats`."""
+
+    record: WorkerRecord
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Answer to `inspect`: how much of a token sequence this worker holds."""
+
+    cached_tokens: Count
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What an ingress needs of a model: it holds no model files, so both always agree."""
+
+    model: Name
+    tokenizer_json: Text
+    chat_template: Text | None
+    bos_token: Name | None
+    eos_token: Name | None
+    stop_ids: tuple[int, ...]
+    context_length: Count
+    vocab_size: Count
+    default_temperature: float | None = None
+    default_top_p: float | None = None
+    default_top_k: int | None = None
+    model_revision: Name = ""
+    block_size: Count = 16
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------- sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The running turn of a session: at most one, leased so that a dead ingress does not lock it for ever."""
+
+    request: Name
+    ingress: Name
+    expires_unix_ms: Count
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHead:
+    """Head of a session; its token ids lie in chunks of 4,096 u32 beside it. Written by compare-and-set only."""
+
+    seq_id: Annotated[str, MaxLength(1024)]
+    model: Name
+    length: Count  # committed token ids
+    turns: Count
+    created_unix_ms: Count
+    updated_unix_ms: Count
+    worker: Name = ""  # where the last turn ran
+    turn: Turn | None = None
+    generation: Name = ""  # which set of chunks is current
+
+
+# ---------------------------------------------------------------------------------------------- placement
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementStats:
+    """Answer on `kvf.placement.stats`: one replica's view."""
+
+    placement: Name
+    policy: Name
+    workers: tuple[Name, ...]
+    decisions_total: Count
+    no_worker_total: Count
+    forwarded_total: Count
+    booked: Count

@@ -1,0 +1,125 @@
+"""Every subject and bucket of the fleet, in one place. Pure.
+
+`Subjects(namespace)` is built once per process; names follow DESIGN section 4. Ids are checked here, so that no name
+from a request can widen or split a subject.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproto.errors import InvalidRequest
+from kvproto.ids import DEFAULT_NAMESPACE, is_token, model_token
+
+MEMBERS_BUCKET = "members"
+SESSIONS_BUCKET = "sessions"
+KEYS_BUCKET = "keys"
+
+INGRESS_INBOX = "_ing"
+PLACEMENT_INBOX = "_plc"
+WORKER_INBOX = "_wrk"
+PRODUCER_INBOX = "_prd"
+ADMIN_INBOX = "_adm"
+
+
+def _token(what: str, value: str) -> str:
+    if not is_token(value):
+        raise InvalidRequest(f"must be 1 to 64 of A-Z a-z 0-9 _ -, got {value[:80]!r}", field=what)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """Subjects under one namespace (default `kvf`). Raises InvalidRequest for an id that is no subject token."""
+
+    namespace: str = DEFAULT_NAMESPACE
+
+    def __post_init__(self) -> None:
+        _token("namespace", self.namespace)
+
+    # requests
+    def place(self, tenant: str, model: str) -> str:
+        return f"{self.namespace}.place.{_token('tenant', tenant)}.{model_token(model)}"
+
+    def place_all(self) -> str:
+        return f"{self.namespace}.place.*.*"
+
+    def generate(self, tenant: str, model: str) -> str:
+        return f"{self.namespace}.generate.{_token('tenant', tenant)}.{model_token(model)}"
+
+    def generate_all(self) -> str:
+        return f"{self.namespace}.generate.*.*"
+
+    # one worker
+    def worker_generate(self, worker: str, tenant: str) -> str:
+        return f"{self.namespace}.worker.{_token('worker', worker)}.generate.{_token('tenant', tenant)}"
+
+    def worker_generate_all(self, worker: str) -> str:
+        return f"{self.namespace}.worker.{_token('worker', worker)}.generate.*"
+
+    def worker_cancel(self, worker: str) -> str:
+        return f"{self.namespace}.worker.{_token('worker', worker)}.cancel"
+
+    def worker_resend(self, worker: str) -> str:
+        return f"{self.namespace}.worker.{_token('worker', worker)}.resend"
+
+    def worker_pause(self, worker: str) -> str:
+        return f"{self.namespace}.worker.{_token('worker', worker)}.pause"
+
+    def worker_admin(self, worker: str) -> str:
+        return f"{self.namespace}.worker.{_token('worker', worker)}.admin"
+
+    # state of the fleet
+    def events(self, worker: str) -> str:
+        return f"{self.namespace}.events.{_token('worker', worker)}"
+
+    def events_all(self) -> str:
+        return f"{self.namespace}.events.*"
+
+    def heartbeat(self, member: str) -> str:
+        return f"{self.namespace}.heartbeat.{_token('member', member)}"
+
+    def heartbeat_all(self) -> str:
+        return f"{self.namespace}.heartbeat.*"
+
+    def blocks(self, worker: str) -> str:
+        return f"{self.namespace}.blocks.{_token('worker', worker)}"
+
+    def placement_stats(self) -> str:
+        return f"{self.namespace}.placement.stats"
+
+    # buckets
+    def bucket(self, name: str) -> str:
+        return f"{self.namespace}_{name}"
+
+    @property
+    def members_bucket(self) -> str:
+        return self.bucket(MEMBERS_BUCKET)
+
+    @property
+    def sessions_bucket(self) -> str:
+        return self.bucket(SESSIONS_BUCKET)
+
+    @property
+    def keys_bucket(self) -> str:
+        return self.bucket(KEYS_BUCKET)
+
+
+def member_key(role: str, member: str) -> str:
+    """Key in the members bucket: `worker.<id>`, `placement.<id>`, `ingress.<id>`, `vault.<id>`."""
+    return f"{_token('role', role)}.{_token('member', member)}"
+
+
+def inbox_prefix(role_inbox: str, process: str) -> str:
+    """A process's inbox space; permissions let only its role subscribe there."""
+    return f"{role_inbox}.{process}"
+
+
+def request_inbox(prefix: str, request: str) -> str:
+    """Where acknowledgements, no-responders notices and unbatched frames of one request arrive."""
+    return f"{prefix}.{request}"
+
+
+def batch_inbox(prefix: str) -> str:
+    """Where a worker sends one frame per step with all sequences of one ingress."""
+    return f"{prefix}.b"
