@@ -3,7 +3,7 @@
 Three forms of the same messages:
 
 * wire: a version byte, then a msgpack map; token ids packed as u32le. Between services.
-* plain: a msgpack map, or JSON, with ids as lists. For bare producers; a leading version byte is accepted, not required.
+* plain: a msgpack map, or JSON, with ids as lists. For bare producers; the leading version byte may be left out.
 * frames: a version byte, then a msgpack array of positional arrays `[tag, field...]`. The hot path: one message
   carries one step's frames of many sequences.
 
@@ -19,7 +19,6 @@ import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -52,8 +51,9 @@ def _fail(path: str, expected: str, value: Any) -> CodecError:
     return CodecError(f"expected {expected}, got {type(value).__name__}", field=path or "message")
 
 
-def _scalar(kind: type, bounds: tuple[Any, ...]) -> _Read:
-    low, high, limit = -math.inf, math.inf, None
+def _scalar(kind: type[Any], bounds: tuple[Any, ...]) -> _Read:
+    low, high = -math.inf, math.inf
+    limit: int | None = None
     for bound in bounds:
         if isinstance(bound, Range):
             low, high = bound.low, bound.high
@@ -306,7 +306,8 @@ def decode_plain_frame(data: bytes, *, as_json: bool) -> m.Frame:
     value = json.loads(data) if as_json else _unpack(data)
     if not isinstance(value, dict) or value.get("type") not in _BY_TYPE:
         raise CodecError("not a frame", field="type")
-    return _read_map(_BY_TYPE[value["type"]], value)
+    frame: m.Frame = _read_map(_BY_TYPE[value["type"]], value)
+    return frame
 
 
 # ---------------------------------------------------------------------------------------------- frames

@@ -1,4 +1,4 @@
-"""Adapter: membership over NATS. `Lease` keeps a process's record; `Members` feeds a `FleetView` from watch and heartbeats.
+"""Adapter: membership over NATS. `Lease` keeps one record; `Members` feeds a `FleetView` from watch and heartbeats.
 
 A lease is fenced by compare-and-set: a process that was expired takes a new lease under its old epoch (its blocks are
 still there); a process that finds a later epoch under its id has been replaced and must end (`Fenced`).

@@ -424,17 +424,18 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class AdminRequest:
-    """A command on a worker's admin subject. `inspect` and `read_kv` name a tenant and token ids."""
+    """A command on a worker's admin subject, answered part by part. `inspect` and `read_kv` name tenant and ids."""
 
     command: AdminCommand
     tenant: Name = ""
     ids: Tokens32 = ()
     layer: Count = 0
+    part: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdminReply:
-    """One part of an answer; `data` of all parts together is the answer's bytes. An error has `code` set."""
+    """The asked part of an answer; `data` of all parts together is the answer's bytes. An error has `code` set."""
 
     part: Count = 0
     parts: Count = 1

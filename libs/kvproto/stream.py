@@ -1,0 +1,208 @@
+"""Loop: one request's stream as its reader sees it, and the signals its driver acts on.
+
+Owned by the client's event loop. The inbox feeds it, the reader takes everything that is there with one await (so a
+busy ingress writes many tokens per send), the driver sleeps until something other than tokens happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvproto.errors import Cancelled, KvfleetError
+from kvproto.messages import Accepted, Failed, Finished, Frame, Moved, Placement, Progress, Started, Tokens
+from kvproto.stream_assembly import StreamAssembly
+
+if TYPE_CHECKING:
+    from kvproto.client import Client
+
+Event = Started | Tokens | Finished
+
+
+class Signal(Enum):
+    """What wakes a stream's driver."""
+
+    ACCEPTED = "accepted"
+    TERMINAL = "terminal"
+    NO_RESPONDERS = "no_responders"
+    WORKER_LOST = "worker_lost"
+    SILENT = "silent"
+    GAP = "gap"
+    FULL = "full"
+    DRAINED = "drained"
+    CANCELLED = "cancelled"
+
+
+class Stream:
+    """Events of one request, each exactly once and in order: `Started`, `Tokens`..., `Finished`; or an error raised.
+
+    Use as `async with client.generate(...) as stream: async for event in stream: ...`. Leaving the block early cancels
+    the request at the worker.
+    """
+
+    def __init__(self, client: Client, request: str, buffer_tokens: int, now: float) -> None:
+        self.request = request
+        self.assembly = StreamAssembly()
+        self.placement: Placement | None = None
+        self.worker: str | None = None
+        self.worker_epoch: str | None = None
+        self.accepted = False
+        self.attempts = 0
+        self.last_frame_at = now
+        self.last_probe_at = now
+        self.gap_since: float | None = None
+        self.paused_since: float | None = None
+        self._client = client
+        self._limit = buffer_tokens
+        self._ready: deque[Event] = deque()
+        self._buffered = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._signals: deque[Signal] = deque()
+        self._driver_waiter: asyncio.Future[None] | None = None
+        self._error: KvfleetError | None = None
+        self._done = False
+        self.driver: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ reader
+
+    async def read(self) -> list[Event]:
+        """All events that are there, at least one; an empty list after the last. Raises the request's KvfleetError."""
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._done:
+                return []
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        events = list(self._ready)
+        self._ready.clear()
+        self._buffered = 0
+        if self.paused_since is not None:
+            self.signal(Signal.DRAINED)
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while events := await self.read():
+            for event in events:
+                yield event
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.cancel()
+
+    async def cancel(self) -> None:
+        """Stop the request wherever it is. Does nothing once it has ended."""
+        if not self.closed:
+            self.fail(Cancelled("cancelled by the client"))
+            self.signal(Signal.CANCELLED)
+        if self.driver is not None:
+            await asyncio.wait([self.driver])
+
+    @property
+    def closed(self) -> bool:
+        return self._done or self._error is not None
+
+    @property
+    def ids(self) -> list[int]:
+        """Generated token ids so far."""
+        return self.assembly.ids
+
+    # ------------------------------------------------------------------ what the inbox calls
+
+    def on_frame(self, frame: Frame) -> None:
+        if frame.attempt != self.assembly.attempt or self.closed:
+            self.assembly.fenced += 1
+            return
+        self.last_frame_at = self._client.now()
+        if type(frame) is Tokens:
+            self._deliver(self.assembly.accept(frame))
+        elif isinstance(frame, Accepted):
+            if frame.worker == self.worker:
+                self.accepted, self.worker_epoch = True, frame.epoch
+                self.signal(Signal.ACCEPTED)
+        elif isinstance(frame, Progress):
+            if frame.next_index > self.assembly.next_index and self.gap_since is None:
+                self.gap_since = self.last_frame_at
+        else:
+            self.accepted = True  # an acknowledgement may be lost, a frame proves as much
+            self._deliver(self.assembly.accept(frame))
+
+    def on_no_responders(self) -> None:
+        self.signal(Signal.NO_RESPONDERS)
+
+    def _deliver(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            if type(frame) is Tokens:
+                self._ready.append(frame)
+                self._buffered += len(frame.ids)
+            elif isinstance(frame, Failed | Moved):
+                self.signal(Signal.TERMINAL)
+            elif isinstance(frame, Finished):
+                self._ready.append(frame)
+                self._done = True
+                self.signal(Signal.TERMINAL)
+            elif isinstance(frame, Started):
+                self._ready.append(frame)
+        assembly = self.assembly
+        if assembly._waiting or assembly._held is not None:
+            if assembly.missing() is not None and self.gap_since is None:
+                self.gap_since = self.last_frame_at
+        elif self.gap_since is not None:
+            self.gap_since = None
+        if self._buffered > self._limit and self.paused_since is None and not self._done:
+            self.paused_since = self.last_frame_at
+            self.signal(Signal.FULL)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        reader = self._reader
+        if reader is not None and not reader.done() and (self._ready or self.closed):
+            reader.set_result(None)
+
+    # ------------------------------------------------------------------ driver
+
+    def signal(self, signal: Signal) -> None:
+        self._signals.append(signal)
+        waiter = self._driver_waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def next_signal(self, timeout_s: float | None = None) -> Signal | None:
+        """The next signal, or None when none comes within the timeout."""
+        if not self._signals:
+            loop = asyncio.get_running_loop()
+            waiter = self._driver_waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, _wake, waiter) if timeout_s is not None else None
+            try:
+                await waiter
+            finally:
+                self._driver_waiter = None
+                if timer is not None:
+                    timer.cancel()
+        return self._signals.popleft() if self._signals else None
+
+    def forget_signals(self) -> None:
+        """A new attempt starts: what was signalled about the old one means nothing now (a cancel does)."""
+        cancelled = Signal.CANCELLED in self._signals
+        self._signals.clear()
+        if cancelled:
+            self._signals.append(Signal.CANCELLED)
+
+    def fail(self, error: KvfleetError) -> None:
+        """End the stream with an error, after what is already buffered."""
+        if not self.closed:
+            self._error = error
+            self._wake_reader()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
