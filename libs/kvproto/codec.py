@@ -181,8 +181,17 @@ def _compile(hint: Any) -> tuple[_Read, _Write | None]:
     raise TypeError(f"the codec cannot carry {hint!r}")
 
 
-@cache
-def _schema(kind: type) -> tuple[_Field, ...]:
+_SCHEMAS: dict[type[Any], tuple[_Field, ...]] = {}
+
+
+def _schema(kind: type[Any]) -> tuple[_Field, ...]:
+    known = _SCHEMAS.get(kind)
+    if known is None:
+        known = _SCHEMAS[kind] = _build_schema(kind)
+    return known
+
+
+def _build_schema(kind: type[Any]) -> tuple[_Field, ...]:
     hints = get_type_hints(kind, include_extras=True)
     out = []
     for f in fields(kind):
