@@ -1,0 +1,9 @@
+"""A real NATS server for tests, as pytest fixtures: `pytest_plugins = ["kvproto.testing.fixtures"]`.
+
+fixtures         the names that tests ask for
+backend          container or process: which one, and why
+nats_container   adapter: the server in a container (the only place that imports docker and testcontainers)
+nats_process     the server as a child process, which tests may kill, stop and restart
+nats_binary      where the nats-server executable is
+nats_server      what both have in common
+"""

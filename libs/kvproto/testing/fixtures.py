@@ -1,0 +1,144 @@
+"""Pytest fixtures: `pytest_plugins = ["kvproto.testing.fixtures"]` in the top conftest.py.
+
+Tests share one server and stay apart by `namespace`; one that breaks its server takes `nats_process`.
+NATS_TEST_URL names a server that runs already; NATS_TEST_BACKEND is told in `kvproto.testing.backend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kvproto.buckets import ensure_buckets
+from kvproto.connection import Connection
+from kvproto.subjects import Subjects
+from kvproto.testing.backend import ServerSource
+from kvproto.testing.nats_process import NatsProcess
+from kvproto.testing.nats_server import NatsServer, ServerSpec
+
+T = TypeVar("T")
+ConfiguredNats = Callable[..., NatsServer]
+ProcessFactory = Callable[..., NatsProcess]
+
+_USED = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the tests really ran against."""
+    for line in terminalreporter.config.stash.get(_USED, []):
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def nats_source() -> ServerSource:
+    """The run's backend; the other fixtures start servers through it."""
+    return ServerSource()
+
+
+@pytest.fixture(scope="session")
+def nats_url(
+    nats_source: ServerSource, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[str]:
+    """URL of a server with JetStream and without accounts, shared by the whole run."""
+    used = pytestconfig.stash.setdefault(_USED, [])
+    given = os.environ.get("NATS_TEST_URL")
+    if given:
+        used.append(f"NATS server: NATS_TEST_URL, {given.rsplit('@', 1)[-1]}")
+        yield given
+        return
+    server = nats_source.start(lambda: tmp_path_factory.mktemp("nats"))
+    try:
+        used.append(nats_source.describe(server))
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def nats_with_config(
+    nats_source: ServerSource, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[ConfiguredNats]:
+    """`nats_with_config(config: Path, environment: Mapping[str, str] = {}) -> NatsServer`, on the run's backend.
+
+    Files beside `config` come along, so it may include them. Address, port and store are the fixture's. All servers
+    stop with the session, unless the caller stops them before.
+    """
+    servers: list[NatsServer] = []
+
+    def start(config: Path, environment: Mapping[str, str] | None = None) -> NatsServer:
+        spec = ServerSpec(config, environment or {})
+        server = nats_source.start(lambda: tmp_path_factory.mktemp("nats-configured"), spec)
+        servers.append(server)
+        pytestconfig.stash.setdefault(_USED, []).append(f"{nats_source.describe(server)}, {config.name}")
+        return server
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def nats_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFactory]:
+    """`nats_process(config: Path | None = None, environment: Mapping[str, str] = {}) -> NatsProcess`, started.
+
+    Always a process, whatever the backend: `kill`, `hang`, `wake`, `stop` and `start` again on the same port and store.
+    """
+    servers: list[NatsProcess] = []
+
+    def start(config: Path | None = None, environment: Mapping[str, str] | None = None) -> NatsProcess:
+        server = NatsProcess(tmp_path_factory.mktemp("nats-process"), ServerSpec(config, environment or {}))
+        servers.append(server)
+        server.start()
+        return server
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace of subjects and buckets that no other test uses."""
+    return f"t{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def fleet_buckets(nats_url: str, namespace: str) -> Iterator[Subjects]:
+    """The fleet's buckets exist in `namespace` on the shared server; they are deleted after the test."""
+    subjects = Subjects(namespace)
+
+    async def create() -> None:
+        connection = await Connection.open(nats_url, name="fleet-buckets", inbox_prefix="_adm.fixture")
+        try:
+            await ensure_buckets(connection, subjects)
+        finally:
+            await connection.close()
+
+    async def delete() -> None:
+        connection = await Connection.open(nats_url, name="fleet-buckets", inbox_prefix="_adm.fixture")
+        try:
+            for bucket in (subjects.members_bucket, subjects.sessions_bucket, subjects.keys_bucket):
+                await connection.raw.jetstream().delete_key_value(bucket)
+        finally:
+            await connection.close()
+
+    _run_apart(create())
+    yield subjects
+    _run_apart(delete())
+
+
+def _run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end in a thread with its own loop: the test's loop, of whatever plugin, stays untouched."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

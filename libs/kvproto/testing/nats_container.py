@@ -1,0 +1,215 @@
+"""Adapter: the server in a container, through testcontainers and docker-py, without a registry.
+
+The image is built on the spot, `FROM scratch`, from the executable that the process backend would start; so both
+backends run the same server and nothing is pulled. Two networks are tried: the host's (the server then listens on
+loopback only and needs no bridge, which a daemon may lack), else an own one with a published port (a daemon in
+another machine or network namespace). testcontainers' reaper is a pulled image, so it is off and this file cleans up:
+after itself, and after a test run that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import socket
+import tarfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvproto.testing.nats_binary import find_nats_server
+from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
+
+LABEL = "kvproto.testing.owner"  # "<pid>@<host>" of the test run
+CLIENT_PORT = 4222
+START_TIMEOUT_S = 20.0
+DEFAULT_DAEMON = "unix:///var/run/docker.sock"
+DAEMON_TIMEOUT_S = 30
+_DOCKERFILE = b'FROM scratch\nCOPY nats-server /nats-server\nENTRYPOINT ["/nats-server"]\n'
+
+
+class NatsContainer:
+    """One server in one container. `start` is the only way to make one."""
+
+    def __init__(self, container: Any, kind: str, url: str, remove: Callable[[], None]) -> None:
+        self.url = url
+        self.kind = kind
+        self._container = container
+        self._remove = remove
+        self._stopped = False
+
+    @classmethod
+    def start(cls, spec: ServerSpec) -> NatsContainer:
+        """Raises whatever docker raises (no daemon, for one), or ServerFailed with the container's log."""
+        os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # read when testcontainers is imported
+        client = _client()
+        try:
+            image = _image(client)
+            _remove_leftovers(client)
+        finally:
+            client.close()
+        try:
+            return cls._on_host_network(image, spec)
+        except Exception as on_host:  # noqa: BLE001 (any failure there: the other network may do)
+            try:
+                return cls._on_own_network(image, spec)
+            except Exception as error:
+                raise ServerFailed(f"on the host's network: {on_host}; on an own network: {error}") from error
+
+    def log(self) -> str:
+        return _log(self._container)
+
+    def stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._remove()
+
+    @classmethod
+    def _on_host_network(cls, image: str, spec: ServerSpec) -> NatsContainer:
+        name, container = _prepare(image, spec, "127.0.0.1", -1)
+        with contextlib.ExitStack() as undo:
+            undo.callback(container.stop)
+            container.with_kwargs(**container._kwargs, network_mode="host").start()
+            url = f"nats://127.0.0.1:{_await_port(container)}"
+            check_identity(url, name)
+            return cls(container, "container, host network", url, undo.pop_all().close)
+
+    @classmethod
+    def _on_own_network(cls, image: str, spec: ServerSpec) -> NatsContainer:
+        from testcontainers.core.config import ConnectionMode
+        from testcontainers.core.network import Network
+
+        name, container = _prepare(image, spec, "0.0.0.0", CLIENT_PORT)
+        with contextlib.ExitStack() as undo:
+            network = Network(docker_network_kw={"labels": {LABEL: _owner()}}).create()
+            undo.callback(network.remove)
+            undo.callback(container.stop)
+            docker_client = container.get_docker_client()
+            is_local = docker_client.get_connection_mode() == ConnectionMode.docker_host
+            is_local = is_local and docker_client.host() in ("localhost", "127.0.0.1")
+            container.with_exposed_ports(CLIENT_PORT).with_network(network)
+            if is_local:
+                container.ports[str(CLIENT_PORT)] = ("127.0.0.1",)
+            container.start()
+            _await_port(container)
+            host = "127.0.0.1" if is_local else container.get_container_host_ip()
+            url = f"nats://{host}:{container.get_exposed_port(CLIENT_PORT)}"
+            _retry(lambda: check_identity(url, name))
+            return cls(container, "container, own network", url, undo.pop_all().close)
+
+
+def _client() -> Any:
+    """A client of the daemon that DOCKER_HOST or the default socket names; raises if none answers."""
+    import docker
+
+    host = os.environ.get("DOCKER_HOST") or DEFAULT_DAEMON
+    if host.startswith("unix://"):  # asked first: docker-py leaves a socket open when there is no daemon
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(host.removeprefix("unix://")) != 0:
+                raise ConnectionError(f"no Docker daemon answers at {host}")
+    client = docker.from_env(timeout=DAEMON_TIMEOUT_S)
+    try:
+        client.ping()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _image(client: Any) -> str:
+    """The tag names the executable's content, so an image is built once per version."""
+    import docker.errors
+
+    binary = find_nats_server().read_bytes()
+    tag = f"kvproto-testing-nats:{hashlib.sha256(binary).hexdigest()[:12]}"
+    try:
+        client.images.get(tag)
+        return tag
+    except docker.errors.ImageNotFound:
+        pass
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as tar:
+        for name, data, mode in (("Dockerfile", _DOCKERFILE, 0o644), ("nats-server", binary, 0o755)):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), mode
+            tar.addfile(entry, io.BytesIO(data))
+    context.seek(0)
+    client.images.build(fileobj=context, custom_context=True, tag=tag, rm=True, pull=False)
+    return tag
+
+
+def _prepare(image: str, spec: ServerSpec, address: str, port: int) -> tuple[str, Any]:
+    """The server's name, and its container, not started yet."""
+    from testcontainers.core.container import DockerContainer
+
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    container = DockerContainer(image)
+    folder = Path("/config")
+    if spec.config is None:
+        config = folder / "plain.conf"
+        container.with_copy_into_container(PLAIN_CONFIG.encode(), str(config))
+    else:
+        config = folder / spec.config.parent.name / spec.config.name
+        container.with_copy_into_container(spec.config.parent, str(folder))
+    container.with_envs(**spec.environment)
+    container.with_command(["-c", str(config), "-n", name, "-a", address, "-p", str(port), "-sd", "/store"])
+    container.tmpfs["/store"] = "rw"
+    container.with_kwargs(labels={LABEL: _owner()}, cap_drop=["ALL"])
+    return name, container
+
+
+def _await_port(container: Any) -> int:
+    """The port that the server says it listens on, once it is ready."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until:
+        text = _log(container)
+        if "Server is ready" in text:
+            line = next(row for row in text.splitlines() if "Listening for client connections on" in row)
+            return int(line.rsplit(":", 1)[-1])
+        container._container.reload()
+        if container._container.status == "exited":
+            break
+        time.sleep(0.02)
+    raise ServerFailed(f"nats-server did not start in its container: {_log(container)[-1000:]}")
+
+
+def _log(container: Any) -> str:
+    out, err = container.get_logs()
+    return bytes(out + err).decode(errors="replace")
+
+
+def _retry(check: Callable[[], None], timeout_s: float = 3.0) -> None:
+    """A published port answers a moment after the server does."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return check()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def _owner() -> str:
+    return f"{os.getpid()}@{socket.gethostname()}"
+
+
+def _remove_leftovers(client: Any) -> None:
+    """Containers and networks of test runs on this host that are gone. Others' are left alone."""
+    import docker.errors
+
+    def is_leftover(labels: dict[str, str]) -> bool:
+        pid, _, host = labels.get(LABEL, "").partition("@")
+        return host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+    with contextlib.suppress(docker.errors.APIError):
+        for container in client.containers.list(all=True, filters={"label": LABEL}):
+            if is_leftover(container.labels):
+                container.remove(force=True, v=True)
+        for network in client.networks.list(filters={"label": LABEL}):
+            if is_leftover(network.attrs.get("Labels") or {}):
+                network.remove()

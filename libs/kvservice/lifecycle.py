@@ -1,0 +1,118 @@
+"""Loop: one process from start to exit code. Signals, supervised tasks, closing in reverse order.
+
+starting ──▶ running ──SIGTERM, SIGINT, fatal──▶ stopping (closers, newest first) ──▶ exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from kvproto.errors import KvfleetError
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+Closer = Callable[[], Awaitable[None]]
+
+
+class Lifecycle:
+    """Owned by the process's main coroutine. `closing(f)` registers what `stop` undoes, newest first."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.exit_code = 0
+        self._closers: list[tuple[str, Closer, float]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def closing(self, name: str, closer: Closer, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._closers.append((name, closer, timeout_s))
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """A task whose unexpected end ends the process: a service without one of its loops only looks alive."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+            self.fatal(f"{task.get_name()} failed: {error}")
+
+    def stop(self) -> None:
+        self.stopping.set()
+
+    def fatal(self, why: str) -> None:
+        """End the process with exit code 1."""
+        if not self.stopping.is_set():
+            log.error("stopping: %s", why)
+        self.exit_code = 1
+        self.stopping.set()
+
+    async def close(self) -> None:
+        while self._closers:
+            name, closer, timeout_s = self._closers.pop()
+            try:
+                await asyncio.wait_for(closer(), timeout_s)
+            except Exception as error:  # noqa: BLE001 - a loop's top: the other closers must still run
+                log.warning("closing %s: %s %s", name, type(error).__name__, error)
+        for task in list(self._tasks):
+            task.cancel()
+        for task in list(self._tasks):
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+    async def watch_parent(self, parent: int) -> None:
+        """End with the process that started this one, even when that was killed outright."""
+        while os.getppid() == parent:
+            await asyncio.sleep(0.5)
+        log.warning("the parent process is gone")
+        self.stop()
+
+
+Main = Callable[[Lifecycle], Awaitable[None]]
+
+
+def run(program: str, main: Main, *, parent_pid: int | None = None) -> None:
+    """Run `main` until it asks to stop; exit 0, or 1 with one clear line if it could not start."""
+
+    async def body() -> int:
+        lifecycle = Lifecycle()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lifecycle.stop)
+        if parent_pid is not None:
+            lifecycle.spawn(lifecycle.watch_parent(parent_pid), "watch-parent")
+        starting = asyncio.ensure_future(main(lifecycle))
+        stopped = asyncio.ensure_future(lifecycle.stopping.wait())
+        try:
+            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            else:
+                starting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await starting
+            await stopped
+        except KvfleetError as error:
+            sys.stderr.write(f"{program}: {error}\n")
+            lifecycle.exit_code = 1
+        except OSError as error:
+            sys.stderr.write(f"{program}: {error.strerror or error}\n")
+            lifecycle.exit_code = 1
+        finally:
+            stopped.cancel()
+            await lifecycle.close()
+        return lifecycle.exit_code
+
+    sys.exit(uvloop.run(body()))

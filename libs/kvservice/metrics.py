@@ -1,0 +1,88 @@
+"""Metrics: a registry for the process, collectors that read live counters, and the port that shows them.
+
+Counters live where the work is done, as plain integers; a collector reads them when it is scraped, so the hot path pays
+nothing for being watched, and every series exists from the start at 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvproto.errors import Unavailable
+
+Reader = Callable[[], float]
+LabelledReader = Callable[[], Mapping[tuple[str, ...], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One metric read from live state. A name that ends in `_total` is a counter, any other a gauge."""
+
+    name: str
+    help: str
+    read: Reader | None = None
+    labels: tuple[str, ...] = ()
+    read_labelled: LabelledReader | None = None
+
+
+class LiveCollector(Collector):
+    """Collects readings when scraped."""
+
+    def __init__(self, readings: Iterable[Reading]) -> None:
+        self._readings = tuple(readings)
+
+    def collect(self) -> Iterator[Metric]:
+        for reading in self._readings:
+            counter = reading.name.endswith("_total")
+            kind = CounterMetricFamily if counter else GaugeMetricFamily
+            family = kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)
+            if reading.read is not None:
+                family.add_metric([], float(reading.read()))
+            if reading.read_labelled is not None:
+                for labels, value in reading.read_labelled().items():
+                    family.add_metric(list(labels), float(value))
+            yield family
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class MetricsServer:
+    """`/metrics`, `/livez` and `/readyz` of a process that serves no HTTP otherwise; its own daemon thread."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+        metrics = make_wsgi_app(registry)
+
+        def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            path = environ.get("PATH_INFO", "")
+            if path == "/metrics":
+                body: Iterable[bytes] = metrics(environ, start_response)
+                return body
+            if path not in ("/livez", "/readyz"):
+                start_response("404 Not Found", [("Content-Type", "text/plain")])
+                return [b"not found\n"]
+            good = path == "/livez" or is_ready()
+            start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"ok\n" if good else b"not ready\n"]
+
+        try:
+            self._server: WSGIServer = make_server(host, port, app, handler_class=_Quiet)
+        except OSError as error:
+            raise Unavailable(f"cannot listen on {host}:{port} for metrics: {error.strerror}") from None
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,47 @@
+"""Wiring: settings to a `kvproto.connection.Connection` under a role's name and inbox space."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+
+from kvproto.connection import Connection
+from kvproto.errors import Unavailable
+from kvproto.subjects import inbox_prefix
+from kvservice.settings import ServiceSettings
+
+
+def tls_context(settings: ServiceSettings) -> ssl.SSLContext | None:
+    """TLS when a CA is set, mutual when a client certificate is too."""
+    if settings.nats_ca is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.nats_ca)
+        if settings.nats_cert is not None:
+            context.load_cert_chain(settings.nats_cert, settings.nats_key)
+    except OSError as error:
+        raise Unavailable(f"cannot read TLS files: {error}") from None
+    return context
+
+
+async def connect(
+    settings: ServiceSettings,
+    *,
+    role: str,
+    role_inbox: str,
+    member: str,
+    on_closed: Callable[[], None] | None = None,
+) -> Connection:
+    """Connect as `<role>-<id>`: the name under which $SYS reports the connection's end. Raises Unavailable."""
+    connection = await Connection.open(
+        settings.nats_servers,
+        name=f"{role}-{member}",
+        inbox_prefix=inbox_prefix(role_inbox, member),
+        user=settings.nats_user,
+        password=settings.nats_password,
+        nkey_seed=settings.nats_nkey_seed,
+        credentials=settings.nats_credentials,
+        tls=tls_context(settings),
+    )
+    connection.on_closed = on_closed
+    return connection

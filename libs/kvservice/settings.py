@@ -1,0 +1,67 @@
+"""Settings that every process has. The environment and the flags are read here, once, into a frozen object.
+
+Each field is a `KVFLEET_<NAME>` variable and a `--<name>` flag; a flag wins. A wrong value is one clear line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal, NoReturn, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+T = TypeVar("T", bound="ServiceSettings")
+
+
+class ServiceSettings(BaseSettings):
+    """Common to all services."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVFLEET_",
+        frozen=True,
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS servers, separated by commas")
+    nats_user: str | None = Field(None, description="user of this role (deploy/nats)")
+    nats_password: str | None = Field(None, description="its password")
+    nats_nkey_seed: str | None = Field(None, description="nkey seed, instead of user and password")
+    nats_credentials: str | None = Field(None, description="credentials file, instead of user and password")
+    nats_ca: str | None = Field(None, description="CA file: connect by TLS")
+    nats_cert: str | None = Field(None, description="client certificate for mutual TLS")
+    nats_key: str | None = Field(None, description="key of the client certificate")
+    namespace: str = Field("kvf", description="first token of every subject")
+    id: str | None = Field(None, description="stable id of this process; drawn if absent")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="port for /metrics, /livez, /readyz; 0: any")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    parent_pid: int | None = Field(None, description="end when this process is no longer the parent")
+
+    @property
+    def nats_servers(self) -> list[str]:
+        return [url.strip() for url in self.nats_url.split(",") if url.strip()]
+
+
+def die(line: str, code: int = 1) -> NoReturn:
+    """One clear line on stderr, then exit."""
+    sys.stderr.write(line.rstrip() + "\n")
+    sys.exit(code)
+
+
+def load(kind: type[T], argv: Sequence[str], program: str) -> T:
+    """Read flags and environment into `kind`. Ends the process with a line that names the setting on a wrong value."""
+    try:
+        return kind(_cli_parse_args=list(argv), _cli_prog_name=program)  # type: ignore[call-arg]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        die(f"{program}: --{name.replace('_', '-')}: {first['msg']}", 2)
+    except SettingsError as error:
+        die(f"{program}: {str(error).splitlines()[0]}", 2)
