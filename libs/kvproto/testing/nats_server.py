@@ -22,7 +22,7 @@ class ServerFailed(RuntimeError):
 class ServerSpec:
     """What to start. `config` may include files beside it, so its whole folder goes along.
 
-    `environment` holds the variables that the configuration refers to. Without `config`: JetStream, no accounts.
+    Address, port and store are set from outside, so it must not name a `store_dir`. `environment` holds the variables that the configuration refers to. Without `config`: JetStream, no accounts.
     """
 
     config: Path | None = None

@@ -1,0 +1,67 @@
+# The commands of this repository. `run` and `test` install what they need first, into .venv, from pinned versions.
+#
+#   make run                     an embedded fleet on the bundled demo model (FLAGS="--port 9000" adds flags)
+#   make test                    installs and passes the tests
+#   make check                   ruff, mypy --strict, unit tests with warnings as errors
+#   make bench                   every benchmark, one after the other (QUICK=1: short forms)
+#
+# TORCH is the torch build to install. The default is the pinned version from your package index, which on most
+# platforms is the build for your accelerator; for another one set e.g. TORCH="torch==2.13.0+cpu" together with
+# PIP_EXTRA_INDEX_URL of the index that holds it.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+FLAGS  ?=
+VENV   := .venv
+PIP    := $(VENV)/bin/pip --disable-pip-version-check
+BIN    := $(VENV)/bin
+
+.PHONY: install run test check bench format clean
+
+install: $(VENV)/.dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || \
+	  { echo "Python 3.11 to 3.13 is needed: apt-get install -y python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "Python's venv module is missing: apt-get install -y python3-venv" >&2; exit 1; }
+	@echo "creating $(VENV)" >&2
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: $(VENV)/bin/python Makefile
+	@echo "installing $(TORCH)" >&2
+	@$(PIP) install --quiet "$(TORCH)" numpy -c requirements.lock >&2
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml requirements.lock
+	@echo "installing kvfleet" >&2
+	@$(PIP) install --quiet -c requirements.lock -e ".[all]" >&2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing the development tools" >&2
+	@$(PIP) install --quiet -c requirements.lock -e ".[dev]" >&2
+	@touch $@
+
+run: $(VENV)/.run
+	@exec $(BIN)/kvfleet up $(FLAGS)
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit tests/contract -W error
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+BENCHMARKS := ttft_reuse overhead ingress_rate ring_balance
+bench: $(VENV)/.dev
+	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(if $(QUICK),--quick) || exit $$?; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,109 @@
+"""`kvfleet chat`: a conversation in the terminal. Shows what each turn reused and how soon it answered."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from services.cli import sse
+from services.cli.console import err, fail, out
+from services.cli.generate import DEFAULT_URL, Key, Url, headers
+
+
+def chat(
+    url: Url = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="default: the fleet's first model")] = None,
+    system: Annotated[str | None, typer.Option(help="system prompt")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float | None, typer.Option(min=0, help="default: the model's")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    api_key: Key = None,
+) -> None:
+    """Talk to a model. Empty line or Ctrl-D ends; /new starts over."""
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    options: dict[str, Any] = {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    options |= {"temperature": temperature} if temperature is not None else {}
+    options |= {"seed": seed} if seed is not None else {}
+    with httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False, headers=headers(api_key)) as http:
+        model = model or _first_model(http, url)
+        err.print(f"[dim]{model} at {url} · an empty line ends, /new starts over[/dim]")
+        while (said := _ask()) is not None:
+            if said == "/new":
+                messages = messages[:1] if system else []
+                continue
+            messages.append({"role": "user", "content": said})
+            answer = _turn(http, url, {"model": model, "messages": messages, **options})
+            if answer is None:
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _first_model(http: httpx.Client, url: str) -> str:
+    try:
+        listed = http.get(f"{url}/v1/models")
+        if listed.status_code != 200:
+            fail(sse.error_text(listed))
+        models = listed.json()["data"]
+    except httpx.HTTPError as error:
+        fail(f"{url}: {error or type(error).__name__}")
+    if not models:
+        fail("the fleet serves no model yet")
+    return str(models[0]["id"])
+
+
+def _ask() -> str | None:
+    try:
+        if sys.stdin.isatty():
+            line = out.input("[bold cyan]you[/bold cyan] ")
+        else:
+            line = sys.stdin.readline().rstrip("\n")
+            if line:
+                out.print(f"you {line}", markup=False)
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return line.strip() or None
+
+
+def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
+    """One answer, streamed; None if it failed (said on stderr) so that the conversation can go on."""
+    began = time.monotonic()
+    first: float | None = None
+    text = ""
+    usage: dict[str, Any] = {}
+    out.print(f"[bold green]{body['model']}[/bold green] ", end="")
+    try:
+        with http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                err.print(f"[red]{sse.error_text(response)}[/red]")
+                return None
+            for event in sse.events(response):
+                if "error" in event:
+                    err.print(f"\n[red]{event['error'].get('message')}[/red]")
+                    return None
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content") or ""
+                    if piece:
+                        first = first or time.monotonic()
+                        text += piece
+                        out.print(piece, end="", markup=False)
+    except httpx.HTTPError as error:
+        err.print(f"\n[red]{url}: {error or type(error).__name__}[/red]")
+        return None
+    except KeyboardInterrupt:
+        err.print("\n[dim]stopped[/dim]")
+        return text or None
+    out.print()
+    prompt = usage.get("prompt_tokens", 0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    ttft = 1000 * ((first or time.monotonic()) - began)
+    err.print(
+        f"[dim]{cached} of {prompt} prompt tokens cached · {usage.get('completion_tokens', 0)} generated · "
+        f"TTFT {ttft:.0f} ms[/dim]"
+    )
+    return text

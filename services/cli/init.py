@@ -1,0 +1,51 @@
+"""`kvfleet init`: create the fleet's buckets on a NATS server, as a deployment's init job does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from kvproto.buckets import ensure_buckets
+from kvproto.connection import Connection
+from kvproto.errors import KvfleetError
+from kvproto.ids import new_process_id
+from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from services.cli.console import err, fail
+
+
+async def create_buckets(
+    url: str, namespace: str, *, replicas: int = 1, user: str | None = None, password: str | None = None
+) -> list[str]:
+    """Create what is missing; one line for each bucket whose configuration differs. Raises KvfleetError."""
+    connection = await Connection.open(
+        [part.strip() for part in url.split(",")],
+        name="kvfleet-init",
+        inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
+        user=user,
+        password=password,
+    )
+    try:
+        return await ensure_buckets(connection, Subjects(namespace), replicas=replicas)
+    finally:
+        await connection.close()
+
+
+def init(
+    nats_url: Annotated[str, typer.Option(envvar="KVFLEET_NATS_URL")] = "nats://127.0.0.1:4222",
+    nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER")] = None,
+    nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
+    namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
+    replicas: Annotated[int, typer.Option(help="1, or 3 on a cluster")] = 1,
+) -> None:
+    """Create the fleet's JetStream buckets; says in one line what differs from an existing configuration."""
+    try:
+        differences = asyncio.run(
+            create_buckets(nats_url, namespace, replicas=replicas, user=nats_user, password=nats_password)
+        )
+    except KvfleetError as error:
+        fail(str(error))
+    for line in differences:
+        err.print(line, markup=False)
+    err.print(f"buckets of namespace {namespace} are ready", markup=False)

@@ -1,0 +1,49 @@
+"""The `kvfleet` command. It starts services as processes and speaks to them; it imports none of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from services.cli import chat, generate, init, up
+
+SERVICES = ("worker", "ingress", "placement")
+
+app = typer.Typer(
+    name="kvfleet",
+    help="Serves language models from a fleet of workers: attention state is reused wherever it lives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="One process each, flags or KVFLEET_* variables: kvfleet worker --help, ingress --help, placement --help.",
+)
+app.command("up")(up.up)
+app.command("init")(init.init)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+
+
+def _service_command(service: str) -> None:
+    @app.command(
+        service,
+        help=f"Run one {service} process (settings: --help).",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def start(context: typer.Context) -> None:
+        # The service's own settings class parses the flags: they cannot drift from what it reads.
+        os.execv(sys.executable, [sys.executable, "-m", f"services.{service}.main", *context.args])
+
+
+for _service in SERVICES:
+    _service_command(_service)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Child processes of an embedded fleet: started so that none outlives the fleet, stopped in order, within a time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+PR_SET_PDEATHSIG = 1
+
+
+class StartFailed(Exception):
+    """A process could not start; says which and why."""
+
+    def __init__(self, process: str, why: str) -> None:
+        super().__init__(f"{process} could not start: {why}")
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    noticed: bool = False  # its end has been reported
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """On Linux the kernel itself ends a child whose parent was killed outright."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def preexec() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return preexec
+
+
+def spawn(name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+    """Start a process in a session of its own (Ctrl-C reaches only the parent); its stdout goes to our stderr."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        env={**os.environ, **(env or {})},
+        start_new_session=True,
+        preexec_fn=_die_with_parent(),
+    )
+    return Child(name, process)
+
+
+def stop(groups: Iterable[Sequence[Child]], within_s: float) -> None:
+    """SIGTERM group after group, SIGKILL for what is left when the time is over."""
+    end = time.monotonic() + within_s
+    waiting = [list(group) for group in groups]
+    for position, group in enumerate(waiting):
+        for child in group:
+            child.signal(signal.SIGTERM)
+        share = (end - time.monotonic()) / (len(waiting) - position)
+        group_end = time.monotonic() + max(share, 0.1)
+        for child in group:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, group_end - time.monotonic()))
+    for group in waiting:
+        for child in group:
+            if child.running:
+                child.kill()

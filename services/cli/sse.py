@@ -1,0 +1,30 @@
+"""Server-sent events as the command line reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Each `data:` line's JSON object; comments are skipped, `[DONE]` ends."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        yield json.loads(data)
+
+
+def error_text(response: httpx.Response) -> str:
+    """The message of an error response, whatever its shape."""
+    response.read()
+    try:
+        error = response.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}"

@@ -1,0 +1,80 @@
+"""What the core wants done; the loop does it and decides nothing. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproto.errors import KvfleetError
+from kvproto.messages import CancelRequest, Encoding, Failed, GenerateRequest, Placement, ResendRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The decision, to whoever asked for it."""
+
+    reply: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A terminal failure, in the encoding that its reader speaks."""
+
+    inbox: str
+    failed: Failed
+    encoding: Encoding = Encoding.FRAMES
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Offer a bare producer's request to one worker, whose answer is due at `reply`."""
+
+    worker: str
+    tenant: str
+    request: GenerateRequest
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Tell a worker to stop what nobody waits for any more."""
+
+    worker: str
+    cancel: CancelRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AskStillRunning:
+    """Ask a worker about a request that has been silent for long: its terminal notice may have been lost."""
+
+    worker: str
+    question: ResendRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PingWorker:
+    """Ask a suspected worker for a sign of life; silence comes back as PingUnanswered."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropMember:
+    """Delete a dead worker's record, so that every watcher acts now."""
+
+    worker: str
+
+
+Action = Answer | Fail | Forward | Cancel | AskStillRunning | PingWorker | DropMember
+
+
+def failed_frame(error: KvfleetError, request: str = "", attempt: int = 0) -> Failed:
+    """The frame that stands for `error` on the wire; texts are cut to what readers accept."""
+    return Failed(
+        request=request[:256],
+        attempt=attempt,
+        code=error.code,
+        message=error.message[:2000],
+        retryable=error.retryable,
+        field=error.field[:256] if error.field else None,
+    )

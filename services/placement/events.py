@@ -1,0 +1,121 @@
+"""What happens to placement, as the pure core is told it. Pure data: no bytes, no clock.
+
+requesters ──PlaceAsked, GenerateAsked──▶ ┐
+workers ──Worker…, HeartbeatHeard──▶      ├─▶ PlacementCore.handle(event, now) ─▶ actions
+the clock ──Tick──▶                       ┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproto.messages import Encoding, Frame, Heartbeat, PlaceRequest, ProducerRequest, WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceAsked:
+    """Somebody wants to know a worker; the answer goes to `reply`. `tenant` is the subject's."""
+
+    reply: str
+    tenant: str
+    ask: PlaceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateAsked:
+    """A bare producer's request, already validated.
+
+    `request` and `seed` are the producer's or freshly drawn; `model_token` is the subject's, for a producer that names
+    no model in its body; `unix_ms` is when it arrived, for expiry on other machines.
+    """
+
+    inbox: str
+    encoding: Encoding
+    tenant: str
+    model_token: str
+    request: str
+    seed: int
+    unix_ms: int
+    ask: ProducerRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker is alive that was not; `record.state` is its state as known now."""
+
+    record: WorkerRecord
+    heartbeat: Heartbeat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUpdated:
+    """A living worker wrote its record again: a sign of life, maybe a new state."""
+
+    record: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNewEpoch:
+    """A worker restarted under its id: what its former life was doing is lost."""
+
+    record: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatHeard:
+    beat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisconnected:
+    """The server closed a worker's connection: suspicion, to be checked by a ping."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class PingUnanswered:
+    """A suspected worker did not answer: nobody listens there, or only silence."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswered:
+    """A frame on the inbox of a forwarded request: an answer to an offer, or the notice of its end."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class NobodyListens:
+    """The server's 503 for one offer."""
+
+    request: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    PlaceAsked
+    | GenerateAsked
+    | WorkerJoined
+    | WorkerUpdated
+    | WorkerNewEpoch
+    | WorkerLeft
+    | HeartbeatHeard
+    | WorkerDisconnected
+    | PingUnanswered
+    | WorkerAnswered
+    | NobodyListens
+    | Tick
+)

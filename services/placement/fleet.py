@@ -1,0 +1,133 @@
+"""The workers as placement decides over them: who is alive, ready and how loaded, and the ring per model. Pure.
+
+Fed by events in the order the members view saw them, so the ready set, and with it the ring, equals that of every
+Client watching the same fleet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvproto.hash_ring import HashRing
+from kvproto.ids import model_token
+from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord
+
+MAX_MODELS = 4096  # names remembered, living or not
+
+
+@dataclass(slots=True)
+class Worker:
+    """A living worker. `heard_at` is its last sign of life, in the reader's monotonic seconds."""
+
+    id: str
+    epoch: str
+    model: str
+    state: State
+    heard_at: float
+    load: Load = field(default_factory=Load)
+    rates: Rates = field(default_factory=Rates)
+
+    @property
+    def requests(self) -> int:
+        """Requests it reported, waiting and running."""
+        return self.load.waiting + self.load.running
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The ready workers of one model, by id, and the plain ring over them."""
+
+    workers: tuple[Worker, ...]
+    ring: HashRing
+
+
+class Fleet:
+    """Owned by the core. Dead workers are forgotten at once; names of models are kept."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
+        self._ready: dict[str, Ready] = {}
+
+    # ------------------------------------------------------------------ events
+
+    def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
+        self.leave(record.id)
+        worker = Worker(record.id, record.epoch, record.model, record.state, now)
+        if heartbeat is not None and heartbeat.epoch == record.epoch:
+            worker.load, worker.rates = heartbeat.load, heartbeat.rates
+        self.workers[record.id] = worker
+        self._learn_name(record.model)
+        self._ready.pop(record.model, None)
+
+    def update(self, record: WorkerRecord, now: float) -> None:
+        worker = self.workers.get(record.id)
+        if worker is None or worker.epoch != record.epoch or worker.model != record.model:
+            self.join(record, None, now)
+            return
+        worker.heard_at = now
+        self._set_state(worker, record.state)
+
+    def leave(self, worker: str) -> None:
+        gone = self.workers.pop(worker, None)
+        if gone is not None:
+            self._ready.pop(gone.model, None)
+
+    def beat(self, beat: Heartbeat, now: float) -> bool:
+        """Whether the heartbeat is of a living worker's present life; others are ignored."""
+        worker = self.workers.get(beat.worker)
+        if worker is None or worker.epoch != beat.epoch:
+            return False
+        worker.heard_at, worker.load, worker.rates = now, beat.load, beat.rates
+        self._set_state(worker, beat.state)
+        return True
+
+    # ------------------------------------------------------------------ questions
+
+    def ready(self, model: str) -> Ready:
+        """Workers of `model` that take new work; empty for a model nobody serves."""
+        found = self._ready.get(model)
+        if found is None:
+            workers = sorted(
+                (w for w in self.workers.values() if w.model == model and w.state is State.READY), key=lambda w: w.id
+            )
+            found = Ready(tuple(workers), HashRing(w.id for w in workers))
+            if workers:  # names that requests invent must not fill the cache
+                self._ready[model] = found
+        return found
+
+    def build_rings(self) -> None:
+        """Build what changed, so that no decision has to wait for it."""
+        for model in {w.model for w in self.workers.values()} - self._ready.keys():
+            self.ready(model)
+
+    def is_known(self, model: str) -> bool:
+        """Whether a worker of this model was ever seen alive."""
+        return self._names.get(model_token(model)) == model
+
+    def name_of(self, token: str) -> str | None:
+        """The model behind a subject token."""
+        return self._names.get(token)
+
+    # ------------------------------------------------------------------ inside
+
+    def _set_state(self, worker: Worker, state: State) -> None:
+        if worker.state is not state:
+            worker.state = state
+            self._ready.pop(worker.model, None)
+
+    def _learn_name(self, model: str) -> None:
+        self._names.setdefault(model_token(model), model)
+        if len(self._names) > MAX_MODELS:
+            living = {model_token(w.model) for w in self.workers.values()}
+            stale = next((token for token in self._names if token not in living), None)
+            if stale is not None:
+                del self._names[stale]
+
+    def check_integrity(self) -> None:
+        """Every cached ready set is what the workers say. Raises AssertionError."""
+        for model, cached in self._ready.items():
+            now = sorted(w.id for w in self.workers.values() if w.model == model and w.state is State.READY)
+            assert [w.id for w in cached.workers] == now == list(cached.ring.nodes), model
+            assert all(self.workers[w.id] is w for w in cached.workers), model
+        assert all(self.is_known(w.model) for w in self.workers.values()) or len(self._names) >= MAX_MODELS

@@ -1,0 +1,117 @@
+"""Reads what arrives on placement's subjects into events. Pure and total: bad input comes back as a `Fail`.
+
+Tenant and model token are the subject's: NATS permissions guard subjects, nobody guards bodies. Replies go to inboxes
+only: a requester that named a fleet subject as its reply could make a worker publish there with the worker's rights.
+"""
+
+from __future__ import annotations
+
+import json
+
+from kvproto import codec
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError
+from kvproto.ids import is_token, model_token
+from kvproto.messages import Encoding, Frame, PlaceRequest, ProducerRequest
+from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, WORKER_INBOX
+from services.placement.actions import Fail, failed_frame
+from services.placement.events import GenerateAsked, PlaceAsked
+
+MAX_INBOX = 512  # characters, of GenerateRequest.inbox
+WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
+
+
+def is_inbox(reply: str, *, of_producer: bool = False) -> bool:
+    """Whether an answer may go to this subject: `_...`, literal, and of no placement's or worker's inbox space.
+
+    A producer's must not be an ingress's either: its worker writes there many times, unasked.
+    """
+    tokens = reply.split(".")
+    if not reply.startswith("_") or len(reply) > MAX_INBOX or any(t in ("", "*", ">") for t in tokens):
+        return False
+    if any(c.isspace() or not c.isprintable() for c in reply):
+        return False
+    if of_producer and tokens[0] == INGRESS_INBOX:
+        return False
+    return tokens[0] not in (PLACEMENT_INBOX, WORKER_INBOX)
+
+
+def read_place(subject: str, reply: str, data: bytes) -> PlaceAsked | Fail:
+    """`<namespace>.place.<tenant>.<model>` with a PlaceRequest in wire form."""
+    request, attempt = "", 0
+    try:
+        tenant, token = _tenant_and_model(subject)
+        ask = codec.decode(PlaceRequest, data)
+        request, attempt = ask.request, ask.attempt
+        _check_model(ask.model, token)
+    except KvfleetError as error:
+        return Fail(reply, failed_frame(error, request, attempt))
+    return PlaceAsked(reply, tenant, ask)
+
+
+def read_generate(
+    subject: str, reply: str, data: bytes, *, as_json: bool, new_request: str, new_seed: int, unix_ms: int
+) -> GenerateAsked | Fail:
+    """`<namespace>.generate.<tenant>.<model>` with a ProducerRequest; answered in the encoding it came in.
+
+    `new_request` and `new_seed` stand in where the producer gives none.
+    """
+    encoding = Encoding.JSON if as_json else Encoding.MSGPACK
+    request = ""
+    try:
+        tenant, token = _tenant_and_model(subject)
+        ask = codec.decode_plain(ProducerRequest, data, as_json=as_json)
+        if ask.request is not None and not is_token(ask.request):
+            raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
+        request = ask.request or new_request
+        _check_prompt(ask)
+        if ask.model is not None:
+            _check_model(ask.model, token)
+    except KvfleetError as error:
+        return Fail(reply, failed_frame(error, request), encoding)
+    seed = new_seed if ask.seed is None else ask.seed
+    return GenerateAsked(reply, encoding, tenant, token, request, seed, unix_ms, ask)
+
+
+def read_answer(data: bytes) -> list[Frame]:
+    """Frames on the inbox of a forwarded request: compact, or as the producer gets them. Raises CodecError."""
+    as_json = data[:1] == b"{"
+    if not as_json and not (data and codec.is_map_marker(data[0])):
+        return codec.decode_frames(data)
+    try:
+        return [codec.decode_plain_frame(data, as_json=as_json)]
+    except (ValueError, TypeError, RecursionError):
+        raise CodecError("not a frame") from None
+
+
+def read_disconnect(data: bytes) -> str | None:
+    """The worker whose connection a server's `$SYS.ACCOUNT.*.DISCONNECT` notice is about, if any."""
+    try:
+        name = json.loads(data)["client"]["name"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    if not isinstance(name, str) or not name.startswith(WORKER_CONNECTION):
+        return None
+    worker = name.removeprefix(WORKER_CONNECTION)
+    return worker if is_token(worker) else None
+
+
+def _tenant_and_model(subject: str) -> tuple[str, str]:
+    tenant, token = subject.split(".")[-2:]
+    for name, value in (("tenant", tenant), ("model", token)):
+        if not is_token(value):
+            raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ - in the subject", field=name)
+    return tenant, token
+
+
+def _check_model(name: str, token: str) -> None:
+    if model_token(name) != token:
+        raise InvalidRequest(f"{name[:64]!r} belongs to another subject than {token}", field="model")
+
+
+def _check_prompt(ask: ProducerRequest) -> None:
+    if ask.prompt is not None and ask.prompt_ids:
+        raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
+    if ask.prompt is None and not ask.prompt_ids:
+        raise InvalidRequest("give prompt or prompt_ids, not empty", field="prompt")
+    if ask.prompt == "":
+        raise InvalidRequest("must not be empty", field="prompt")

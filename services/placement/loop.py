@@ -1,0 +1,384 @@
+"""Placement as a process sees it. READ THIS FIRST.
+
+Owns the core and the subscriptions, and decides nothing: bytes are read into events (`intake`), the core turns an event
+into actions (`core`), and the actions are carried out here. All of it happens on one event loop, so the core needs no
+lock; no callback awaits anything but a publish.
+
+    kvf.place.<tenant>.<model>      a Client or ingress asks      ──▶ a Placement, or one Failed frame
+    kvf.generate.<tenant>.<model>   a bare producer asks          ──▶ offered to a worker, watched to its end
+    _plc.<id>.<request>.<attempt>   workers answer offers, and report the end of what they accepted
+    members, heartbeats, $SYS       who is alive
+    kvf.placement.stats             what this replica has seen
+
+The first byte after the version byte tells the two answers of `kvf.place` apart: a Placement is a map, frames are an
+array. Replicas share the two request subjects in a queue group and know nothing of one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol, cast
+
+from kvproto import codec
+from kvproto.buckets import Bucket
+from kvproto.connection import Connection, Message, Subscription, is_json, is_no_responders
+from kvproto.errors import CodecError, KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch
+from kvproto.fleet_view import Change, WorkerView
+from kvproto.ids import new_request_id
+from kvproto.members import Fenced, Lease, Members
+from kvproto.messages import (
+    Encoding,
+    Failed,
+    GenerateRequest,
+    Heartbeat,
+    MemberRecord,
+    WorkerRecord,
+)
+from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
+from services.placement import intake
+from services.placement.actions import (
+    Action,
+    Answer,
+    AskStillRunning,
+    Cancel,
+    DropMember,
+    Fail,
+    Forward,
+    PingWorker,
+    failed_frame,
+)
+from services.placement.alarm import Alarm
+from services.placement.core import PlacementCore
+from services.placement.events import (
+    Event,
+    HeartbeatHeard,
+    NobodyListens,
+    PingUnanswered,
+    Tick,
+    WorkerAnswered,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNewEpoch,
+    WorkerUpdated,
+)
+from services.placement.pinger import Pinger
+from services.placement.policies import DEFAULT_POLICY
+
+log = logging.getLogger(__name__)
+
+QUEUE = "placement"
+DISCONNECTS = "$SYS.ACCOUNT.*.DISCONNECT"
+
+
+class PlacementLoop:
+    """One placement replica on one connection. `start`, then `stop`; owns everything it subscribes and spawns.
+
+    `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). `system` is a connection as
+    the server's SYS user: with it a killed worker is noticed in milliseconds, without it within 3.5 s. `on_fenced` is
+    called if a later process takes this id over: then this one must end. Raises InvalidRequest for an unknown policy.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        subjects: Subjects,
+        record: MemberRecord,
+        *,
+        chance: Callable[[], float],
+        policy: str = DEFAULT_POLICY,
+        system: Connection | None = None,
+        on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
+    ) -> None:
+        self.inbox_prefix = inbox_prefix(PLACEMENT_INBOX, record.id)
+        self.core = PlacementCore(record.id, self.inbox_prefix, chance, policy=policy)
+        self.members = Members(connection, subjects, on_heartbeat=self._on_heartbeat)
+        self.members.listeners.append(self._on_member)
+        self.malformed_total = 0  # refused, or dropped, because the bytes or a field were wrong
+        self.ignored_total = 0  # requests without an inbox to answer to
+        self.unsent_total = 0  # what NATS did not take from us
+        self.internal_errors_total = 0
+        self.decision_seconds_total = 0.0  # own time of `decisions_asked_total` answers to kvf.place
+        self.decisions_asked_total = 0
+        self._connection = connection
+        self._system = system
+        self._subjects = subjects
+        self._record = record
+        self._on_fenced = on_fenced
+        self._lease: Lease | None = None
+        self._asked: list[Subscription] = []  # what brings new work
+        self._heard: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pinger = Pinger(connection, subjects, self.members.view)
+        self._alarm = Alarm(self._tick)
+        self._stopped = False
+
+    # ------------------------------------------------------------------ a Client asks who
+
+    async def _on_place(self, message: Message) -> None:
+        began = time.perf_counter()
+        if not intake.is_inbox(message.reply):
+            self.ignored_total += 1
+            return
+        read = intake.read_place(message.subject, message.reply, message.data)
+        if isinstance(read, Fail):
+            self.malformed_total += 1
+            await self._carry_out([read])
+            return
+        actions = self._handle(read)
+        self.decisions_asked_total += 1
+        self.decision_seconds_total += time.perf_counter() - began
+        await self._carry_out(actions)
+
+    # ------------------------------------------------------------------ a bare producer asks for tokens
+
+    async def _on_generate(self, message: Message) -> None:
+        if not intake.is_inbox(message.reply, of_producer=True):
+            self.ignored_total += 1
+            return
+        read = intake.read_generate(
+            message.subject,
+            message.reply,
+            message.data,
+            as_json=is_json(message),
+            new_request=new_request_id(),
+            new_seed=int.from_bytes(os.urandom(8), "little"),
+            unix_ms=int(time.time() * 1000),
+        )
+        if isinstance(read, Fail):
+            self.malformed_total += 1
+            await self._carry_out([read])
+            return
+        await self._carry_out(self._handle(read))
+
+    # ------------------------------------------------------------------ workers answer
+
+    async def _on_answer(self, message: Message) -> None:
+        """Everything below this process's inbox prefix, so nats-py's own replies too: those name no request."""
+        request, _, attempt = message.subject.removeprefix(f"{self.inbox_prefix}.").partition(".")
+        if not _is_attempt(attempt) and not self.core.forwarding.is_in_flight(request):
+            return
+        if is_no_responders(message):
+            if _is_attempt(attempt):
+                await self._carry_out(self._handle(NobodyListens(request, int(attempt))))
+            return
+        try:
+            frames = intake.read_answer(message.data)
+        except CodecError as error:
+            self.malformed_total += 1
+            log.warning("placement: an answer for request %s is unreadable: %s", request, error)
+            return
+        for frame in frames:
+            if frame.request == request:
+                await self._carry_out(self._handle(WorkerAnswered(frame)))
+
+    # ------------------------------------------------------------------ what the core wants done
+
+    def _handle(self, event: Event) -> list[Action]:
+        if self._stopped:
+            return []
+        actions = self.core.handle(event, self._now())
+        self._alarm.set(self.core.wake_at())
+        return actions
+
+    async def _carry_out(self, actions: Iterable[Action]) -> None:
+        waiting = deque(actions)
+        while waiting:
+            action = waiting.popleft()
+            try:
+                match action:
+                    case Answer(reply, placement):
+                        await self._connection.publish(reply, codec.encode(placement))
+                    case Fail(inbox, failed, encoding):
+                        await self._connection.publish(inbox, _encode_failed(failed, encoding))
+                    case Forward(worker, tenant, request, reply):
+                        data = self._encode_offer(worker, request)
+                        subject = self._subjects.worker_generate(worker, tenant)
+                        await self._connection.publish(subject, data, reply=reply)
+                    case Cancel(worker, cancel):
+                        await self._connection.publish(self._subjects.worker_cancel(worker), codec.encode(cancel))
+                    case AskStillRunning(worker, question):
+                        await self._connection.publish(self._subjects.worker_resend(worker), codec.encode(question))
+                    case PingWorker(worker):
+                        self._spawn(self._ping(worker))
+                    case DropMember(worker):
+                        self._spawn(self._drop(worker))
+            except KvfleetError as error:
+                self.unsent_total += 1
+                log.warning("placement: %s not carried out: %s", type(action).__name__, error)
+                if isinstance(action, Forward):  # as if the worker had refused: the next one, or the producer hears
+                    refusal = failed_frame(error, action.request.request, action.request.attempt)
+                    waiting.extend(self._handle(WorkerAnswered(refusal)))
+
+    def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
+        """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
+        view = self.members.view.workers.get(worker)
+        try:
+            version = codec.common_version(view.record.versions if view else ())
+        except VersionMismatch as error:
+            raise Unavailable(f"worker {worker}: {error}") from None
+        data = codec.encode(request, version)
+        if len(data) > self._connection.max_payload:
+            raise PayloadTooLarge(f"{len(data)} bytes, NATS carries {self._connection.max_payload}", field="prompt")
+        return data
+
+    async def _ping(self, worker: str) -> None:
+        if await self._pinger.is_dead(worker):
+            log.warning("placement: worker %s does not answer, dropping it", worker)
+            await self._carry_out(self._handle(PingUnanswered(worker)))
+
+    async def _drop(self, worker: str) -> None:
+        try:
+            await self.members.drop(worker)
+        except KvfleetError as error:
+            log.warning("placement: record of worker %s not deleted: %s", worker, error)
+
+    # ------------------------------------------------------------------ members come and go
+
+    def _on_member(self, change: Change, view: WorkerView) -> None:
+        match change:
+            case Change.LEFT:
+                event: Event = WorkerLeft(view.record.id)
+            case Change.JOINED:
+                event = WorkerJoined(self._known_state(view), view.heartbeat)
+            case Change.NEW_EPOCH:
+                event = WorkerNewEpoch(self._known_state(view))
+            case Change.UPDATED:
+                event = WorkerUpdated(self._known_state(view))
+        self._do_soon(self._handle(event))
+
+    def _known_state(self, view: WorkerView) -> WorkerRecord:
+        return self.members.view.with_state(view.record.id) or view.record
+
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        self._do_soon(self._handle(HeartbeatHeard(beat)))
+
+    async def _on_disconnect(self, message: Message) -> None:
+        worker = intake.read_disconnect(message.data)
+        if worker is not None:
+            await self._carry_out(self._handle(WorkerDisconnected(worker)))
+
+    async def _on_stats(self, message: Message) -> None:
+        if not intake.is_inbox(message.reply):
+            self.ignored_total += 1
+            return
+        await self._publish_quietly(message.reply, codec.encode(self.core.stats()))
+
+    async def _publish_quietly(self, subject: str, data: bytes) -> None:
+        try:
+            await self._connection.publish(subject, data)
+        except KvfleetError as error:
+            self.unsent_total += 1
+            log.warning("placement: %s", error)
+
+    # ------------------------------------------------------------------ time passes
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _tick(self) -> None:
+        self._do_soon(self._handle(Tick()))
+
+    # ------------------------------------------------------------------ start and stop
+
+    async def start(self) -> None:
+        """Returns when requests are answered. Raises Unavailable, or Fenced if this id is taken."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+
+    async def _start(self) -> None:
+        subscribe, subjects = self._connection.subscribe, self._subjects
+        self._heard.append(await subscribe(f"{self.inbox_prefix}.>", self._guarded(self._on_answer)))
+        self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
+        if self._system is not None:
+            self._heard.append(await self._system.subscribe(DISCONNECTS, self._guarded(self._on_disconnect)))
+        await self.members.start()
+        self._handle(Tick())
+        for subject, callback in ((subjects.place_all(), self._on_place), (subjects.generate_all(), self._on_generate)):
+            self._asked.append(await subscribe(subject, self._guarded(callback), queue=QUEUE))
+        await self._connection.synced()
+        lease = Lease(await Bucket.open(self._connection, subjects.members_bucket), self._record)
+        await lease.renew()
+        self._lease = lease
+        self._spawn(lease.run(self._on_fenced))
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`. Never raises."""
+        if self._stopped:
+            return
+        if self._lease is not None:
+            await self._lease.release()
+        for asked in self._asked:
+            await _quietly(cast("_Drainable", asked).drain(), 1.0)
+        end = self._now() + grace_s
+        while self.core.forwarding.in_flight and self._now() < end:
+            await asyncio.sleep(0.02)
+        self._stopped = True
+        self._alarm.stop()
+        for heard in self._heard:
+            await _quietly(heard.unsubscribe(), 1.0)
+        await self.members.stop()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ tasks
+
+    def _do_soon(self, actions: list[Action]) -> None:
+        if actions:
+            self._spawn(self._carry_out(actions))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.internal_errors_total += 1
+            log.error("placement: a task failed", exc_info=error)
+
+    def _guarded(self, callback: Callable[[Message], Awaitable[None]]) -> Callable[[Message], Awaitable[None]]:
+        """The top of every callback: a fault of ours costs one message, never the subscription."""
+
+        async def run(message: Message) -> None:
+            try:
+                await callback(message)
+            except Exception:
+                self.internal_errors_total += 1
+                log.exception("placement: a message on %s was not handled", message.subject)
+
+        return run
+
+
+class _Drainable(Protocol):
+    """A subscription that can end its interest and still handle what has arrived."""
+
+    async def drain(self) -> None: ...
+
+
+async def _quietly(work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(work, timeout_s)
+    except Exception as error:  # the connection may be gone; stopping goes on
+        log.debug("placement: while stopping: %r", error, exc_info=True)
+
+
+def _is_attempt(token: str) -> bool:
+    return token.isascii() and token.isdecimal() and len(token) < 10
+
+
+def _encode_failed(failed: Failed, encoding: Encoding) -> bytes:
+    if encoding is Encoding.FRAMES:
+        return codec.encode_frames([failed])
+    return codec.encode_plain_frame(failed, as_json=encoding is Encoding.JSON)

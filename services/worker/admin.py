@@ -1,0 +1,150 @@
+"""Loop: answers on a worker's admin and blocks subjects; questions about blocks run on the engine thread.
+
+An answer longer than a NATS message is fetched part by part; it is kept for a few seconds so that all parts are of one
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvproto import codec
+from kvproto.connection import Connection, Message
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, NotFound
+from kvproto.ids import DEFAULT_TENANT, is_token
+from kvproto.messages import (
+    AdminCommand,
+    AdminReply,
+    AdminRequest,
+    Bundle,
+    Heartbeat,
+    Inspection,
+    Snapshot,
+    SnapshotRequest,
+    Tier,
+    WorkerRecord,
+    WorkerStats,
+)
+from services.worker.cache_events import CacheEvents
+from services.worker.engine_thread import EngineThread
+from services.worker.kv_export import to_safetensors
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 768 * 1024
+KEEP_ANSWER_S = 15.0
+MAX_KEPT = 8
+HASHES_PER_PART = PART_BYTES // 16
+
+
+class AdminDesk:
+    """Owned by the worker's event loop. Each question is answered in a task of its own; callbacks never wait."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        record: WorkerRecord,
+        engine: EngineThread,
+        bundle: Bundle,
+        root_of: Callable[[str], bytes],
+        heartbeat: Callable[[], Heartbeat],
+        begin_drain: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._record = record
+        self._engine = engine
+        self._bundle = codec.encode(bundle)
+        self._root_of = root_of
+        self._heartbeat = heartbeat
+        self._begin_drain = begin_drain
+        self._kept: dict[str, tuple[float, bytes]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def on_admin(self, message: Message) -> None:
+        if message.reply:
+            self._spawn(self._answer(message))
+
+    async def on_snapshot(self, message: Message, events: CacheEvents) -> None:
+        if message.reply:
+            self._spawn(self._snapshot(message, events))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: Message) -> None:
+        try:
+            request = codec.decode(AdminRequest, message.data)
+            data = await self._data(request)
+            parts = max(1, -(-len(data) // PART_BYTES))
+            if request.part >= parts:
+                raise InvalidRequest(f"the answer has {parts} parts", field="part")
+            start = request.part * PART_BYTES
+            digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+            reply = AdminReply(request.part, parts, data[start : start + PART_BYTES], digest)
+        except KvfleetError as error:
+            reply = AdminReply(code=error.code, message=str(error))
+        await self._publish(message.reply, codec.encode(reply))
+
+    async def _publish(self, subject: str, data: bytes) -> None:
+        try:
+            await self._connection.publish(subject, data)
+        except KvfleetError as error:
+            log.debug("an answer was not sent: %s", error)
+
+    async def _data(self, request: AdminRequest) -> bytes:
+        if request.command is AdminCommand.BUNDLE:
+            return self._bundle
+        if request.command is AdminCommand.STATS:
+            return codec.encode(WorkerStats(self._record, self._heartbeat()))
+        if request.command is AdminCommand.DRAIN:
+            self._begin_drain()
+            return b""
+        tenant = request.tenant or DEFAULT_TENANT
+        if not is_token(tenant):
+            raise InvalidRequest("is no tenant", field="tenant")
+        root = self._root_of(tenant)
+        if request.command is AdminCommand.INSPECT:
+            cached, blocks = await self._engine.call(lambda engine: engine.locate(root, request.ids))
+            return codec.encode(Inspection(cached, tuple(blocks)))
+        return await self._kv(request, root)
+
+    async def _kv(self, request: AdminRequest, root: bytes) -> bytes:
+        """One layer's K and V as safetensors, kept for the fetching of its parts."""
+        now = asyncio.get_running_loop().time()
+        self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_ANSWER_S}
+        ids = hashlib.blake2b(repr(request.ids).encode(), digest_size=16).hexdigest()
+        key = f"{root.hex()}/{ids}/{request.layer}"
+        if request.part and key in self._kept:
+            return self._kept[key][1]
+        try:
+            k, v = await self._engine.call(lambda engine: engine.read_kv(root, request.ids, request.layer))
+        except IndexError:
+            raise NotFound(f"there is no layer {request.layer}", field="layer") from None
+        data = await asyncio.get_running_loop().run_in_executor(None, to_safetensors, k, v)
+        if len(self._kept) < MAX_KEPT:
+            self._kept[key] = (now, data)
+        return data
+
+    async def _snapshot(self, message: Message, events: CacheEvents) -> None:
+        """All hashes this worker holds, raw, in parts under the size of a NATS message."""
+        try:
+            tier = codec.decode(SnapshotRequest, message.data).tier
+        except CodecError as error:
+            log.debug("snapshot: %s", error)
+            return
+        hashes: list[bytes] = []
+        digest = events.digest
+        if tier is Tier.DEVICE:
+            hashes, digest = await self._engine.call(lambda engine: (engine.cached_hashes(), engine.digest))
+        seq = events.seq_of(digest)
+        parts = max(1, -(-len(hashes) // HASHES_PER_PART))
+        for part in range(parts):
+            chunk = b"".join(hashes[part * HASHES_PER_PART : (part + 1) * HASHES_PER_PART])
+            snapshot = Snapshot(self._record.epoch, seq, tier, part, parts, digest, chunk)
+            await self._publish(message.reply, codec.encode(snapshot))

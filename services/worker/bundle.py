@@ -1,0 +1,131 @@
+"""The bundle of a model folder: tokenizer, chat template, generation defaults. What an ingress needs, and no more.
+
+Reads files only; no torch, so a fake worker and a real one serve the same bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvproto import codec
+from kvproto.errors import UnsupportedModel
+from kvproto.ids import base32
+from kvproto.messages import Bundle
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
+_SAMPLED_BYTES = 65_536
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{path} is not a JSON object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    if isinstance(ends, int):
+        ends = [ends]
+    return tuple(ends or ())
+
+
+def _tokenizer_json(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    from transformers import AutoTokenizer  # only for folders with a slow tokenizer: converts it
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        text: str = tokenizer.backend_tokenizer.to_str()
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(f"{folder} has no tokenizer that can be used: {error}") from None
+    return text
+
+
+def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named templates: the default one
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def model_revision(folder: Path, load_format: str, dtype: str) -> str:
+    """What decides the bytes of K and V: configuration, weights and dtype. Part of every block hash's root.
+
+    Weights are identified by file name, size, and their first and last 64 KiB (a safetensors header lists every tensor
+    and its place): hashing gigabytes at each start would cost more than it tells.
+    """
+    digest = hashlib.blake2b(f"{load_format}\0{dtype}\0".encode(), digest_size=16)
+    digest.update((folder / "config.json").read_bytes())
+    if load_format != "dummy":
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_SAMPLED_BYTES))
+                file.seek(max(0, size - _SAMPLED_BYTES))
+                digest.update(file.read(_SAMPLED_BYTES))
+    return base32(digest.digest())
+
+
+def read_bundle(folder: Path, name: str, *, load_format: str, dtype: str, block_size: int) -> Bundle:
+    """Raises UnsupportedModel naming the file that is missing or wrong."""
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        raise UnsupportedModel(f"{folder} is no model folder: there is no config.json in it")
+    config = _read_json(config_path)
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    assert isinstance(text_config, dict)
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    context = next((int(text_config[key]) for key in _CONTEXT_KEYS if isinstance(text_config.get(key), int)), 2048)
+    special = {
+        key: text
+        for key, value in {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}.items()
+        if key.endswith("_token") and (text := _token_text(value)) is not None
+    }
+    return Bundle(
+        model=name,
+        tokenizer_json=_tokenizer_json(folder),
+        chat_template=_chat_template(folder, tokenizer_config),
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        stop_ids=_stop_ids(generation, text_config),
+        context_length=context,
+        vocab_size=int(text_config.get("vocab_size", 0)),
+        default_temperature=_number(generation.get("temperature")),
+        default_top_p=_number(generation.get("top_p")),
+        default_top_k=generation.get("top_k") if isinstance(generation.get("top_k"), int) else None,
+        model_revision=model_revision(folder, load_format, dtype),
+        block_size=block_size,
+        special_tokens=special,
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def bundle_hash(bundle: Bundle) -> str:
+    """Content hash for the members record: an ingress fetches the bundle again when it changes."""
+    return base32(hashlib.blake2b(codec.encode(bundle), digest_size=16).digest())

@@ -1,0 +1,112 @@
+"""What the cached blocks contain: full blocks by hash, and all children of a prefix sorted by their tokens. Pure.
+
+Owns content only; who references a block, and whether it may go, is the block pool's business. Sorting a prefix's
+children by token ids makes the longest common prefix exact and cheap: the best match of a query is always one of its
+two neighbours in the sorted order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    """Tokens of one cached block. `hash` is None for a partial tail, which has no content address."""
+
+    parent: bytes
+    ids: tuple[int, ...]
+    hash: bytes | None
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Number of leading tokens that both share."""
+    for at, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return at
+    return min(len(left), len(right))
+
+
+class ContentIndex:
+    """Maps hashes and token prefixes to blocks. A full block's hash and a tail's (parent, ids) are unique in it."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, Content] = {}
+        self._by_hash: dict[bytes, int] = {}
+        self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._contents
+
+    def __getitem__(self, block: int) -> Content:
+        return self._contents[block]
+
+    def blocks(self) -> Iterator[int]:
+        return iter(self._contents)
+
+    def hashes(self) -> list[bytes]:
+        """Hashes of all full blocks, parents before children."""
+        return list(self._by_hash)
+
+    def find(self, block_hash: bytes) -> int | None:
+        return self._by_hash.get(block_hash)
+
+    def add(self, block: int, content: Content) -> None:
+        """Raises KeyError if the block, or a full block of the same hash, is indexed already."""
+        if block in self._contents or content.hash in self._by_hash:
+            raise KeyError(block)
+        self._contents[block] = content
+        if content.hash is not None:
+            self._by_hash[content.hash] = block
+        insort(self._children.setdefault(content.parent, []), (content.ids, block))
+
+    def remove(self, block: int) -> Content:
+        content = self._contents.pop(block)
+        if content.hash is not None:
+            del self._by_hash[content.hash]
+        siblings = self._children[content.parent]
+        del siblings[bisect_left(siblings, (content.ids, block))]
+        if not siblings:
+            del self._children[content.parent]
+        return content
+
+    def has_children(self, block_hash: bytes) -> bool:
+        return block_hash in self._children
+
+    def longest_child(self, parent: bytes, ids: Sequence[int]) -> tuple[int | None, int]:
+        """The block under `parent` that shares the most leading tokens with `ids`, and how many; (None, 0) if none."""
+        siblings = self._children.get(parent)
+        if not siblings or not ids:
+            return None, 0
+        query = tuple(ids)
+        at = bisect_left(siblings, (query, -1))
+        best, length = None, 0
+        for child_ids, block in siblings[max(at - 1, 0) : at + 1]:
+            common = common_prefix(child_ids, query)
+            if common > length:
+                best, length = block, common
+        return best, length
+
+    def shorter_tails(self, parent: bytes, ids: tuple[int, ...]) -> list[int]:
+        """Partial tails under `parent` whose tokens are a proper prefix of `ids`."""
+        siblings = self._children.get(parent, [])
+        found = []
+        for length in range(1, len(ids)):
+            at = bisect_left(siblings, (ids[:length], -1))
+            if at < len(siblings) and siblings[at][0] == ids[:length]:
+                found.append(siblings[at][1])
+            if at == len(siblings):
+                break
+        return found
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the three maps disagree."""
+        assert self._by_hash == {c.hash: block for block, c in self._contents.items() if c.hash is not None}
+        listed = {block: (parent, ids) for parent, siblings in self._children.items() for ids, block in siblings}
+        assert listed == {block: (c.parent, c.ids) for block, c in self._contents.items()}
+        assert all(siblings and siblings == sorted(siblings) for siblings in self._children.values())
+        assert sum(map(len, self._children.values())) == len(self._contents)

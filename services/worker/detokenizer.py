@@ -1,0 +1,131 @@
+"""Token ids to text, one id at a time. Adapter: the one place of the worker where `tokenizers` is used.
+
+The pieces of a stream, joined, are the text that decoding all ids at once gives. Two things make that more than a
+decode per token: a character may span several tokens, and some decoders treat the first token of a text differently
+(sentencepiece drops its leading space). So each id is decoded together with a few settled ids before it and the piece
+is what the text grew by, once it does not end within a character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 4  # of the prompt, so that its continuation keeps a leading space
+MAX_UNSETTLED = 16  # ids; a character has at most 4 bytes, so this many are not text
+
+
+class DetokenizerStream(Protocol):
+    """Text of one growing sequence."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether ids pushed so far have text that is not given out yet."""
+
+    def push(self, token: int) -> str:
+        """Text that became final with `token`; may be empty."""
+
+    def flush(self) -> str:
+        """Text that was waiting for more ids; the stream has ended."""
+
+
+class Detokenizer(Protocol):
+    """Makes a stream per sequence."""
+
+    def stream(self, prompt_ids: Sequence[int]) -> DetokenizerStream:
+        """A stream of what is generated after `prompt_ids`."""
+
+
+class TokenizerDetokenizer:
+    """Text by a Hugging Face `tokenizers.Tokenizer`; special tokens have none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TokenizerDetokenizer:
+        """Raises FileNotFoundError if the folder has no `tokenizer.json`."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(path)
+        return cls(Tokenizer.from_file(str(path)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def stream(self, prompt_ids: Sequence[int]) -> TokenizerStream:
+        context = [token for token in prompt_ids[-CONTEXT_TOKENS:] if token not in self._special]
+        return TokenizerStream(self, context)
+
+
+class TokenizerStream:
+    """`_window` = a few ids whose text `_settled` is given out (or was the prompt's), then the unsettled ones."""
+
+    def __init__(self, detokenizer: TokenizerDetokenizer, context: list[int]) -> None:
+        self._detokenizer = detokenizer
+        self._window = context
+        self._settled = detokenizer.decode(context)
+        if self._settled.endswith(REPLACEMENT):  # the prompt ends within a character: its text is not ours to mend
+            self._window, self._settled = [], ""
+        self._unsettled = 0
+        self.pending = False
+
+    def push(self, token: int) -> str:
+        if self._detokenizer.is_special(token):
+            return ""
+        self._window.append(token)
+        self._unsettled += 1
+        text = self._detokenizer.decode(self._window)
+        if text.endswith(REPLACEMENT):
+            self.pending = True
+            if self._unsettled < MAX_UNSETTLED:
+                return ""
+            piece = text[len(self._settled) : -1]  # only the last character can still become another one
+            self._slide(MAX_UNSETTLED // 2)
+            self._settled = self._settled.removesuffix(REPLACEMENT)
+            return piece
+        piece = text[len(self._settled) :]
+        if piece or self._unsettled >= MAX_UNSETTLED:
+            self._slide(self._unsettled)
+        self.pending = False
+        return piece
+
+    def flush(self) -> str:
+        text = self._detokenizer.decode(self._window)
+        piece = text[len(self._settled) :]
+        self._slide(len(self._window))
+        self.pending = False
+        return piece
+
+    def _slide(self, keep: int) -> None:
+        self._window = self._window[-keep:] if keep else []
+        self._settled = self._detokenizer.decode(self._window)
+        self._unsettled = 0
+
+
+class IdDetokenizer:
+    """Text without a tokenizer, for simulated fleets: each id is its decimal number and a space."""
+
+    def stream(self, prompt_ids: Sequence[int]) -> IdStream:
+        return IdStream()
+
+
+class IdStream:
+    pending = False
+
+    def push(self, token: int) -> str:
+        return f"{token} "
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,179 @@
+"""The thread that owns the engine. Loop.
+
+The asyncio loop puts commands on a deque and sets an event; the thread obeys them between steps, and after each step
+hands the result back with one `call_soon_threadsafe`. Neither side ever waits for the other: results pile up in a deque
+until the loop gets round to them, and the loop then takes them all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from kvproto.errors import EngineFailure, KvfleetError
+
+from services.worker.engine import Engine
+from services.worker.outputs import SequenceFailed, StepResult
+from services.worker.sequence import SequenceSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs `engine` from `start` to `stop`. All methods are for the loop's thread; callbacks are called there too.
+
+    `on_result` gets the results of one or more steps, in order. `on_crash` is told of an exception out of a step, after
+    which the thread is gone: all its sequences, and all requests still to come, fail as EngineFailure (retryable).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_result: Callable[[list[StepResult]], None],
+        loop: asyncio.AbstractEventLoop,
+        on_crash: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_result = on_result
+        self._on_crash = on_crash
+        self._loop = loop
+        self._commands: deque[Callable[[], None]] = deque()
+        self._calls: set[asyncio.Future[object]] = set()
+        self._results: deque[StepResult] = deque()
+        self._delivery_due = False
+        self._wake = threading.Event()
+        self._stopping = False
+        self._over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step under way and join. Sequences still running fail as EngineFailure; calls are cancelled."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for future in tuple(self._calls):
+            future.cancel()
+
+    # ------------------------------------------------------------------ commands
+
+    def submit(self, spec: SequenceSpec) -> None:
+        """Ask for a sequence. One that the engine refuses comes back as SequenceFailed."""
+        self._command(partial(self._add, spec))
+
+    def cancel(self, request: str, attempt: int | None = None) -> None:
+        self._command(partial(self._engine.cancel, request, attempt))
+
+    def pause(self, request: str, attempt: int | None = None) -> None:
+        self._command(partial(self._engine.pause, request, attempt))
+
+    def resume(self, request: str, attempt: int | None = None) -> None:
+        self._command(partial(self._engine.resume, request, attempt))
+
+    def call(self, query: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `query` on the engine's thread between two steps, where it may look at the engine.
+
+        The future gets its result or exception; EngineFailure if the thread is gone.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)  # type: ignore[arg-type]
+        future.add_done_callback(self._calls.discard)  # type: ignore[arg-type]
+        self._command(partial(self._answer, query, future))
+        return future
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+        if self._over is not None:  # nobody else will
+            self._obey()
+
+    # ------------------------------------------------------------------ engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                self._obey()
+                if self._engine.has_work:
+                    self._hand_over(self._engine.step())
+                elif not self._stopping:
+                    self._wake.wait()
+            self._end(EngineFailure("the engine was stopped"))
+        except Exception as error:  # noqa: BLE001 - the thread's top: whatever it is, nobody may wait for ever
+            logger.exception("the engine failed")
+            self._end(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
+            if self._on_crash is not None:
+                self._call_soon(self._on_crash, error)
+
+    def _end(self, reason: EngineFailure) -> None:
+        self._over = reason
+        self._hand_over(self._engine.abandon(reason))
+        self._obey()  # what was asked meanwhile
+
+    def _obey(self) -> None:
+        while True:
+            try:
+                command = self._commands.popleft()
+            except IndexError:
+                return
+            command()
+
+    def _add(self, spec: SequenceSpec) -> None:
+        try:
+            if self._over is not None:
+                raise self._over
+            self._engine.add(spec)
+        except KvfleetError as error:
+            self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error)]))
+
+    def _answer(self, query: Callable[[], T], future: asyncio.Future[T]) -> None:
+        try:
+            if self._over is not None:
+                raise self._over
+            result = query()
+        except Exception as error:  # noqa: BLE001 - the caller's own question failed: it gets to know, the engine goes on
+            self._call_soon(_reject, future, error)
+        else:
+            self._call_soon(_resolve, future, result)
+
+    def _hand_over(self, result: StepResult) -> None:
+        self._results.append(result)
+        if not self._delivery_due:
+            self._delivery_due = True
+            self._call_soon(self._deliver)
+
+    def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            logger.debug("the event loop is closed, a result of the engine is dropped")
+
+    # ------------------------------------------------------------------ loop's thread
+
+    def _deliver(self) -> None:
+        self._delivery_due = False  # before taking: what comes after this line makes a new delivery due
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        if results:
+            self._on_result(results)
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _reject(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,47 @@
+"""Least recently used first. Pure.
+
+A heap with lazy deletion: withdrawing a block is O(1), and a stale heap entry is recognised because the block is no
+longer offered or was offered again at a later tick.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+COMPACT_FROM = 64  # heap entries; below that stale ones cost nothing
+
+
+class LruEviction:
+    """Evicts the leaf that a sequence let go of longest ago. Ties go to the lower block id."""
+
+    def __init__(self) -> None:
+        self._last_use: dict[int, int] = {}
+        self._offered: dict[int, int] = {}  # block -> tick under which its live heap entry stands
+        self._heap: list[tuple[int, int]] = []
+
+    def touch(self, block: int, tick: int) -> None:
+        self._last_use[block] = tick
+
+    def offer(self, block: int) -> None:
+        tick = self._last_use.get(block, 0)
+        if self._offered.get(block) == tick:
+            return
+        self._offered[block] = tick
+        heapq.heappush(self._heap, (tick, block))
+        if len(self._heap) > COMPACT_FROM and len(self._heap) > 2 * len(self._offered):
+            self._heap = [(tick, block) for block, tick in self._offered.items()]
+            heapq.heapify(self._heap)
+
+    def withdraw(self, block: int) -> None:
+        self._offered.pop(block, None)
+
+    def victim(self) -> int:
+        while self._heap:
+            tick, block = heapq.heappop(self._heap)
+            if self._offered.get(block) == tick:
+                del self._offered[block]
+                return block
+        raise LookupError("no block is evictable")
+
+    def offered(self) -> set[int]:
+        return set(self._offered)

@@ -1,0 +1,346 @@
+"""READ THIS FIRST: a worker's life, from request to frames.
+
+The event loop owns subscriptions, the frame book and the lease; the engine thread alone touches model and blocks. A
+request's way: `_on_generate` checks, accepts and hands it over; results of each step come back in `_on_results`, become
+frames (one message per step and batch inbox) and cache events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvproto import block_hash, codec
+from kvproto.connection import Connection, Message, Subscription
+from kvproto.errors import (
+    CodecError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    KvfleetError,
+    ModelNotFound,
+    Unavailable,
+    WorkerLost,
+)
+from kvproto.members import Fenced, Lease
+from kvproto.messages import (
+    Accepted,
+    Bundle,
+    CancelRequest,
+    Failed,
+    Frame,
+    GenerateRequest,
+    Heartbeat,
+    Load,
+    Moved,
+    PauseRequest,
+    Rates,
+    ResendRequest,
+    State,
+    WorkerRecord,
+)
+from kvproto.subjects import Subjects
+from services.worker.admin import AdminDesk
+from services.worker.cache_events import CacheEvents
+from services.worker.engine_thread import EngineThread
+from services.worker.frames import FrameBook, Record
+from services.worker.outbox import Outbox
+from services.worker.outputs import StepResult
+from services.worker.sequence import SequenceSpec
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 0.5
+MAX_SALTED_TENANTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    waiting: int
+    fleet_key: bytes
+    drain_s: float
+
+
+class WorkerLoop:
+    """Owned by the process's event loop. `start` when the engine is loaded; `drain` then `stop` to end."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        subjects: Subjects,
+        lease: Lease,
+        engine: EngineThread,
+        events: CacheEvents,
+        bundle: Bundle,
+        encode_prompt: Callable[[str], list[int]],
+        limits: WorkerLimits,
+        on_fatal: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._subjects = subjects
+        self._lease = lease
+        self._engine = engine
+        self._bundle = bundle
+        self._encode_prompt = encode_prompt
+        self._limits = limits
+        self._on_fatal = on_fatal
+        self._events = events
+        self._roots: dict[str, bytes] = {}
+        self._subscriptions: list[Subscription] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._state = State.READY
+        self._load = Load()
+        self._rates = Rates()
+        assert isinstance(lease.record, WorkerRecord)
+        self.record = lease.record
+        self.frames = FrameBook(self.record.id)
+        self.outbox = Outbox(connection)
+        self.requests_total = 0
+        self.refused_total = 0
+        self.malformed_total = 0
+        self.desk = AdminDesk(connection, self.record, engine, bundle, self._root, self.heartbeat, self.begin_drain)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
+        me, names = self.record.id, self._subjects
+        for subject, callback in (
+            (names.worker_generate_all(me), self._on_generate),
+            (names.worker_cancel(me), self._on_cancel),
+            (names.worker_resend(me), self._on_resend),
+            (names.worker_pause(me), self._on_pause),
+            (names.worker_admin(me), self.desk.on_admin),
+            (names.blocks(me), self._on_snapshot),
+        ):
+            self._subscriptions.append(await self._connection.subscribe(subject, callback))
+        await self._connection.synced()
+        await self._lease.set(replace(self.record, state=State.READY))
+        self._tasks = [
+            asyncio.create_task(self._lease.run(self._on_fenced), name="lease"),
+            asyncio.create_task(self.outbox.run(), name="outbox"),
+            asyncio.create_task(self._beat(), name="heartbeat"),
+        ]
+
+    def begin_drain(self) -> None:
+        """Take no new work; what runs goes on."""
+        if self._state is not State.DRAINING:
+            self._state = State.DRAINING
+            self._tasks.append(asyncio.create_task(self._announce_drain(), name="drain"))
+
+    async def _announce_drain(self) -> None:
+        await self._publish_heartbeat()
+        try:
+            await self._lease.set(replace(self.record, state=State.DRAINING))
+        except KvfleetError as error:
+            log.warning("the record does not say draining yet: %s", error)
+
+    async def drain(self) -> None:
+        """Let running sequences finish for a bounded time; the rest is told to go on elsewhere."""
+        self.begin_drain()
+        end = asyncio.get_running_loop().time() + self._limits.drain_s
+        while self.frames.running and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.02)
+        now = asyncio.get_running_loop().time()
+        moved: list[tuple[Record, Frame]] = []
+        for record in self.frames.running:
+            self._engine.cancel(record.request, record.attempt)
+            moved.append(self.frames.end(record, Moved(record.request, record.attempt, record.next_index), now))
+        self.outbox.send_frames(moved)
+        await self.outbox.drain()
+
+    async def stop(self) -> None:
+        """Release the lease, so that everybody knows at once, and let go of everything."""
+        for task in self._tasks:
+            task.cancel()
+        await self._lease.release()
+        for subscription in self._subscriptions:
+            try:
+                await subscription.unsubscribe()
+            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
+                log.debug("unsubscribe: %s", error)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_fenced(self, error: Fenced) -> None:
+        self._on_fatal(str(error))
+
+    def on_crash(self, error: BaseException) -> None:
+        """A step raised: the engine's state is unknown, so the process ends loudly; its requests go on elsewhere."""
+        log.critical("the engine failed", exc_info=error)
+        self._tasks.append(asyncio.create_task(self._end_after_crash(error), name="crash"))
+
+    async def _end_after_crash(self, error: BaseException) -> None:
+        await self.outbox.drain()
+        self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------------ requests
+
+    async def _on_generate(self, message: Message) -> None:
+        """Accept one attempt and hand it to the engine, or say why not to whoever waits for the acknowledgement."""
+        tenant = message.subject.rsplit(".", 1)[-1]
+        request: GenerateRequest | None = None
+        try:
+            request = codec.decode(GenerateRequest, message.data)
+            self._check(request)
+            ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
+        except KvfleetError as error:
+            if isinstance(error, CodecError):
+                self.malformed_total += 1
+            self.refused_total += 1
+            await self._refuse(message, request, error)
+            return
+        if self.frames.knows(request.request, request.attempt):
+            return  # delivered twice: the first one runs
+        self._accept(request, ids, tenant, message.reply)
+
+    def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
+        self.requests_total += 1
+        self.frames.open(request, reply)
+        accepted = Accepted(request.request, request.attempt, self.record.id, self.record.epoch)
+        if reply:
+            self.outbox.send(reply, codec.encode_frames([accepted]))
+        remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
+        self._engine.submit(
+            SequenceSpec(
+                request=request.request,
+                attempt=request.attempt,
+                prompt_ids=ids,
+                sampling=request.sampling,
+                root=self._root(tenant),
+                output_ids=request.output_ids,
+                text_sent=request.text_sent,
+                tenant=tenant,
+                priority=request.priority,
+                deadline=None if remaining is None else time.monotonic() + remaining,
+            )
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        if not request.inbox.startswith("_") or any(c in request.inbox for c in "*> \t\r\n") or ".." in request.inbox:
+            raise InvalidRequest("must be an inbox: it begins with _ and has no wildcard", field="inbox")
+        if bool(request.prompt_ids) == (request.prompt is not None):
+            raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
+        if request.prompt == "":
+            raise InvalidRequest("must not be empty", field="prompt")
+        if request.model != self.record.model:
+            raise ModelNotFound(f"this worker serves {self.record.model!r}, not {request.model!r}", field="model")
+        if self._state is State.DRAINING:
+            raise Draining(f"worker {self.record.id} is draining")
+        if request.expires_unix_ms is not None and request.expires_unix_ms < time.time() * 1000:
+            raise DeadlineExceeded("the request arrived after its deadline", field="expires_unix_ms")
+        if self._load.waiting >= self._limits.waiting or len(self.frames.running) >= (
+            self._limits.waiting + self.record.slots
+        ):
+            raise Unavailable(f"worker {self.record.id} has {self._load.waiting} requests waiting", retry_after_s=1.0)
+
+    async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
+        """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
+        if not message.reply or not message.reply.startswith("_"):
+            return
+        failed = Failed(
+            request.request if request else message.reply.rsplit(".", 1)[-1],
+            request.attempt if request else 0,
+            error.code,
+            error.message,
+            error.retryable,
+            error.field,
+        )
+        self.outbox.send(message.reply, codec.encode_frames([failed]))
+
+    async def _on_cancel(self, message: Message) -> None:
+        try:
+            cancel = codec.decode(CancelRequest, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        running = self.frames.attempts(cancel.request)
+        for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
+            self._engine.cancel(cancel.request, attempt)
+
+    async def _on_pause(self, message: Message) -> None:
+        try:
+            pause = codec.decode(PauseRequest, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        if pause.attempt in self.frames.attempts(pause.request):
+            if pause.paused:
+                self._engine.pause(pause.request)
+            else:
+                self._engine.resume(pause.request)
+
+    async def _on_resend(self, message: Message) -> None:
+        """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
+        try:
+            asked = codec.decode(ResendRequest, message.data)
+            if not asked.inbox.startswith("_") or any(c in asked.inbox for c in "*> \t\r\n"):
+                raise CodecError("must be an inbox", field="inbox")
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        frames = self.frames.repeat(asked.request, asked.attempt, asked.from_index)
+        if not frames:
+            error = WorkerLost(f"worker {self.record.id} does not know this attempt")
+            frames = [Failed(asked.request, asked.attempt, error.code, error.message, retryable=True)]
+        for frame in frames:
+            self.outbox.send(asked.inbox, codec.encode_frames([frame]))
+
+    async def _on_snapshot(self, message: Message) -> None:
+        await self.desk.on_snapshot(message, self._events)
+
+    def _malformed(self, message: Message, error: CodecError) -> None:
+        self.malformed_total += 1
+        log.debug("%s: %s", message.subject, error)
+
+    def _root(self, tenant: str) -> bytes:
+        """The tenant's root of the hash chain, salted by the fleet's key; the tenant comes from the subject."""
+        root = self._roots.get(tenant)
+        if root is None:
+            if len(self._roots) >= MAX_SALTED_TENANTS:
+                self._roots.clear()
+            salt = block_hash.tenant_salt(self._limits.fleet_key, tenant)
+            root = block_hash.root(self._bundle.model_revision, self._bundle.block_size, salt)
+            self._roots[tenant] = root
+        return root
+
+    # ------------------------------------------------------------------ results
+
+    def on_results(self, results: list[StepResult]) -> None:
+        """Called on the loop with the results of one or more steps, in order."""
+        now = asyncio.get_running_loop().time()
+        framed: list[tuple[Record, Frame]] = []
+        for result in results:
+            for output in result.outputs:
+                if (sent := self.frames.add(output, now)) is not None:
+                    framed.append(sent)
+        if framed:
+            self.outbox.send_frames(framed)
+        if (events := self._events.batch(results)) is not None:
+            self.outbox.send(self._subjects.events(self.record.id), codec.encode_events(events))
+
+    async def _beat(self) -> None:
+        while True:
+            await self._publish_heartbeat()
+            self.frames.sweep(asyncio.get_running_loop().time())
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+    async def _publish_heartbeat(self) -> None:
+        self._load, self._rates = self._engine.measure()
+        if self._connection.is_connected:
+            self.outbox.send(self._subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            worker=self.record.id,
+            epoch=self.record.epoch,
+            state=self._state,
+            load=self._load,
+            rates=self._rates,
+            event_seq=self._events.seq,
+            digest=self._events.digest,
+            held=self._load.blocks_cached,
+        )

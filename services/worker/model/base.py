@@ -1,0 +1,53 @@
+"""The seam between the engine and whatever computes. Knows no torch, so that a fake runner needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvproto.errors import KvfleetError
+
+from services.worker.step_plan import Slice
+
+Drawn = int | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+
+
+class ModelRunner(Protocol):
+    """A model and its KV pool. Called from one thread."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of one sequence, prompt and outputs together."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def bytes_per_block(self) -> int:
+        """K and V of `block_size` tokens for all layers."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens with which the model ends a text."""
+
+    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        """One forward pass: store KV of all slices' tokens in their blocks, draw where a slice says so.
+
+        A slice attends to all tokens before it in its own blocks and to nothing else. One result per slice, in order.
+        Running the same slices again gives the same state. Raises OutOfMemory if the pass does not fit.
+        """
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target), one after the other in the given order."""
+
+    def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Any, Any]:
+        """K and V `[tokens, kv_heads, head_dim]` of the first `tokens` tokens in `blocks`, copied."""

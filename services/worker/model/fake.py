@@ -1,0 +1,123 @@
+"""A runner without a model: deterministic, no torch, fast or paced. For tests and fleets by the hundred.
+
+It is honest about KV: every slot of its pool holds what a model would have stored there, a value made from the token and
+its position, and the next token is made from the values found in the sequence's blocks. A block that is lost, swapped,
+corrupted or written at the wrong position therefore changes the output, as it would with a real model.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from services.worker.model.base import Drawn
+from services.worker.step_plan import Draw, Slice
+
+_MASK = 2**64 - 1
+_TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_VALUE_BITS = 20  # shift that leaves 44 bits: a sum over a million positions still fits 64
+
+
+def _value(token: int, position: int) -> int:
+    """What a token at a position leaves in its slot."""
+    mixed = ((token + 1) * _TOKEN ^ (position + 1) * _POSITION) & _MASK
+    mixed ^= mixed >> 29
+    return (mixed * _POSITION & _MASK) >> _VALUE_BITS
+
+
+class FakeRunner:
+    """Slots hold running sums within their block, so a block's last valid slot stands for the whole block.
+
+    `tokens_per_s` paces decoding (all sequences of a step together) and `prefill_tokens_per_s` prompts; None is as fast
+    as it goes. `step_seconds` is added to each step.
+    """
+
+    bytes_per_slot = 8
+    num_layers = 1
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 4096,
+        block_size: int = 16,
+        vocab_size: int = 32_000,
+        context_length: int = 32_768,
+        eos_ids: tuple[int, ...] = (),
+        tokens_per_s: float | None = None,
+        prefill_tokens_per_s: float | None = None,
+        step_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.eos_ids = eos_ids
+        self.bytes_per_block = self.bytes_per_slot * block_size
+        self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
+        self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
+        self._decode_seconds = 1 / tokens_per_s if tokens_per_s else 0.0
+        self._prefill_seconds = 1 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
+        self._step_seconds = step_seconds
+        self._clock = clock
+        self._sleep = sleep
+        self._due = 0.0
+
+    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        self._pace(slices)
+        drawn: list[Drawn] = []
+        for part in slices:
+            self._store(part)
+            drawn.append(None if part.draw is None else self._token(part, part.draw))
+        return drawn
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        size = self.block_size
+        for source, target in copies:
+            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
+            self._totals[target] = self._totals[source]
+
+    def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Any, Any]:
+        """K is what the slots hold, V the negative of it, as int64 `[tokens, 1, 1]`."""
+        import numpy as np  # the fake serves without numpy otherwise
+
+        size = self.block_size
+        held = [self.slots[blocks[at // size] * size + at % size] for at in range(tokens)]
+        keys = np.array(held, dtype=np.int64).reshape(-1, 1, 1)
+        return keys, -keys
+
+    def _store(self, part: Slice) -> None:
+        size, slots = self.block_size, self.slots
+        for position, token in enumerate(part.ids, part.start):
+            offset = position % size
+            block = part.blocks[position // size]
+            slot = block * size + offset
+            value = _value(token, position)
+            slots[slot] = value + slots[slot - 1] if offset else value
+            if offset == size - 1:
+                self._totals[block] = slots[slot]
+
+    def _token(self, part: Slice, draw: Draw) -> int:
+        """Reads every block of the sequence, then hashes with what the draw depends on."""
+        full, rest = divmod(part.end, self.block_size)
+        seen = sum(map(self._totals.__getitem__, part.blocks[:full]))
+        if rest:
+            seen += self.slots[part.blocks[full] * self.block_size + rest - 1]
+        if draw.sampling.temperature > 0:
+            seen ^= (draw.sampling.seed * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX) & _MASK
+        mixed = (seen ^ seen >> 31) * _TOKEN & _MASK
+        return ((mixed ^ mixed >> 32) * _INDEX & _MASK) % self.vocab_size
+
+    def _pace(self, slices: Sequence[Slice]) -> None:
+        """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up."""
+        fed = sum(len(part.ids) for part in slices)
+        decodes = sum(1 for part in slices if len(part.ids) == 1)
+        seconds = self._step_seconds + decodes * self._decode_seconds + (fed - decodes) * self._prefill_seconds
+        if seconds <= 0:
+            return
+        now = self._clock()
+        self._due = max(self._due, now) + seconds
+        self._sleep(self._due - now)

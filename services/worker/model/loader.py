@@ -1,0 +1,159 @@
+"""A folder or hub id becomes a model that the runner can use, or one clear refusal.
+
+Safetensors only and no remote code.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from kvproto.errors import InvalidRequest, UnsupportedModel
+
+from services.worker.model.attention.interface import NAME, register
+from services.worker.model.kv_pool import KvShape
+from services.worker.model.probe import probe
+from services.worker.model.support import context_length_of, name_of, refuse_unsupported
+
+logger = logging.getLogger(__name__)
+
+LoadFormat = Literal["auto", "dummy"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+DUMMY_SEED = 0  # the same random weights in every worker, so that sequences can move between them
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode whose attention is ours."""
+
+    model: Any
+    config: Any
+    kv_shape: KvShape
+    vocab_size: int
+    context_length: int
+    eos_ids: tuple[int, ...]
+    device: torch.device
+
+
+def load_model(
+    source: str | Path,
+    *,
+    load_format: LoadFormat = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_context: int | None = None,
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load from a folder or the hub; `dummy` takes random weights and needs `config.json` only.
+
+    `max_context` may shorten the model's context. Raises UnsupportedModel naming feature and model, InvalidRequest if
+    there is no such model or no such device.
+    """
+    config = _read_config(source, revision)
+    context_length = _served_context(config, max_context)
+    refuse_unsupported(config, context_length)
+    where = _device(device)
+    what = _dtype(dtype, config, where)
+    if load_format == "dummy":
+        model = _random_model(config, what, where)
+        generation = None
+    else:
+        model = _trained_model(source, revision, what, where)
+        generation = model.generation_config
+    return adopt_model(model, context_length=context_length, generation=generation)
+
+
+def adopt_model(
+    model: Any, *, context_length: int | None = None, generation: GenerationConfig | None = None
+) -> LoadedModel:
+    """Take over a transformers model that is in memory already. Raises UnsupportedModel naming feature and model."""
+    config = model.config
+    served = _served_context(config, context_length)
+    refuse_unsupported(config, served)
+    model.eval().requires_grad_(False)
+    kv_shape = probe(model, served)
+    register()
+    model.set_attn_implementation(NAME)
+    return LoadedModel(
+        model=model,
+        config=config,
+        kv_shape=kv_shape,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        context_length=served,
+        eos_ids=_eos_ids(config, generation),
+        device=model.get_input_embeddings().weight.device,
+    )
+
+
+def _read_config(source: str | Path, revision: str | None) -> Any:
+    try:
+        return AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"no model can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
+        ) from error
+
+
+def _served_context(config: Any, limit: int | None) -> int:
+    own = context_length_of(config)
+    return min(own, limit) if limit else own
+
+
+def _device(device: Device) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("no CUDA device is available", field="device")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def _dtype(dtype: Dtype, config: Any, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own, except half precision on a CPU, which computes it slowly and less exactly."""
+    if dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+    own = getattr(config, "dtype", None)
+    if not isinstance(own, torch.dtype) or (own is torch.float16 and device.type == "cpu"):
+        return torch.float32
+    return own
+
+
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(DUMMY_SEED)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
+    except ValueError as error:
+        raise UnsupportedModel(f"{name_of(config)}: {_first_line(error)}", field="model") from error
+
+
+def _trained_model(source: str | Path, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(source), revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except ValueError as error:
+        raise UnsupportedModel(f"{source}: {_first_line(error)}", field="model") from error
+    except OSError as error:
+        raise InvalidRequest(
+            f"no weights can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
+        ) from error
+    return model.to(device)
+
+
+def _eos_ids(config: Any, generation: GenerationConfig | None) -> tuple[int, ...]:
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

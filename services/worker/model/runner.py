@@ -1,0 +1,73 @@
+"""Runs a Hugging Face model on a step's slices: the ModelRunner that computes for real.
+
+Owns the model and its KV pool. The model is called as any caller would call it, on one flat row of tokens with their
+positions; what makes it paged and ragged is the attention step that travels along as a keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvproto.errors import OutOfMemory
+
+from services.worker.model.attention.base import AttentionBackend
+from services.worker.model.attention.interface import STEP
+from services.worker.model.base import Drawn
+from services.worker.model.batch import Ints, RaggedBatch
+from services.worker.model.kv_pool import KvPool
+from services.worker.model.loader import LoadedModel
+from services.worker.model.sampler import sample
+from services.worker.step_plan import Slice
+
+
+class TorchRunner:
+    """See `services.worker.model.base.ModelRunner`. Called from one thread."""
+
+    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int) -> None:
+        self._model = loaded.model
+        self._device = loaded.device
+        self._backend = backend
+        self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
+        self.vocab_size = loaded.vocab_size
+        self.context_length = loaded.context_length
+        self.eos_ids = loaded.eos_ids
+        self.num_layers = loaded.kv_shape.layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.bytes_per_block = loaded.kv_shape.bytes_per_block(block_size)
+
+    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        batch = RaggedBatch.of(slices, self.block_size)
+        try:
+            with torch.inference_mode():
+                drawn = iter(sample(self.logits(batch, batch.rows), batch.draws))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise OutOfMemory(f"a step of {len(batch.ids)} tokens does not fit into memory") from error
+        return [None if part.draw is None else next(drawn) for part in slices]
+
+    def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
+        """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`."""
+        output = self._model(
+            input_ids=self._move(batch.ids).unsqueeze(0),
+            position_ids=self._move(batch.positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=self._move(rows),
+            **{STEP: self._backend.prepare(batch, self.pool)},
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self.pool.copy(copies)
+
+    def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.read(blocks, tokens, layer)
+
+    def _move(self, array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -1,0 +1,37 @@
+"""Where a model's files are: the bundled demo, a folder, or a snapshot of a hub repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvproto.errors import UnsupportedModel
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parent / "demo_model"
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+def served_name(model: str) -> str:
+    """Name that clients use when none was given: the folder's name, or the hub id."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def resolve_model(model: str) -> Path:
+    """A local folder with the model's files. Raises UnsupportedModel in one line if there is none."""
+    if model == DEMO and not Path(model).is_dir():
+        return DEMO_FOLDER
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise UnsupportedModel(f"model folder {model!r} does not exist")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UnsupportedModel(
+            f"{model!r} is neither a folder nor a model that the hub gives: {str(error).splitlines()[0][:200]}"
+        ) from None

@@ -1,0 +1,79 @@
+"""What a step of the engine says to the outside. Plain values: they cross from the engine thread to the loop.
+
+Per accepted sequence: `SequenceStarted` once, `SequenceTokens` any number of times, then exactly one of
+`SequenceFinished` and `SequenceFailed`. A sequence that fails before it is scheduled has no `SequenceStarted`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvproto.errors import KvfleetError
+from kvproto.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStarted:
+    """First scheduled. `cached_tokens` were found in the pool, `cached_block_tokens` of them in shared full blocks."""
+
+    request: str
+    attempt: int
+    prompt_tokens: int
+    cached_tokens: int
+    cached_block_tokens: int
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """Generated tokens from `index` on, one piece of text per id; all pieces together are exactly the final text.
+
+    An id is held back for as long as its text is (it may begin a stop string, or end within a character), so no text is
+    ever left without an id to travel with.
+    """
+
+    request: str
+    attempt: int
+    index: int
+    ids: tuple[int, ...]
+    text: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """Terminal. `output_tokens` includes those of earlier attempts; a stop token is not counted."""
+
+    request: str
+    attempt: int
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed:
+    """Terminal. Cancelled sequences end with `kvproto.errors.Cancelled`."""
+
+    request: str
+    attempt: int
+    error: KvfleetError
+
+
+SequenceOutput = SequenceStarted | SequenceTokens | SequenceFinished | SequenceFailed
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step. In the content index all of `removed` left before any of `stored` came.
+
+    `stored` holds runs of blocks that follow one another: (hash before the run, hashes of the run).
+    """
+
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    stored: list[tuple[bytes, list[bytes]]] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+    fed_tokens: int = 0  # tokens the model was run on
+    prefill_tokens: int = 0  # those of them that belong to prompts
+    sequences: int = 0  # that took part
+    seconds: float = 0.0

@@ -1,0 +1,36 @@
+"""Settings of a worker process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvservice.settings import ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """One worker serves one model; several workers with different models make one fleet."""
+
+    model: str = Field("demo", description="demo, a Hugging Face folder, or a hub id")
+    served_model_name: str | None = Field(None, description="name that clients use; default: the model's own")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json")
+    runner: Literal["torch", "fake"] = Field(
+        "torch", description="fake: a deterministic model without torch, for tests"
+    )
+    fake_tokens_per_s: float = Field(0.0, ge=0, description="speed of the fake runner; 0: unlimited")
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    block_size: int = Field(16, ge=1, le=256)
+    blocks: int | None = Field(None, ge=2, description="KV blocks on the device; default: from free memory")
+    kv_memory_fraction: float = Field(0.3, gt=0, le=0.95, description="share of free memory for KV blocks")
+    slots: int = Field(64, ge=1, description="most sequences that run at once")
+    waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused as retryable")
+    step_tokens: int = Field(512, ge=1, description="token budget of one step")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the model; default: cores / workers on the host"
+    )
+    workers_on_host: int = Field(1, ge=1, description="how many workers share this host's cores")
+    fleet_key: str = Field("", description="secret from which tenants' cache salts are derived; equal in all processes")
+    drain_s: float = Field(8.0, ge=0, description="how long SIGTERM waits for running sequences")
+    prestart_s: float = Field(120.0, ge=1, description="how long to wait for NATS and its buckets at start")

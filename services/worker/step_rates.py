@@ -1,0 +1,48 @@
+"""How fast this engine really is, from its own steps. Pure.
+
+Placement prices queues and prefills with these figures, so they must come from what steps took, not from settings.
+"""
+
+from __future__ import annotations
+
+WEIGHT = 0.2  # of the newest step
+
+
+class StepRates:
+    """Exponentially weighted means over steps; 0 until measured. A mixed step counts as prefill for what it took
+    longer than a decode step does."""
+
+    def __init__(self) -> None:
+        self._prefill_seconds_per_token = 0.0
+        self._decode_seconds = 0.0
+        self._decode_tokens = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return 1 / self._prefill_seconds_per_token if self._prefill_seconds_per_token else 0.0
+
+    @property
+    def decode_steps_per_s(self) -> float:
+        return 1 / self._decode_seconds if self._decode_seconds else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self._decode_tokens * self.decode_steps_per_s
+
+    def observe(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
+        """One step of so many prompt tokens and so many sequences that decoded."""
+        if seconds <= 0:
+            return
+        if not prefill_tokens:
+            if decode_tokens:
+                self._decode_seconds = _mean(self._decode_seconds, seconds)
+                self._decode_tokens = _mean(self._decode_tokens, float(decode_tokens))
+            return
+        share = seconds * prefill_tokens / (prefill_tokens + decode_tokens)
+        if decode_tokens:
+            share = max(share, seconds - self._decode_seconds)
+        self._prefill_seconds_per_token = _mean(self._prefill_seconds_per_token, share / prefill_tokens)
+
+
+def _mean(old: float, new: float) -> float:
+    return old + WEIGHT * (new - old) if old else new

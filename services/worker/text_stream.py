@@ -1,0 +1,123 @@
+"""Generated ids in, (ids, text pieces) that may leave the engine out. Pure apart from the detokenizer it is given.
+
+An id is released once all text up to its end can no longer change or be cut off by a stop string. Holding the id and
+not only its text means that text is never left over without an id, and that any prefix of the released ids is a state
+that another worker can go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from services.worker.detokenizer import DetokenizerStream
+from services.worker.stopping import StopStrings
+
+
+class Released(NamedTuple):
+    """`text[i]` belongs to `ids[i]`."""
+
+    ids: tuple[int, ...]
+    text: tuple[str, ...]
+
+
+NOTHING = Released((), ())
+
+
+class TextStream:
+    """Text of one sequence. `stopped` once a stop string was found: the text ends before it."""
+
+    def __init__(self, decoder: DetokenizerStream, stops: StopStrings) -> None:
+        self.stopped = False
+        self.next_index = 0  # generated index of the next id to leave
+        self._decoder = decoder
+        self._stops = stops
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._known_ids = 0  # ids, from the first held one on, that the client has
+        self._known_text = 0  # characters of the coming pieces that the client has
+        self._owed = ""  # text of known ids that the client lacks: travels with the next id
+
+    def replay(self, ids: Sequence[int], text_sent: int) -> None:
+        """Rebuild the state from what an earlier attempt generated; `ids` themselves never leave.
+
+        `text_sent` characters are with the client: what follows continues exactly there.
+        """
+        text = ""
+        for token in ids:
+            text += "".join(self.push(token).text)
+            if self.stopped:
+                break
+        self.next_index = len(ids)
+        self._known_ids = len(self._ids)
+        self._known_text = max(text_sent - len(text), 0)
+        self._owed = text[text_sent:]
+
+    def push(self, token: int) -> Released:
+        """A generated id. Returns what may leave now."""
+        piece = self._decoder.push(token)
+        if not self._ids and not self._stops and not self._decoder.pending:
+            return self._give((token,), (piece,))
+        self._ids.append(token)
+        self._pieces.append(piece)
+        return self._release()
+
+    def finish(self) -> Released:
+        """Generation has ended without a stop string: all that is held leaves, a stop string completed by it aside."""
+        if self.stopped or not self._ids:
+            return NOTHING
+        self._pieces[-1] += self._decoder.flush()
+        self._cut()
+        return self._pop(len(self._ids))
+
+    def _release(self) -> Released:
+        if self._cut():
+            return self._pop(len(self._ids))
+        text = "".join(self._pieces)
+        safe = len(text) - self._stops.held(text)
+        count, end = 0, 0
+        for piece in self._pieces[: len(self._pieces) - self._decoder.pending]:
+            end += len(piece)
+            if end > safe:
+                break
+            count += 1
+        return self._pop(count)
+
+    def _cut(self) -> bool:
+        """Cut the held text before the first stop string in it, if there is one."""
+        end = self._stops.find("".join(self._pieces)) if self._stops else -1
+        if end < 0:
+            return False
+        self.stopped = True
+        for at, piece in enumerate(self._pieces):
+            self._pieces[at] = piece[:end]
+            end = max(end - len(piece), 0)
+        return True
+
+    def _pop(self, count: int) -> Released:
+        if not count:
+            return NOTHING
+        ids, pieces = tuple(self._ids[:count]), tuple(self._pieces[:count])
+        del self._ids[:count], self._pieces[:count]
+        return self._give(ids, pieces)
+
+    def _give(self, ids: tuple[int, ...], pieces: tuple[str, ...]) -> Released:
+        if self._known_ids or self._known_text or self._owed:
+            ids, pieces = self._leave_out_known(ids, pieces)
+        self.next_index += len(ids)
+        return Released(ids, pieces)
+
+    def _leave_out_known(self, ids: tuple[int, ...], pieces: tuple[str, ...]) -> Released:
+        """Without what the client has; only the first releases after a replay need this."""
+        new_ids, new_pieces = [], []
+        for token, piece in zip(ids, pieces, strict=True):
+            skipped = min(self._known_text, len(piece))
+            self._known_text -= skipped
+            self._owed += piece[skipped:]
+            if self._known_ids:
+                self._known_ids -= 1
+                continue
+            new_ids.append(token)
+            new_pieces.append(self._owed)
+            self._owed = ""
+        return Released(tuple(new_ids), tuple(new_pieces))
