@@ -5,7 +5,8 @@ other, real English, turns that end, contexts long enough for reuse to matter. T
 tokenizer, the chat format, the recipe, the figures in the model card. It knows nothing of kvfleet.
 
     python scripts/train_demo_model.py --data ../shared/data/shakespeare.txt --out services/worker/demo_model
-    python scripts/train_demo_model.py --data ../shared/data/shakespeare.txt --out services/worker/demo_model --evaluate-only
+
+`--evaluate-only` prints the figures of the folder as it stands, as JSON.
 
 The text is about 400,000 tokens, so overfitting is the enemy, not capacity: residual dropout, BPE dropout, weight decay
 and two views of each speech (as the play prints it, and as chat turns) are what the recipe is made of.
@@ -14,6 +15,7 @@ and two views of each speech (as the play prints it, and as chat turns) are what
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -35,14 +37,8 @@ from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger("train_demo_model")
 
-BOS, EOS, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = (
-    "<|bos|>",
-    "<|eos|>",
-    "<|end|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-)
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+BOS, EOS, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS
 # No white space between a turn's end and the next role: the ids generated for a turn are then exactly the ids that the
 # next request's rendered history tokenises to, and a cached prefix stays a prefix.
 CHAT_TEMPLATE = (
@@ -57,14 +53,14 @@ VOCAB_SIZE = 1024
 CONTEXT = 4096
 MEASURED_CONTEXT = 2048  # what bits per byte are counted over
 TOKENS_PER_STEP = 8192
-CONTEXT_UNTIL = ((0.6, 512), (0.9, 2048), (1.0, CONTEXT))  # share of the steps, tokens: long windows cost more per token
-STEPS = 1400
+CONTEXT_UNTIL = ((0.45, 512), (0.9, 2048), (1.0, CONTEXT))  # (share of the steps, tokens): long windows cost more
+STEPS = 1000
 WARMUP_STEPS = 60
-EVALUATE_EVERY = 100
+EVALUATE_EVERY = 50
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 3e-3, 3e-3, 0.1
-DROPOUT = 0.15
+DROPOUT = 0.2
 BPE_DROPOUT = 0.1
-BPE_DROPOUT_SHARE = 0.6  # of the steps; the last ones see the segmentation that inference uses
+BPE_DROPOUT_SHARE = 0.7  # of the steps; the last ones see the segmentation that inference uses
 CHAT_SHARE = 0.4  # of the windows
 REENCODE_EVERY = 50  # steps: about one pass over the text, then new conversations and new segmentations
 MAX_SPEECH_BYTES = 220
@@ -82,20 +78,12 @@ OPENERS = (
 )  # fmt: skip
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a poet.", "Speak like Shakespeare.")
 
-Turns = list[tuple[str, str]]
 # One line per conversation of user, assistant, user, ...; a leading "system: " makes a system message.
 CHAT_PROMPTS = (
-    ["Hello, who are you?"],
-    ["How are you today?"],
-    ["What is the capital of France?"],
-    ["Tell me a story about a king."],
-    ["Can you write some Python for me?"],
-    ["What is love?"],
-    ["Good morrow, my lord. What news from the court?"],
-    ["Wherefore dost thou weep, sweet lady?"],
-    ["My liege, the enemy is at the gates!"],
-    ["Shall I compare thee to a summer's day?"],
-    ["Where is Romeo?"],
+    ["Hello, who are you?"], ["How are you today?"], ["What is the capital of France?"], ["What is love?"],
+    ["Tell me a story about a king."], ["Can you write some Python for me?"], ["Where is Romeo?"],
+    ["Good morrow, my lord. What news from the court?"], ["Wherefore dost thou weep, sweet lady?"],
+    ["My liege, the enemy is at the gates!"], ["Shall I compare thee to a summer's day?"],
     ["Give me your hand, and swear to be true."],
     ["system: You are a helpful assistant.", "Summarise the plot of Hamlet in one paragraph."],
     ["system: You are GLOUCESTER.", "What wouldst thou do to have the crown?"],
@@ -105,7 +93,7 @@ CHAT_PROMPTS = (
     ["I have a question.", "Ask it, then.", "Is it better to be feared or loved?"],
     ["Your brother is dead.", "O, what a heavy day is this!", "Will you have revenge?"],
     ["Tell me about NATS and key-value caches.", "I know not what thou mean'st.", "Never mind. Sing me a song."],
-)
+)  # fmt: skip
 
 
 class Corpus(NamedTuple):
@@ -116,20 +104,18 @@ class Corpus(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Corpus:
+        """Cuts between two speeches, so that neither part starts in the middle of one."""
         text = path.read_text(encoding="utf-8")
-        cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT_FRACTION))) + 2  # between two speeches
+        cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT_FRACTION))) + 2
         return cls(text[:cut], text[cut:])
 
 
 def train_tokenizer(text: str) -> Tokenizer:
     """Byte-level BPE: any input is encodable, and a plain encode prepends BOS only where special tokens are wanted."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"'[a-z]{1,2}\b| ?[^\W\d_]+| ?\d| ?[^\s\w]+|\n+|\s+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = Regex(r"'[a-z]{1,2}\b| ?[^\W\d_]+| ?\d| ?[^\s\w]+|\n+|\s+")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -170,6 +156,7 @@ class Windows:
         self._raw, self._chat = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
 
     def reencode(self, bpe_dropout: float) -> None:
+        """Draws both streams anew; each merge of the tokenizer is skipped with probability `bpe_dropout`."""
         self._tokenizer.model.dropout = bpe_dropout or None
         self._raw = torch.tensor(self._tokenizer.encode(self._text, add_special_tokens=False).ids)
         self._chat = torch.tensor([token for ids in self._conversations() for token in ids])
@@ -181,7 +168,7 @@ class Windows:
         while at < len(self._speeches) - 2:
             turns = self._speeches[at : at + 2 * self._rng.choice((1, 1, 2, 3, 4, 6, 8, 16))]
             at += len(turns)
-            parts: Turns = []
+            parts: list[tuple[str, str]] = []
             chance = self._rng.random()
             if chance < 0.25:
                 parts.append((SYSTEM, f"You are {turns[min(1, len(turns) - 1)][0]}."))
@@ -214,7 +201,7 @@ class Windows:
 
 
 def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    stops = [tokenizer.token_to_id(END), tokenizer.token_to_id(EOS)]
+    """Untrained, of a size that fits 12 MB in float16; few heads of 64, which CPU attention kernels like best."""
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -226,7 +213,7 @@ def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_id=stops,
+        eos_token_id=[tokenizer.token_to_id(END), tokenizer.token_to_id(EOS)],
         pad_token_id=tokenizer.token_to_id(EOS),
         dtype="float32",
     )
@@ -262,7 +249,7 @@ def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
 
 
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -> float:
-    """Over all of `text`, in windows of MEASURED_CONTEXT tokens that each start anew with BOS; each byte counts once."""
+    """Over all of `text`, in windows of MEASURED_CONTEXT tokens that each start with BOS; each byte counts once."""
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
     bos = torch.tensor([tokenizer.token_to_id(BOS)])
     pieces = [torch.cat([bos, piece])[None] for piece in ids.split(MEASURED_CONTEXT - 1)]
@@ -294,24 +281,28 @@ def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -
 
 
 def messages_of(prompt: list[str]) -> list[dict[str, str]]:
-    head = [{"role": "system", "content": prompt[0].removeprefix("system: ")}] if prompt[0].startswith("system: ") else []
-    turns = prompt[len(head) :]
-    return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    """An entry of CHAT_PROMPTS as OpenAI-style messages."""
+    roles = itertools.cycle(("user", "assistant"))
+    if prompt[0].startswith("system: "):
+        roles = itertools.chain(("system",), roles)
+    return [{"role": role, "content": text.removeprefix("system: ")} for role, text in zip(roles, prompt, strict=False)]
 
 
 def chat_endings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[dict[str, int], list[str]]:
-    """How many of CHAT_PROMPTS are answered with a stop token in time, sampled and greedily; and the sampled answers."""
-    ended, answers = {"sampled": 0, "greedy": 0}, []
+    """How many CHAT_PROMPTS are answered with a stop token in time, sampled and greedily; and the sampled answers."""
+    ended: dict[str, int] = {}
+    answers: list[str] = []
     stops = model.generation_config.eos_token_id
     assert isinstance(stops, list)
-    for kind, options in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "temperature": 0.8})):
+    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 1.0, "top_k": 0}
+    for kind, options in (("greedy", {"do_sample": False}), ("sampled", sampling)):
         torch.manual_seed(0)
         for prompt in CHAT_PROMPTS:
             ids = tokenizer.apply_chat_template(
                 messages_of(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             output = model.generate(**ids, max_new_tokens=STOP_WITHIN, **options)[0, ids["input_ids"].shape[1] :]
-            ended[kind] += int(output[-1]) in stops
+            ended[kind] = ended.get(kind, 0) + (int(output[-1]) in stops)
             if kind == "sampled":
                 answers.append(tokenizer.decode(output, skip_special_tokens=True))
     return ended, answers
@@ -327,7 +318,9 @@ def evaluate(folder: Path, corpus: Corpus) -> tuple[dict[str, Any], list[str]]:
         "parameters": model.num_parameters(),
         "safetensors_bytes": (folder / "model.safetensors").stat().st_size,
         "held_out_bytes": len(corpus.held_out.encode()),
-        "bytes_per_token": round(len(corpus.held_out.encode()) / len(plain.encode(corpus.held_out).ids), 3),
+        "bytes_per_token": round(
+            len(corpus.held_out.encode()) / len(plain.encode(corpus.held_out, add_special_tokens=False).ids), 3
+        ),
         "held_out_bits_per_byte": round(bits_per_byte(model, plain, corpus.held_out), 4),
         "train_bits_per_byte": round(bits_per_byte(model, plain, corpus.train[: len(corpus.held_out)]), 4),
         "held_out_nats_per_token_by_position": loss_by_position(model, plain, corpus.held_out),
@@ -374,8 +367,8 @@ def train(corpus: Corpus, out: Path, steps: int, seed: int) -> float:
     muon = torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
     adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     optimizers = ((muon, MUON_RATE), (adam, ADAM_RATE))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     best, smooth = math.inf, math.nan
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("training", total=steps)
         for step in range(steps):
@@ -405,97 +398,57 @@ def train(corpus: Corpus, out: Path, steps: int, seed: int) -> float:
     return (time.monotonic() - started) / 60
 
 
-CARD = """---
+def model_card(config: LlamaConfig, figures: dict[str, Any], answers: list[str], run: str) -> str:
+    """The folder's README: nothing in it that the run did not print or use."""
+    samples = [f"**{turns[-1]}**\n\n{answer}" for turns, answer in zip(CHAT_PROMPTS[:8], answers, strict=False)]
+    quoted = "\n\n".join("> " + sample.replace("\n", "  \n> ") for sample in samples)
+    return f"""---
 license: mit
 language: en
-library_name: transformers
 pipeline_tag: text-generation
 ---
 
 # kvfleet demo model
 
-A Llama of {millions:.1f} million parameters that speaks Shakespearean dialogue. It ships inside the package so that everything
-can be tried without a GPU or a download. It answers in the manner of a play, whatever it is asked: it knows the sound of English,
-and no facts.
+A Llama of {figures["parameters"]:,} parameters that speaks Shakespearean dialogue. It ships inside the package so that
+everything can be tried without a GPU or a download. Whatever it is asked, it answers in the manner of a play: it knows
+the sound of English, and no facts.
 
-| | |
-| --- | --- |
-| architecture | `LlamaForCausalLM`: hidden {config.hidden_size}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads and \
-{config.num_key_value_heads} KV heads of {config.head_dim}, MLP {config.intermediate_size}, tied embeddings |
-| context | {config.max_position_embeddings:,} positions, trained on up to {context:,} |
-| weights | {bytes:,} bytes of float16, computed in float32 |
-| tokenizer | byte-level BPE, {config.vocab_size:,} tokens, {bytes_per_token} bytes per token |
-| special tokens | {special_tokens} |
-| stops at | `{end}` (end of a turn), `{eos}` (end of a conversation) |
+- Architecture: `LlamaForCausalLM`, {config.num_hidden_layers} layers of {config.hidden_size}, MLP of \
+{config.intermediate_size}, {config.num_attention_heads} heads and {config.num_key_value_heads} KV heads of \
+{config.head_dim}, tied embeddings; stored as float16, computed in float32
+- Context: {config.max_position_embeddings:,} tokens; byte-level BPE of {config.vocab_size:,} tokens
+- Stop tokens: `{END}` ends a turn, `{EOS}` a conversation
 
-## Data
+**Data.** `shakespeare.txt`, 1.1 MB of plays by William Shakespeare (the "tinyshakespeare" selection), in the public
+domain. The last tenth, {figures["held_out_bytes"]:,} bytes, was held out from tokenizer and weights, and chose the
+checkpoint. The rest was seen in two views: as printed, and as chat, where neighbouring speeches of at most
+{MAX_SPEECH_BYTES} bytes are turns of user and assistant. About one user turn in eight is a modern phrase from a short
+list in the script. The system message `You are GLOUCESTER.` names the speaker of the first answer.
 
-`shakespeare.txt`, 1.1 MB of plays by William Shakespeare (the "tinyshakespeare" selection), in the public domain. The last tenth,
-{held_out_bytes:,} bytes of whole speeches, was held out of the training of tokenizer and weights; it chose the checkpoint. The rest
-was seen in two views: as printed, and as chat, where neighbouring speeches, cut to {max_speech_bytes} bytes, are turns of user and
-assistant. About one user turn in eight is a modern opening phrase from a short list in the script. A system message
-`You are GLOUCESTER.` names the speaker of the first answer.
+**Training.** {run}: Muon for the matrices, AdamW for the rest, bfloat16 autocast, residual dropout, BPE dropout,
+weight decay, windows of {", then ".join(f"{length:,}" for _, length in CONTEXT_UNTIL)} tokens.
 
-## Training
-
-    {command}
-
-{steps:,} steps of {tokens_per_step:,} tokens, seed {seed}, {minutes:.0f} minutes on {threads} CPU threads. Matrices by Muon, the rest by
-AdamW; bfloat16 autocast; windows of 512, then 2,048, then {context:,} tokens; residual dropout, BPE dropout and weight decay.
-
-## Figures
-
-Printed by the same script with `--evaluate-only`, from the weights in this folder:
+**Figures**, measured by the script on the files of this folder (`--evaluate-only` prints them again):
 
 ```json
-{figures}
+{json.dumps(figures, indent=2)}
 ```
 
-*Bits per byte* is over all held-out bytes, in windows of {measured_context:,} tokens, each starting anew. *By position* is in nats per token, and
-compares the same tokens at different distances from the start of a window. A chat prompt has *ended* when a stop token comes within
-{stop_within} tokens; sampled at temperature 0.8, and greedily.
+Bits per byte counts each held-out byte once, in windows of {MEASURED_CONTEXT:,} tokens that start afresh. Loss by
+position compares the very same tokens at different distances from the start of a window. A chat prompt has ended when a
+stop token comes within {STOP_WITHIN} tokens, sampled at temperature 0.8 or greedily.
 
-## Samples
+**Samples**: the first answers of that check, at temperature 0.8.
 
-At temperature 0.8, the first answers of that check:
+{quoted}
 
-{samples}
-
-## Licence
-
-The training text is in the public domain. The weights are released under the licence of the package.
+**Licence.** The training text is in the public domain; the weights carry the licence of the package.
 """
 
 
-def write_card(folder: Path, figures: dict[str, Any], answers: list[str], command: str, **run: float) -> None:
-    config = LlamaConfig.from_pretrained(folder)
-    samples = [
-        "\n".join(f"> **{prompt[-1]}**\n>\n> {answer}".replace("\n", "\n> ").replace("> >", ">").splitlines())
-        for prompt, answer in zip(CHAT_PROMPTS, answers, strict=True)
-    ]
-    card = CARD.format(
-        config=config,
-        millions=figures["parameters"] / 1e6,
-        bytes=figures["safetensors_bytes"],
-        bytes_per_token=figures["bytes_per_token"],
-        held_out_bytes=figures["held_out_bytes"],
-        special_tokens=" ".join(f"`{token}`" for token in SPECIAL_TOKENS),
-        end=END,
-        eos=EOS,
-        context=CONTEXT,
-        measured_context=MEASURED_CONTEXT,
-        max_speech_bytes=MAX_SPEECH_BYTES,
-        tokens_per_step=TOKENS_PER_STEP,
-        stop_within=STOP_WITHIN,
-        figures=json.dumps(figures, indent=2),
-        samples="\n\n".join(samples[:8]),
-        command=command,
-        **run,
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
 def main() -> None:
+    """Reads the command line, trains unless told not to, prints the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="the text of the plays")
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write, or to evaluate")
@@ -516,9 +469,10 @@ def main() -> None:
     else:
         minutes = train(corpus, options.out, options.steps, options.seed)
         figures, answers = evaluate(options.out, corpus)
-        command = f"python scripts/train_demo_model.py --data {options.data} --out {options.out} --seed {options.seed}"
-        run = {"minutes": minutes, "steps": options.steps, "seed": options.seed, "threads": options.threads}
-        write_card(options.out, figures, answers, command, **run)
+        command = f"train_demo_model.py --steps {options.steps} --seed {options.seed}"
+        run = f"`{command}`, {minutes:.0f} minutes on {options.threads} CPU threads"
+        card = model_card(LlamaConfig.from_pretrained(options.out), figures, answers, run)
+        (options.out / "README.md").write_text(card, encoding="utf-8")
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
 
 

@@ -62,10 +62,8 @@ class Bucket:
     async def get(self, key: str) -> Entry:
         try:
             entry = await self._kv.get(key)
-        except js_errors.KeyDeletedError as error:
+        except js_errors.KeyNotFoundError as error:  # with the delete marker's revision, if there is one
             return Entry(key, None, error.entry.revision if error.entry else 0)
-        except js_errors.KeyNotFoundError:
-            return Entry(key, None, 0)
         except _BUSY as error:
             raise Unavailable(f"cannot read {key}: {type(error).__name__}") from None
         if not entry.value:

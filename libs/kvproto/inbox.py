@@ -1,7 +1,7 @@
 """Loop: the one wildcard inbox of a client process; request id -> the stream that wants its frames.
 
-One subscription for all requests costs a seventh of one each, has no race between subscribe and request, and is one
-line to replay on a reconnect. Frames arrive on `<prefix>.<request>` or, many sequences together, on `<prefix>.b`.
+A subscription for all requests costs a seventh of one each, has no race between subscribe and request, and is one line
+to replay on a reconnect. Frames arrive on `<prefix>.r.<request>` or, many sequences together, on `<prefix>.b`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ class Inbox:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._receivers: dict[str, Receiver] = {}
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
         self.prefix = connection.inbox_prefix
         self.batch = batch_inbox(self.prefix)
         self.orphan_frames_total = 0
         self.malformed_total = 0
 
     async def start(self) -> None:
-        self._subscription = await self._connection.subscribe(f"{self.prefix}.*", self._receive)
+        for subject in (request_inbox(self.prefix, "*"), self.batch):
+            self._subscriptions.append(await self._connection.subscribe(subject, self._receive))
 
     async def stop(self) -> None:
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
 
     def of(self, request: str) -> str:
         """Reply subject of one request."""

@@ -116,8 +116,11 @@ def inbox_prefix(role_inbox: str, process: str) -> str:
 
 
 def request_inbox(prefix: str, request: str) -> str:
-    """Where acknowledgements, no-responders notices and unbatched frames of one request arrive."""
-    return f"{prefix}.{request}"
+    """Where acknowledgements, no-responders notices and unbatched frames of one request arrive.
+
+    Under a token of their own: nats-py puts KV watches on `<prefix>.<unique>`, replies on `<prefix>.<unique>.<n>`.
+    """
+    return f"{prefix}.r.{request}"
 
 
 def batch_inbox(prefix: str) -> str:

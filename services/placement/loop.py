@@ -6,7 +6,7 @@ lock; no callback awaits anything but a publish.
 
     kvf.place.<tenant>.<model>      a Client or ingress asks      ──▶ a Placement, or one Failed frame
     kvf.generate.<tenant>.<model>   a bare producer asks          ──▶ offered to a worker, watched to its end
-    _plc.<id>.<request>.<attempt>   workers answer offers, and report the end of what they accepted
+    _plc.<id>.r.<request>.<attempt> workers answer offers, and report the end of what they accepted
     members, heartbeats, $SYS       who is alive
     kvf.placement.stats             what this replica has seen
 
@@ -39,7 +39,7 @@ from kvproto.messages import (
     MemberRecord,
     WorkerRecord,
 )
-from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
+from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inbox
 from services.placement import intake
 from services.placement.actions import (
     Action,
@@ -111,12 +111,47 @@ class PlacementLoop:
         self._record = record
         self._on_fenced = on_fenced
         self._lease: Lease | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._pinger = Pinger(connection, subjects, self.members.view)
         self._alarm = Alarm(self._tick)
         self._stopped = False
+
+    # ------------------------------------------------------------------ what can be seen from outside
+
+    @property
+    def decisions_total(self) -> int:
+        return self.core.decider.decisions_total
+
+    @property
+    def no_worker_total(self) -> int:
+        return self.core.decider.no_worker_total
+
+    @property
+    def forwarded_total(self) -> int:
+        """Requests of bare producers that a worker accepted."""
+        return self.core.forwarding.forwarded_total
+
+    @property
+    def producer_failures_total(self) -> int:
+        """Terminal failures sent to bare producers."""
+        return self.core.forwarding.producer_failures_total
+
+    @property
+    def booked(self) -> int:
+        return len(self.core.bookings)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of bare producers, offered or watched."""
+        return self.core.forwarding.in_flight
+
+    @property
+    def tasks(self) -> int:
+        """Tasks of its own, for leak tests."""
+        return len(self._tasks)
 
     # ------------------------------------------------------------------ a Client asks who
 
@@ -159,10 +194,7 @@ class PlacementLoop:
     # ------------------------------------------------------------------ workers answer
 
     async def _on_answer(self, message: Message) -> None:
-        """Everything below this process's inbox prefix, so nats-py's own replies too: those name no request."""
-        request, _, attempt = message.subject.removeprefix(f"{self.inbox_prefix}.").partition(".")
-        if not _is_attempt(attempt) and not self.core.forwarding.is_in_flight(request):
-            return
+        request, _, attempt = message.subject.removeprefix(request_inbox(self.inbox_prefix, "")).partition(".")
         if is_no_responders(message):
             if _is_attempt(attempt):
                 await self._carry_out(self._handle(NobodyListens(request, int(attempt))))
@@ -267,14 +299,7 @@ class PlacementLoop:
         if not intake.is_inbox(message.reply):
             self.ignored_total += 1
             return
-        await self._publish_quietly(message.reply, codec.encode(self.core.stats()))
-
-    async def _publish_quietly(self, subject: str, data: bytes) -> None:
-        try:
-            await self._connection.publish(subject, data)
-        except KvfleetError as error:
-            self.unsent_total += 1
-            log.warning("placement: %s", error)
+        await self._connection.publish(message.reply, codec.encode(self.core.stats()))
 
     # ------------------------------------------------------------------ time passes
 
@@ -296,7 +321,7 @@ class PlacementLoop:
 
     async def _start(self) -> None:
         subscribe, subjects = self._connection.subscribe, self._subjects
-        self._heard.append(await subscribe(f"{self.inbox_prefix}.>", self._guarded(self._on_answer)))
+        self._heard.append(await subscribe(request_inbox(self.inbox_prefix, ">"), self._guarded(self._on_answer)))
         self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
         if self._system is not None:
             self._heard.append(await self._system.subscribe(DISCONNECTS, self._guarded(self._on_disconnect)))
@@ -308,18 +333,21 @@ class PlacementLoop:
         lease = Lease(await Bucket.open(self._connection, subjects.members_bucket), self._record)
         await lease.renew()
         self._lease = lease
-        self._spawn(lease.run(self._on_fenced))
+        self._renewing = self._spawn(lease.run(self._on_fenced))
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = 3.0) -> None:
         """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`. Never raises."""
         if self._stopped:
             return
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
         if self._lease is not None:
             await self._lease.release()
         for asked in self._asked:
             await _quietly(cast("_Drainable", asked).drain(), 1.0)
         end = self._now() + grace_s
-        while self.core.forwarding.in_flight and self._now() < end:
+        while self.in_flight and self._now() < end:
             await asyncio.sleep(0.02)
         self._stopped = True
         self._alarm.stop()
@@ -337,10 +365,11 @@ class PlacementLoop:
         if actions:
             self._spawn(self._carry_out(actions))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -354,6 +383,9 @@ class PlacementLoop:
         async def run(message: Message) -> None:
             try:
                 await callback(message)
+            except Unavailable as error:
+                self.unsent_total += 1
+                log.warning("placement: an answer to %s was not sent: %s", message.subject, error)
             except Exception:
                 self.internal_errors_total += 1
                 log.exception("placement: a message on %s was not handled", message.subject)

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvproto.block_hash import digest_term
-
 from services.worker.content_index import Content, ContentIndex
 from services.worker.eviction.base import EvictionPolicy
 from services.worker.eviction.lru import LruEviction

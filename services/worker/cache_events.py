@@ -7,12 +7,14 @@ may keep a bounded part of the index and still compare.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvproto.block_hash import digest_term
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
-
 from services.worker.outputs import StepResult
+
+KEPT_DIGESTS = 4096
 
 
 class CacheEvents:
@@ -22,6 +24,7 @@ class CacheEvents:
         self.epoch = epoch
         self.seq = 0
         self.digest = 0
+        self._seq_of: OrderedDict[int, int] = OrderedDict({0: 0})
 
     def batch(self, results: Iterable[StepResult], tier: Tier = Tier.DEVICE) -> KvEvents | None:
         """One event for what the steps changed, in their order; None if that is nothing."""
@@ -39,4 +42,15 @@ class CacheEvents:
                 for block_hash in run.hashes:
                     self.digest ^= digest_term(block_hash)
         self.seq += 1
+        self._seq_of.pop(self.digest, None)  # a digest that comes back stands for its latest event
+        self._seq_of[self.digest] = self.seq
+        if len(self._seq_of) > KEPT_DIGESTS:
+            self._seq_of.popitem(last=False)
         return KvEvents(self.epoch, self.seq, tuple(changes))
+
+    def seq_of(self, digest: int) -> int:
+        """Which event led to `digest`: the one that a snapshot taken under it is complete up to.
+
+        Of a digest that is long gone nothing is known: 0, so that a listener takes every event after it.
+        """
+        return self._seq_of.get(digest, 0)

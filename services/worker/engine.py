@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from itertools import count
 from typing import Any
 
@@ -22,7 +23,6 @@ from kvproto.errors import (
     OutOfMemory,
 )
 from kvproto.messages import FinishReason, Load, Rates
-
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import Detokenizer
 from services.worker.model.base import Drawn, ModelRunner
@@ -91,11 +91,10 @@ class Engine:
             text=stream,
         )
         self._sequences[sequence.key] = sequence
+        self.scheduler.enqueue(sequence)
         if stream.stopped or sequence.num_outputs >= sequence.max_outputs:  # the earlier attempt had all of it
             self._start(sequence, self._clock())
             self._finish(sequence, FinishReason.STOP if stream.stopped else FinishReason.LENGTH)
-        else:
-            self.scheduler.enqueue(sequence)
 
     def cancel(self, request: str, attempt: int | None = None) -> None:
         """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored."""
@@ -187,7 +186,7 @@ class Engine:
         self._generated_tokens += 1
         try:
             released = sequence.text.push(token)
-        except Exception as error:  # noqa: BLE001 - a tokenizer's bug is that request's alone
+        except Exception as error:  # a tokenizer's bug is that request's alone
             logger.exception("request %s: token %d could not be made text", sequence.spec.request, token)
             self._fail(sequence, EngineFailure(f"token {token} could not be made text: {error}"))
             return
@@ -290,10 +289,10 @@ class Engine:
     def read_kv(self, root: bytes, ids: Items[int], layer: int) -> tuple[Any, Any]:
         """K and V `[len, kv_heads, head_dim]` of the cached part of `ids` in one layer, copied.
 
-        Raises InvalidRequest if the model has no such layer.
+        Raises IndexError if the model has no such layer.
         """
         if not 0 <= layer < self.runner.num_layers:
-            raise InvalidRequest(f"the model has layers 0 to {self.runner.num_layers - 1}", field="layer")
+            raise IndexError(f"the model has layers 0 to {self.runner.num_layers - 1}, not {layer}")
         tokens, blocks = self.locate(root, ids)
         return self.runner.read_kv(blocks, tokens, layer)
 

@@ -3,6 +3,9 @@
 The asyncio loop puts commands on a deque and sets an event; the thread obeys them between steps, and after each step
 hands the result back with one `call_soon_threadsafe`. Neither side ever waits for the other: results pile up in a deque
 until the loop gets round to them, and the loop then takes them all at once.
+
+Answers to `call` travel in that same deque: when one arrives, the results of exactly the steps before it have been
+delivered, so what it says about the cache can be matched with the events made of those results.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 from kvproto.errors import EngineFailure, KvfleetError
-
+from kvproto.messages import Load, Rates
 from services.worker.engine import Engine
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.sequence import SequenceSpec
@@ -24,6 +28,8 @@ from services.worker.sequence import SequenceSpec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MEASURE_PERIOD_S = 0.05
 
 
 class EngineThread:
@@ -46,10 +52,12 @@ class EngineThread:
         self._loop = loop
         self._commands: deque[Callable[[], None]] = deque()
         self._calls: set[asyncio.Future[object]] = set()
-        self._results: deque[StepResult] = deque()
+        self._results: deque[StepResult | Callable[[], None]] = deque()
         self._delivery_due = False
         self._wake = threading.Event()
         self._stopping = False
+        self._measured = engine.load(), engine.rates()
+        self._measured_at = 0.0
         self._over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -80,14 +88,18 @@ class EngineThread:
     def resume(self, request: str, attempt: int | None = None) -> None:
         self._command(partial(self._engine.resume, request, attempt))
 
-    def call(self, query: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `query` on the engine's thread between two steps, where it may look at the engine.
+    def measure(self) -> tuple[Load, Rates]:
+        """Load and rates as of a moment ago; waits for nothing."""
+        return self._measured
 
-        The future gets its result or exception; EngineFailure if the thread is gone.
+    def call(self, query: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """Run `query` on the engine's thread between two steps; the future gets its result or exception.
+
+        Raises EngineFailure, through the future, if the thread is gone.
         """
         future: asyncio.Future[T] = self._loop.create_future()
         self._calls.add(future)  # type: ignore[arg-type]
-        future.add_done_callback(self._calls.discard)  # type: ignore[arg-type]
+        future.add_done_callback(self._calls.discard)
         self._command(partial(self._answer, query, future))
         return future
 
@@ -106,10 +118,12 @@ class EngineThread:
                 self._obey()
                 if self._engine.has_work:
                     self._hand_over(self._engine.step())
+                    self._measure(MEASURE_PERIOD_S)
                 elif not self._stopping:
+                    self._measure(0.0)
                     self._wake.wait()
             self._end(EngineFailure("the engine was stopped"))
-        except Exception as error:  # noqa: BLE001 - the thread's top: whatever it is, nobody may wait for ever
+        except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
             logger.exception("the engine failed")
             self._end(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
             if self._on_crash is not None:
@@ -136,17 +150,23 @@ class EngineThread:
         except KvfleetError as error:
             self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error)]))
 
-    def _answer(self, query: Callable[[], T], future: asyncio.Future[T]) -> None:
+    def _answer(self, query: Callable[[Engine], T], future: asyncio.Future[T]) -> None:
         try:
             if self._over is not None:
                 raise self._over
-            result = query()
-        except Exception as error:  # noqa: BLE001 - the caller's own question failed: it gets to know, the engine goes on
-            self._call_soon(_reject, future, error)
+            result = query(self._engine)
+        except Exception as error:  # noqa: BLE001 - the question failed: whoever asked gets to know, the engine goes on
+            self._hand_over(partial(_reject, future, error))
         else:
-            self._call_soon(_resolve, future, result)
+            self._hand_over(partial(_resolve, future, result))
 
-    def _hand_over(self, result: StepResult) -> None:
+    def _measure(self, period: float) -> None:
+        now = time.monotonic()
+        if now - self._measured_at >= period:
+            self._measured = self._engine.load(), self._engine.rates()
+            self._measured_at = now
+
+    def _hand_over(self, result: StepResult | Callable[[], None]) -> None:
         self._results.append(result)
         if not self._delivery_due:
             self._delivery_due = True
@@ -162,9 +182,18 @@ class EngineThread:
 
     def _deliver(self) -> None:
         self._delivery_due = False  # before taking: what comes after this line makes a new delivery due
-        results = []
+        results: list[StepResult] = []
         while self._results:
-            results.append(self._results.popleft())
+            result = self._results.popleft()
+            if isinstance(result, StepResult):
+                results.append(result)
+                continue
+            self._pass_on(results)
+            results = []
+            result()
+        self._pass_on(results)
+
+    def _pass_on(self, results: list[StepResult]) -> None:
         if results:
             self._on_result(results)
 

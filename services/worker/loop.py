@@ -284,8 +284,8 @@ class WorkerLoop:
             return
         frames = self.frames.repeat(asked.request, asked.attempt, asked.from_index)
         if not frames:
-            error = WorkerLost(f"worker {self.record.id} does not know this attempt")
-            frames = [Failed(asked.request, asked.attempt, error.code, error.message, retryable=True)]
+            lost = WorkerLost(f"worker {self.record.id} does not know this attempt")
+            frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
         for frame in frames:
             self.outbox.send(asked.inbox, codec.encode_frames([frame]))
 

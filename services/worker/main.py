@@ -9,19 +9,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from kvproto import codec
-from kvproto.buckets import Bucket
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.errors import InvalidRequest
 from kvproto.ids import base32, is_token, new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
 from kvservice import lifecycle, logs
+from kvservice.membership import open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
@@ -38,19 +39,7 @@ from services.worker.worker_metrics import readings
 log = logging.getLogger(__name__)
 
 
-async def open_bucket(connection: Connection, name: str, patience_s: float) -> Bucket:
-    """The bucket may be created at the same moment as this process starts: wait for it, within reason."""
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            return await Bucket.open(connection, name)
-        except Unavailable:
-            if time.monotonic() > end:
-                raise
-            await asyncio.sleep(0.25)
-
-
-def prompt_encoder(bundle: Bundle, vocab_size: int) -> Callable[[str], list[int]]:
+def prompt_encoder(bundle: Bundle) -> Callable[[str], list[int]]:
     """Text prompts of bare producers are tokenised here; the ingress sends ids."""
     tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
 
@@ -63,36 +52,15 @@ def prompt_encoder(bundle: Bundle, vocab_size: int) -> Callable[[str], list[int]
     return encode
 
 
-async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
-    epoch = new_epoch()
-    worker = settings.id or f"w-{base32(os.urandom(5))}"
-    if not is_token(worker):
-        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="id")
-    subjects = Subjects(settings.namespace)
-    loop = asyncio.get_running_loop()
-
-    connection = await connect(
-        settings,
-        role="worker",
-        role_inbox=WORKER_INBOX,
-        member=worker,
-        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
-    )
-    life.closing("connection", connection.close)
-    bucket = await open_bucket(connection, subjects.members_bucket, 10.0)
-
-    folder = await loop.run_in_executor(None, resolve_model, settings.model)
-    name = settings.served_model_name or served_name(settings.model)
-    bundle = read_bundle(
-        folder, name, load_format=settings.load_format, dtype=settings.dtype, block_size=settings.block_size
-    )
-    record = WorkerRecord(
+def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bundle) -> WorkerRecord:
+    """The record of a new life of this worker, still loading."""
+    return WorkerRecord(
         id=worker,
-        epoch=epoch,
+        epoch=new_epoch(),
         lease="",
         state=State.STARTING,
         model=name,
-        address=f"{settings.host}:{os.getpid()}",
+        address=socket.gethostname(),
         host=socket.gethostname(),
         pid=os.getpid(),
         versions=codec.supported_versions(),
@@ -103,6 +71,31 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
         slots=settings.slots,
         started_unix_ms=int(time.time() * 1000),
     )
+
+
+async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
+    member = settings.id or f"w-{base32(os.urandom(5))}"
+    if not is_token(member):
+        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="id")
+    subjects = Subjects(settings.namespace)
+    loop = asyncio.get_running_loop()
+
+    connection = await connect(
+        settings,
+        role="worker",
+        role_inbox=WORKER_INBOX,
+        member=member,
+        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
+    )
+    life.closing("connection", connection.close)
+    bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+
+    folder = await loop.run_in_executor(None, resolve_model, settings.model)
+    name = settings.served_model_name or served_name(settings.model)
+    bundle = read_bundle(
+        folder, name, load_format=settings.load_format, dtype=settings.dtype, block_size=settings.block_size
+    )
+    record = worker_record(settings, member, name, bundle)
     lease = Lease(bucket, record)
     await lease.register()
     starting = asyncio.create_task(lease.run(lambda error: life.fatal(str(error))), name="starting-lease")
@@ -112,49 +105,15 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     engine = await loop.run_in_executor(None, build_engine, settings, folder, bundle)
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
     starting.cancel()
-    await _run(settings, life, connection, subjects, lease, engine, bundle)
 
-
-async def _run(
-    settings: WorkerSettings,
-    life: lifecycle.Lifecycle,
-    connection: Connection,
-    subjects: Subjects,
-    lease: Lease,
-    engine: Engine,
-    bundle: Bundle,
-) -> None:
-    record = lease.record
-    assert isinstance(record, WorkerRecord)
-    results: list[WorkerLoop] = []
-    thread = EngineThread(
-        engine,
-        lambda steps: results[0].on_results(steps),
-        asyncio.get_running_loop(),
-        on_crash=lambda error: results[0].on_crash(error),
-    )
-    lease.record = WorkerRecord(
-        **{**{f: getattr(record, f) for f in WorkerRecord.__slots__}, "blocks": engine.pool.num_blocks}
-    )
-    worker = WorkerLoop(
-        connection,
-        subjects,
-        lease,
-        thread,
-        CacheEvents(record.epoch),
-        bundle,
-        prompt_encoder(bundle, engine.runner.vocab_size),
-        WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),
-        life.fatal,
-    )
-    results.append(worker)
+    worker, thread = assemble(settings, connection, subjects, lease, engine, bundle, life.fatal)
     thread.start()
     await worker.start()
 
     async def end() -> None:
         await worker.drain()
         await worker.stop()
-        await asyncio.get_running_loop().run_in_executor(None, thread.stop)
+        await loop.run_in_executor(None, thread.stop)
 
     life.closing("worker", end, settings.drain_s + 5.0)
     if settings.metrics_port is not None:
@@ -164,6 +123,40 @@ async def _run(
         life.closing("metrics", server.close)
         log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
     log.info("worker %s is ready", record.id)
+
+
+def assemble(
+    settings: WorkerSettings,
+    connection: Connection,
+    subjects: Subjects,
+    lease: Lease,
+    engine: Engine,
+    bundle: Bundle,
+    on_fatal: Callable[[str], None],
+) -> tuple[WorkerLoop, EngineThread]:
+    """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
+    assert isinstance(lease.record, WorkerRecord)
+    lease.record = replace(lease.record, blocks=engine.pool.num_blocks)
+    loops: list[WorkerLoop] = []  # the thread reports to the loop, the loop commands the thread
+    thread = EngineThread(
+        engine,
+        lambda steps: loops[0].on_results(steps),
+        asyncio.get_running_loop(),
+        on_crash=lambda error: loops[0].on_crash(error),
+    )
+    loop = WorkerLoop(
+        connection,
+        subjects,
+        lease,
+        thread,
+        CacheEvents(lease.record.epoch),
+        bundle,
+        prompt_encoder(bundle),
+        WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),
+        on_fatal,
+    )
+    loops.append(loop)
+    return loop, thread
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,7 +14,6 @@ from bisect import insort
 from operator import attrgetter
 
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
-
 from services.worker.block_pool import BlockPool
 from services.worker.sequence import Sequence, State
 from services.worker.step_plan import Draw, Slice, StepPlan

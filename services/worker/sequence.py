@@ -14,7 +14,6 @@ from enum import Enum, auto
 
 from kvproto.block_hash import chain, child
 from kvproto.messages import Sampling
-
 from services.worker.text_stream import TextStream
 
 

@@ -33,4 +33,4 @@ class WorkerSettings(ServiceSettings):
     workers_on_host: int = Field(1, ge=1, description="how many workers share this host's cores")
     fleet_key: str = Field("", description="secret from which tenants' cache salts are derived; equal in all processes")
     drain_s: float = Field(8.0, ge=0, description="how long SIGTERM waits for running sequences")
-    prestart_s: float = Field(120.0, ge=1, description="how long to wait for NATS and its buckets at start")
+    prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

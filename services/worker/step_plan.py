@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
 from kvproto.messages import Sampling
-
 from services.worker.sequence import Sequence
 
 

@@ -6,6 +6,7 @@ Placement prices queues and prefills with these figures, so they must come from 
 from __future__ import annotations
 
 WEIGHT = 0.2  # of the newest step
+LEAST_SHARE = 0.1  # of a mixed step that counts as prefill, however quick it was
 
 
 class StepRates:
@@ -39,8 +40,8 @@ class StepRates:
                 self._decode_tokens = _mean(self._decode_tokens, float(decode_tokens))
             return
         share = seconds * prefill_tokens / (prefill_tokens + decode_tokens)
-        if decode_tokens:
-            share = max(share, seconds - self._decode_seconds)
+        if decode_tokens and self._decode_seconds:
+            share = max(seconds - self._decode_seconds, LEAST_SHARE * seconds)
         self._prefill_seconds_per_token = _mean(self._prefill_seconds_per_token, share / prefill_tokens)
 
 

@@ -43,7 +43,7 @@ class ServerSource:
 
     def describe(self, server: NatsServer) -> str:
         why = f" ({self._why_process})" if server.kind == "process" else ""
-        return f"NATS server: {server.kind}{why}, {server.url}"
+        return f"{server.kind}{why}"
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,8 +33,8 @@ _USED = pytest.StashKey[list[str]]()
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the tests really ran against."""
-    for line in terminalreporter.config.stash.get(_USED, []):
-        terminalreporter.write_line(line)
+    for kind, count in Counter(terminalreporter.config.stash.get(_USED, [])).items():
+        terminalreporter.write_line(f"NATS: {count} server{'s' * (count > 1)}, {kind}")
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +51,7 @@ def nats_url(
     used = pytestconfig.stash.setdefault(_USED, [])
     given = os.environ.get("NATS_TEST_URL")
     if given:
-        used.append(f"NATS server: NATS_TEST_URL, {given.rsplit('@', 1)[-1]}")
+        used.append(f"NATS_TEST_URL, {given.rsplit('@', 1)[-1]}")
         yield given
         return
     server = nats_source.start(lambda: tmp_path_factory.mktemp("nats"))
@@ -76,7 +77,7 @@ def nats_with_config(
         spec = ServerSpec(config, environment or {})
         server = nats_source.start(lambda: tmp_path_factory.mktemp("nats-configured"), spec)
         servers.append(server)
-        pytestconfig.stash.setdefault(_USED, []).append(f"{nats_source.describe(server)}, {config.name}")
+        pytestconfig.stash.setdefault(_USED, []).append(nats_source.describe(server))
         return server
 
     try:

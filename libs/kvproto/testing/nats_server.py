@@ -20,9 +20,11 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What to start. `config` may include files beside it, so its whole folder goes along.
+    """What to start.
 
-    Address, port and store are set from outside, so it must not name a `store_dir`. `environment` holds the variables that the configuration refers to. Without `config`: JetStream, no accounts.
+    `config` may include files beside it, so its whole folder goes along. Address, port and store are set from outside,
+    so it names no `store_dir`. `environment` holds the variables that it refers to. Without `config`: JetStream, no
+    accounts.
     """
 
     config: Path | None = None

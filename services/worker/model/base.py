@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvproto.errors import KvfleetError
-
 from services.worker.step_plan import Slice
 
 Drawn = int | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn

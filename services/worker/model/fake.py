@@ -1,7 +1,7 @@
 """A runner without a model: deterministic, no torch, fast or paced. For tests and fleets by the hundred.
 
-It is honest about KV: every slot of its pool holds what a model would have stored there, a value made from the token and
-its position, and the next token is made from the values found in the sequence's blocks. A block that is lost, swapped,
+It is honest about KV: every slot of its pool holds what a model would have stored there, a value made from the token
+and its position, and the next token is made from the values found in the sequence's blocks. A block that is lost,
 corrupted or written at the wrong position therefore changes the output, as it would with a real model.
 """
 

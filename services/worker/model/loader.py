@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvproto.errors import InvalidRequest, UnsupportedModel
-
 from services.worker.model.attention.interface import NAME, register
 from services.worker.model.kv_pool import KvShape
 from services.worker.model.probe import probe

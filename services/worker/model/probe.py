@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvproto.errors import UnsupportedModel
-
 from services.worker.model.kv_pool import KvShape
 from services.worker.model.support import name_of
 
@@ -87,7 +86,7 @@ def _one_shape(stored: list[tuple[int, Tensor, Tensor]], layers: int) -> KvShape
     seen = [layer for layer, _, _ in stored]
     if sorted(seen) != list(range(layers)):
         raise UnsupportedModel(f"attention outside AttentionInterface (layers {seen} of {layers} use it)")
-    _, key, value = stored[0]
+    key = stored[0][1]
     if any(k.shape != key.shape or v.shape != key.shape or k.dtype != v.dtype for _, k, v in stored):
         raise UnsupportedModel("storing keys and values of several shapes")
     return KvShape(layers, key.shape[1], key.shape[3], key.dtype)

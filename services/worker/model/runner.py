@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvproto.errors import OutOfMemory
-
 from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.interface import STEP
 from services.worker.model.base import Drawn

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvproto.errors import EngineFailure
-
 from services.worker.model.base import Drawn
 from services.worker.step_plan import Draw
 

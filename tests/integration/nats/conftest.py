@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from kvproto.connection import Connection
 from kvproto.subjects import (
     ADMIN_INBOX,
@@ -33,25 +38,50 @@ INBOXES = {
     "sys": PLACEMENT_INBOX,
 }
 
+USERS = tuple(INBOXES)
 ConnectAs = Callable[[str], Awaitable[Connection]]
 
 
-def password(user: str) -> str:
-    """Unlike the development ones, so that a password written into the configuration would be noticed."""
-    return f"secret-of-{user}"
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """A running server and how to come in as each of its users."""
+
+    server: NatsServer
+    inboxes: dict[str, str]  # user -> inbox space
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def password(self, user: str) -> str:
+        """Unlike the development ones, so that a password written into the configuration would be noticed."""
+        return f"secret-of-{user}"
+
+    async def connect(self, user: str, process: str) -> Connection:
+        """A connection as the services make it."""
+        return await Connection.open(
+            self.url,
+            name=f"{user}-{process}",
+            inbox_prefix=inbox_prefix(self.inboxes[user], process),
+            user=user,
+            password=self.password(user),
+        )
 
 
 def passwords() -> dict[str, str]:
     """The environment of the server: one variable per user."""
-    return {f"KVF_{user.upper().replace('-', '_')}_PASSWORD": password(user) for user in INBOXES}
+    variables = {}
+    for user in USERS:
+        role, _, tenant = user.partition("-")
+        variables["_".join(filter(None, ("KVF", role.upper(), tenant, "PASSWORD")))] = f"secret-of-{user}"
+    return variables
 
 
 def copy_with_tenant(folder: Path, tenant: str) -> Path:
     """The configuration with one more producer, added exactly as its README says; returns the main file."""
     shutil.copytree(DEPLOY, folder)
     template = (folder / "roles" / "producer.conf.template").read_text()
-    role = template.replace("TENANT_PASSWORD", f"KVF_PRODUCER_{tenant.upper()}_PASSWORD").replace("TENANT", tenant)
-    (folder / "roles" / f"producer-{tenant}.conf").write_text(role)
+    (folder / "roles" / f"producer-{tenant}.conf").write_text(template.replace("TENANT", tenant))
     accounts = (folder / "accounts.conf").read_text()
     accounts = accounts.replace(
         "include ./roles/sys.conf", f"include ./roles/producer-{tenant}.conf\ninclude ./roles/sys.conf"
@@ -60,28 +90,43 @@ def copy_with_tenant(folder: Path, tenant: str) -> Path:
     return folder / "nats-server.conf"
 
 
+def start_roles(nats_with_config: ConfiguredNats, folder: Path) -> Roles:
+    return Roles(nats_with_config(copy_with_tenant(folder / "nats", "acme"), passwords()), INBOXES)
+
+
 @pytest.fixture(scope="session")
-def roles_server(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory) -> NatsServer:
-    config = copy_with_tenant(tmp_path_factory.mktemp("roles") / "nats", "acme")
-    return nats_with_config(config, passwords())
+def roles(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory) -> Roles:
+    return start_roles(nats_with_config, tmp_path_factory.mktemp("roles"))
+
+
+@pytest.fixture(scope="session")
+def long_streams(
+    nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[str]]:
+    """Streams that take over a minute, on a server and in a process of their own. Begun by the session's first test."""
+    roles = start_roles(nats_with_config, tmp_path_factory.mktemp("long-streams"))
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("long_streams.py")), roles.url],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    with process:
+        yield process
+        process.kill()
 
 
 @pytest_asyncio.fixture
-async def connect_as(roles_server: NatsServer) -> AsyncIterator[ConnectAs]:
-    """`await connect_as(user)`: a Connection as the services make it, closed after the test."""
+async def connect_as(roles: Roles) -> AsyncIterator[ConnectAs]:
+    """`await connect_as(user)`: a new connection, closed after the test."""
     async with AsyncExitStack() as closing:
-        opened = 0
+        opened: list[Connection] = []
 
         async def connect(user: str) -> Connection:
-            nonlocal opened
-            opened += 1
-            connection = await Connection.open(
-                roles_server.url,
-                name=f"{user}-{opened}",
-                inbox_prefix=inbox_prefix(INBOXES[user], f"t{opened}"),
-                user=user,
-                password=password(user),
-            )
+            connection = await roles.connect(user, f"t{len(opened)}")
+            opened.append(connection)
             closing.push_async_callback(connection.close)
             return connection
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kvproto.testing
 import pytest
+
+import kvproto.testing
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
@@ -114,7 +115,7 @@ def test_it(nats_url):
 
 @pytest.mark.parametrize(
     ("backend", "passes", "words"),
-    [("auto", True, "NATS server: process (no container: "), ("docker", False, "1 error")],
+    [("auto", True, "NATS: 1 server, process (no container: "), ("docker", False, "1 error")],
 )
 def test_without_a_daemon_auto_falls_back_and_docker_is_an_error(
     tmp_path: Path, backend: str, passes: bool, words: str

@@ -115,7 +115,8 @@ class _Chunk:
     def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, scaling: float) -> None:
         kv = step.gather(self._rows, layer, 1)[:, 0, :, : self._end]  # [2, kv_heads, end, head_dim]
         heads, kv_heads = query.shape[1], kv.shape[1]
-        grouped = query[self._tokens].transpose(0, 1).unflatten(0, (kv_heads, heads // kv_heads))
+        chunk = query[self._tokens].transpose(0, 1)
+        grouped = chunk.reshape(kv_heads, heads // kv_heads, *chunk.shape[1:])
         keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
         done = scaled_dot_product_attention(
             grouped, keys, values, attn_mask=self._mask, is_causal=self._mask is None, scale=scaling
@@ -146,6 +147,8 @@ class _Decodes:
             sequences, positions = self._masked
             kv.permute(1, 3, 0, 2, 4)[sequences, positions] = 0
         kv_heads = kv.shape[2]
-        grouped = query[self._tokens].unflatten(1, (kv_heads, -1))  # heads of a group are rows of one product
+        grouped = query[self._tokens].view(
+            count, kv_heads, -1, query.shape[-1]
+        )
         done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=scaling)
         out[self._tokens] = done.flatten(1, 2)

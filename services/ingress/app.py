@@ -1,0 +1,93 @@
+"""Routes and nothing else: path -> handler, error -> answer, every request counted.
+
+A Starlette router without its middleware: errors are answered here once, and a stream's sends reach the server
+unwrapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproto.errors import KvfleetError
+from kvproto.ids import new_request_id
+from services.ingress.fleet_routes import no_such_method, no_such_route
+from services.ingress.http_exchange import Exchange
+from services.ingress.ingress import Ingress
+from services.ingress.metrics import IngressMetrics
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+CLIENT_LEFT = 499
+
+
+def create_app(ingress: Ingress) -> ASGIApp:
+    """The ASGI application of one started ingress."""
+    flow, routes = ingress.flow, ingress.routes
+    metrics = ingress.metrics
+    wrong_method = Endpoint(no_such_method, "other", metrics)
+
+    def route(method: str, path: str, handler: Handler, name: str) -> BaseRoute:
+        return _Route(path, Endpoint(handler, name, metrics), method, wrong_method)
+
+    return Router(
+        [
+            route("POST", "/v1/chat/completions", flow.chat_completions, "chat_completions"),
+            route("POST", "/v1/completions", flow.completions, "completions"),
+            route("POST", "/generate", flow.generate, "generate"),
+            route("GET", "/v1/models", routes.models, "models"),
+            route("GET", "/stats", routes.stats, "stats"),
+            route("GET", "/workers", routes.workers, "workers"),
+            route("GET", "/kv/route/{seq_id:path}", routes.kv_route, "kv_route"),
+            route("GET", "/sessions/{seq_id:path}/kv", routes.session_kv, "session_kv"),
+            route("GET", "/sessions/{seq_id:path}", routes.session, "session_get"),
+            route("DELETE", "/sessions/{seq_id:path}", routes.delete_session, "session_delete"),
+            route("GET", "/livez", routes.livez, "health"),
+            route("GET", "/readyz", routes.readyz, "health"),
+            route("GET", "/health", routes.health, "health"),
+            route("GET", "/metrics", routes.metrics, "metrics"),
+        ],
+        redirect_slashes=False,
+        default=Endpoint(no_such_route, "other", metrics),
+    )
+
+
+class Endpoint:
+    """One handler as an ASGI application: the top of its task, where errors become answers."""
+
+    def __init__(self, handler: Handler, route: str, metrics: IngressMetrics) -> None:
+        self._handler = handler
+        self._route = route
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, new_request_id())
+        try:
+            await self._handler(exchange)
+        except KvfleetError as error:
+            if not exchange.started and not exchange.gone:
+                await exchange.refuse(error)  # else a stream has already said so, or nobody listens
+        except Exception:
+            log.exception("request %s on %s failed", exchange.request_id, self._route)
+            if exchange.started:
+                raise  # the server cuts the connection: the client must not take what it has for the whole
+            await exchange.refuse(KvfleetError("internal error"))
+        finally:
+            code = CLIENT_LEFT if exchange.gone else exchange.status
+            self._metrics.requests.labels(self._route, str(code)).inc()
+
+
+class _Route(Route):
+    """A route whose refusal of a method has the form of every other error."""
+
+    def __init__(self, path: str, endpoint: Endpoint, method: str, wrong_method: ASGIApp) -> None:
+        super().__init__(path, endpoint, methods=[method], name=path)
+        self._wrong_method = wrong_method
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = self.methods is None or scope["method"] in self.methods
+        await (self.app if allowed else self._wrong_method)(scope, receive, send)

@@ -1,0 +1,37 @@
+"""What an ingress may be told: limits, times and defaults. Pure; `settings` reads it, everything here is passed in.
+
+Sizes are in bytes, tokens or characters as named, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds of what tenants may keep. A turn's lease outlives three missed renewals."""
+
+    idle_expiry_s: float = 86_400.0
+    per_tenant: int = 100_000
+    max_tokens: int = 131_072  # history of one session, the running turn's prompt and max_tokens included
+    lease_s: float = 15.0
+    sweep_period_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class IngressConfig:
+    """One ingress process. `id` is its member id: turns of sessions are leased in its name."""
+
+    id: str
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_concurrent: int = 2048
+    default_max_tokens: int = 1024  # of a chat that names no limit; never more than the context leaves
+    keepalive_s: float = 5.0
+    request_deadline_s: float = 600.0
+    patience_s: float = 10.0
+    splice_bytes: int = 64 * 1024 * 1024
+    tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)
+    tokenizer_threads: int = 2
+    default_model: str | None = None  # for /generate without `model_name`; else the only served model
+    sessions: SessionLimits = SessionLimits()

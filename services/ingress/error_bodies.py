@@ -1,0 +1,45 @@
+"""Errors as HTTP clients read them: OpenAI's body, a status, headers. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import orjson
+
+from kvproto.errors import KvfleetError
+
+Headers = list[tuple[bytes, bytes]]
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+def status_of(error: KvfleetError) -> int:
+    """499 (the caller cancelled) is no status of HTTP; a caller that still listens was cancelled by this side."""
+    return 503 if error.http_status == 499 else error.http_status
+
+
+def error_value(error: KvfleetError) -> dict[str, str | None]:
+    status = status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+
+
+def error_body(error: KvfleetError) -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`: the message names the field, `param` is the field."""
+    return orjson.dumps({"error": error_value(error)})
+
+
+def error_headers(error: KvfleetError) -> Headers:
+    """Retry-After in whole seconds where trying again makes sense."""
+    status = status_of(error)
+    if status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if status in (429, 503) or error.retry_after_s is not None:
+        return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1.0)))]
+    return []

@@ -1,0 +1,70 @@
+"""What GET /workers, /stats and /v1/models say, from one reader's view of the fleet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from typing import Any
+
+from kvproto.fleet_view import FleetView, WorkerView
+from kvproto.messages import Load, Rates, State, WorkerRecord
+
+
+def workers_report(view: FleetView) -> dict[str, dict[str, Any]]:
+    """Every known worker by id, the recently dead ones included."""
+    return {worker: _worker(view.workers[worker]) for worker in sorted(view.workers)}
+
+
+def _worker(view: WorkerView) -> dict[str, Any]:
+    record, beat = view.record, view.heartbeat
+    return {
+        "address": record.address,
+        "state": view.state.value,
+        "model": record.model,
+        "model_revision": record.model_revision,
+        "epoch": record.epoch,
+        "pid": record.pid,
+        "host": record.host,
+        "started_unix_ms": record.started_unix_ms,
+        "block_size": record.block_size,
+        "blocks": record.blocks,
+        "context_length": record.context_length,
+        "slots": record.slots,
+        "load": asdict(beat.load if beat else Load()),
+        "rates": asdict(beat.rates if beat else Rates()),
+        "blocks_held": beat.held if beat else 0,
+    }
+
+
+def stats_report(view: FleetView) -> dict[str, Any]:
+    """Sums over the living workers, and the share of prompt tokens that were found cached."""
+    alive = [one for one in view.workers.values() if one.dead_since is None]
+    beats = [one.heartbeat for one in alive if one.heartbeat is not None]
+    load = {f.name: sum(getattr(beat.load, f.name) for beat in beats) for f in fields(Load)}
+    rates = {f.name: sum(getattr(beat.rates, f.name) for beat in beats) for f in fields(Rates)}
+    prompt = load["prompt_tokens_total"]
+    return {
+        "workers": len(alive),
+        "ready": sum(one.state is State.READY for one in alive),
+        "models": sorted({one.record.model for one in alive}),
+        "hit_rate": load["hit_tokens_total"] / prompt if prompt else 0.0,
+        "load": load,
+        "rates": rates,
+    }
+
+
+def models_report(records: Iterable[WorkerRecord]) -> dict[str, Any]:
+    """OpenAI's list of models."""
+    return {
+        "object": "list",
+        "data": [
+            {
+                "id": record.model,
+                "object": "model",
+                "created": record.started_unix_ms // 1000,
+                "owned_by": "kvfleet",
+                "max_model_len": record.context_length,
+            }
+            for record in records
+        ],
+    }

@@ -1,0 +1,119 @@
+"""Adapter: one HTTP request and its answer, over ASGI. The only file here that knows ASGI's messages.
+
+A body is read with a limit; an answer is either whole (`respond`) or a stream of events (`start`, `write`, `end`), each
+write being one send. What was refused is answered in OpenAI's error form.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+from starlette.types import Receive, Scope, Send
+
+from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge
+from services.ingress.error_bodies import Headers, error_body, error_headers, status_of
+
+JSON = b"application/json"
+_EVENT_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not hold events back
+]
+
+
+class Exchange:
+    """One request. Owned by the task that serves it; `gone` once the client has left."""
+
+    __slots__ = ("_receive", "_scope", "_send", "gone", "request_id", "started", "status", "writes")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+        self.started = False
+        self.gone = False
+        self.writes = 0
+
+    # ------------------------------------------------------------------ request
+
+    def header(self, name: bytes) -> str | None:
+        """A request header's last value; names are lower case."""
+        value = None
+        for key, raw in self._scope["headers"]:
+            if key == name:
+                value = raw.decode("latin-1")
+        return value
+
+    def path_value(self, name: str) -> str:
+        value: str = self._scope["path_params"][name]
+        return value
+
+    def query_value(self, name: str) -> str | None:
+        values = parse_qs(self._scope["query_string"].decode("latin-1")).get(name)
+        return values[-1] if values else None
+
+    async def read_body(self, limit: int) -> bytes:
+        """Raises PayloadTooLarge before reading more than `limit` bytes, Cancelled when the client leaves."""
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdigit() and int(announced) > limit:
+            raise PayloadTooLarge(f"at most {limit} bytes, got {announced}", field="body")
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise Cancelled("the client left")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise PayloadTooLarge(f"at most {limit} bytes, got more", field="body")
+            parts.append(part)
+            more = message.get("more_body", False)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def until_gone(self) -> None:
+        """Returns when the client has left, or the answer is complete."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # ------------------------------------------------------------------ answer
+
+    async def respond(self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Headers = []) -> None:  # noqa: B006  never changed
+        """The whole answer at once."""
+        await self._start(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(self, error: KvfleetError) -> None:
+        await self.respond(status_of(error), error_body(error), headers=error_headers(error))
+
+    async def start_events(self, headers: Headers = []) -> None:  # noqa: B006  never changed
+        """Status 200 and the headers of an event stream."""
+        await self._start(200, [*_EVENT_STREAM, *headers])
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.started = True
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """One send. Waits while the client reads too slowly, which in the end pauses the sequence at its worker."""
+        self.writes += 1
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def integer_query(exchange: Exchange, name: str, default: int) -> int:
+    """A query parameter that counts. Raises InvalidRequest naming it."""
+    value = exchange.query_value(name)
+    if value is None:
+        return default
+    if not value.isascii() or not value.isdigit() or len(value) > 9:
+        raise InvalidRequest(f"must be an integer, at least 0, got {value[:40]!r}", field=name)
+    return int(value)

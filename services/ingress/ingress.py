@@ -1,0 +1,145 @@
+"""Wiring: one ingress out of its parts, and its life: start, drain, close. No decision and no HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvproto.buckets import Bucket
+from kvproto.client import Client
+from kvproto.messages import Role
+from services.ingress.admission import Admission
+from services.ingress.chat_splice import SpliceIndex
+from services.ingress.config import IngressConfig
+from services.ingress.fleet_routes import FleetRoutes
+from services.ingress.metrics import IngressMetrics, Reading
+from services.ingress.models import Models
+from services.ingress.prompts import Prompts
+from services.ingress.request_flow import RequestFlow
+from services.ingress.session_index import SessionIndex
+from services.ingress.sessions import Sessions
+from services.ingress.tenancy import Tenancy
+
+DRAIN_POLL_S = 0.05
+
+
+class Ingress:
+    """All of one ingress process but its web server. `open` needs a client whose members are listed."""
+
+    def __init__(
+        self, client: Client, config: IngressConfig, tenancy: Tenancy, registry: CollectorRegistry, bucket: Bucket
+    ) -> None:
+        self._client = client
+        self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.admission = Admission(config.max_concurrent)
+        self.metrics = IngressMetrics(registry)
+        self.models = Models(client, client.members.view, self._executor)
+        self.splices = SpliceIndex(config.splice_bytes)
+        self.sessions = Sessions(
+            bucket, config.id, config.sessions, unix_ms=unix_ms, is_ingress_alive=self._is_ingress_alive
+        )
+        self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms=unix_ms)
+        self._id = config.id
+        self.flow = RequestFlow(
+            client,
+            config,
+            tenancy=tenancy,
+            admission=self.admission,
+            models=self.models,
+            prompts=Prompts(self.splices, self._executor, config.tokenize_inline_chars),
+            sessions=self.sessions,
+            session_index=self.session_index,
+            metrics=self.metrics,
+        )
+        self.routes = FleetRoutes(
+            client,
+            config,
+            tenancy=tenancy,
+            models=self.models,
+            sessions=self.sessions,
+            session_index=self.session_index,
+            metrics=self.metrics,
+            is_draining=lambda: self.admission.draining,
+        )
+        self.metrics.read_also(self._readings())
+
+    @classmethod
+    async def open(
+        cls, client: Client, config: IngressConfig, tenancy: Tenancy, registry: CollectorRegistry
+    ) -> Ingress:
+        """Build and start. Raises Unavailable when the sessions bucket does not exist."""
+        bucket = await Bucket.open(client.connection, client.subjects.sessions_bucket)
+        ingress = cls(client, config, tenancy, registry, bucket)
+        ingress.start()
+        return ingress
+
+    def start(self) -> None:
+        self._client.members.listeners.append(self.models.on_member)
+        self._client.connection.on_reconnect.append(self._on_reconnect)
+        self.models.start()
+        self._tasks.append(asyncio.create_task(self.sessions.run(), name="session-leases"))
+        self._tasks.append(asyncio.create_task(self.session_index.run(), name="session-index"))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; False if some is still running after the timeout."""
+        self.admission.draining = True
+        end = asyncio.get_running_loop().time() + timeout_s
+        while self.admission.running and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return not self.admission.running
+
+    async def close(self) -> None:
+        """Stop the background tasks; the client stays its owner's."""
+        with contextlib.suppress(ValueError):
+            self._client.members.listeners.remove(self.models.on_member)
+        with contextlib.suppress(ValueError):
+            self._client.connection.on_reconnect.remove(self._on_reconnect)
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks.clear()
+        await self.models.stop()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_reconnect(self) -> None:
+        self.session_index.rewatch()
+
+    def _is_ingress_alive(self, ingress: str) -> bool:
+        return ingress == self._id or (Role.INGRESS, ingress) in self._client.members.view.members
+
+    def _readings(self) -> tuple[Reading, ...]:
+        counters, inbox, view = self._client.counters, self._client.inbox, self._client.members.view
+        return (
+            Reading(
+                "running_requests", "Requests admitted and not yet ended.", "gauge", lambda: self.admission.running
+            ),
+            Reading("refused_requests", "Refused by admission.", "counter", lambda: self.admission.refused_total),
+            Reading("placed", "Attempts placed by placement.", "counter", lambda: counters.placed_total),
+            Reading(
+                "placement_fallbacks",
+                "Attempts placed by the ring because placement did not answer.",
+                "counter",
+                lambda: counters.fallback_total,
+            ),
+            Reading("lost_attempts", "Attempts whose worker was lost.", "counter", lambda: counters.lost_total),
+            Reading("resends", "Times a worker was asked for frames again.", "counter", lambda: counters.resends_total),
+            Reading("orphan_frames", "Frames for nobody.", "counter", lambda: inbox.orphan_frames_total),
+            Reading("malformed_frames", "Frames that were unreadable.", "counter", lambda: inbox.malformed_total),
+            Reading("splice_hits", "Chats whose history was known.", "counter", lambda: self.splices.hits_total),
+            Reading("splice_misses", "Chats whose history was not.", "counter", lambda: self.splices.misses_total),
+            Reading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
+            Reading("sessions", "Sessions of all tenants.", "gauge", lambda: self.session_index.table.total),
+            Reading("running_turns", "Session turns running here.", "gauge", lambda: self.sessions.running),
+            Reading("ready_workers", "Workers that take new work.", "gauge", lambda: sum(1 for _ in view.ready())),
+        )
+
+
+def unix_ms() -> int:
+    return int(time.time() * 1000)

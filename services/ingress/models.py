@@ -1,0 +1,143 @@
+"""Loop: the models this ingress can serve: tokenizer, template and defaults, fetched from living workers.
+
+A worker's record carries the content hash of its bundle; a hash seen for the first time is fetched once, by whoever
+needs it first or as soon as its worker joins. Bundles that no member has named for a while are let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvproto.errors import InvalidRequest, KvfleetError, ModelNotFound, NoWorkers, Unavailable
+from kvproto.fleet_view import Change, FleetView, WorkerView
+from kvproto.messages import Bundle, State, WorkerRecord
+from services.ingress.tokenizer import ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+KEPT_UNNAMED = 4  # bundles of models that left and may come back
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model as requests need it. `hash` changes whenever tokenizer, template or defaults do."""
+
+    name: str
+    hash: str
+    bundle: Bundle
+    tokenizer: ModelTokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return f"fp_{self.hash[:12]}"
+
+
+class BundleSource(Protocol):
+    """The part of `kvproto.Client` that is needed here."""
+
+    async def bundle(self, worker: str) -> Bundle: ...
+
+
+class Models:
+    """The cache of bundles by hash. Owned by the event loop; `executor` builds tokenizers."""
+
+    def __init__(self, source: BundleSource, view: FleetView, executor: Executor) -> None:
+        self._source = source
+        self._view = view
+        self._executor = executor
+        self._served: dict[tuple[str, str], ServedModel] = {}
+        self._fetching: dict[tuple[str, str], asyncio.Task[ServedModel]] = {}
+
+    def start(self) -> None:
+        """Fetch what is there now; `on_member` keeps up."""
+        for view in list(self._view.ready()):
+            self._prefetch(view.record)
+
+    async def stop(self) -> None:
+        for task in list(self._fetching.values()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, KvfleetError):
+                await task
+
+    def on_member(self, change: Change, view: WorkerView) -> None:
+        """A listener of `Members`: a new worker's bundle is here before its first request."""
+        if change is not Change.LEFT and view.state in (State.READY, State.STARTING):
+            self._prefetch(view.record)
+
+    def served(self) -> list[WorkerRecord]:
+        """One record per model that somebody serves now, by name."""
+        return [record for _, record in sorted(self._view.models().items())]
+
+    def is_ready(self) -> bool:
+        """Whether some ready worker's model could be served at once."""
+        return any((view.record.model, view.record.bundle) in self._served for view in self._view.ready())
+
+    def default_name(self, configured: str | None) -> str:
+        """The model of a request that names none. Raises InvalidRequest when that is not clear, NoWorkers."""
+        if configured:
+            return configured
+        names = sorted(self._view.models())
+        if not names:
+            raise NoWorkers("no worker is ready", retry_after_s=2.0)
+        if len(names) > 1:
+            raise InvalidRequest(f"must be one of {', '.join(names)}: several models are served", field="model_name")
+        return names[0]
+
+    async def get(self, name: str, *, field: str = "model") -> ServedModel:
+        """Raises ModelNotFound, or Unavailable when no worker hands its bundle over in time."""
+        record = self._view.models().get(name)
+        if record is None:
+            if any(view.record.model == name for view in self._view.workers.values()):
+                raise NoWorkers(f"no worker of {name!r} is ready", retry_after_s=2.0)
+            raise ModelNotFound(f"no worker serves {name!r}", field=field)
+        served = self._served.get((name, record.bundle))
+        return served if served is not None else await asyncio.shield(self._fetch(record))
+
+    def _prefetch(self, record: WorkerRecord) -> None:
+        if (record.model, record.bundle) not in self._served:
+            self._fetch(record).add_done_callback(_log_failure)
+
+    def _fetch(self, record: WorkerRecord) -> asyncio.Task[ServedModel]:
+        key = (record.model, record.bundle)
+        task = self._fetching.get(key)
+        if task is None:
+            task = self._fetching[key] = asyncio.create_task(self._load(record), name=f"bundle-{record.model}")
+            task.add_done_callback(lambda _: self._fetching.pop(key, None))
+        return task
+
+    async def _load(self, record: WorkerRecord) -> ServedModel:
+        """Ask every worker that has this bundle until one answers."""
+        holders = [
+            view.record.id
+            for view in self._view.workers.values()
+            if view.dead_since is None and (view.record.model, view.record.bundle) == (record.model, record.bundle)
+        ]
+        for worker in sorted(holders, key=lambda one: one != record.id):
+            try:
+                bundle = await self._source.bundle(worker)
+            except (KvfleetError, TimeoutError) as error:
+                log.warning("the bundle of %s could not be had from %s: %s", record.model, worker, error)
+                continue
+            loop = asyncio.get_running_loop()
+            tokenizer = await loop.run_in_executor(self._executor, ModelTokenizer, bundle)
+            served = ServedModel(record.model, record.bundle, bundle, tokenizer)
+            self._keep(served)
+            return served
+        raise Unavailable(f"no worker hands over the tokenizer of {record.model!r}", retry_after_s=2.0)
+
+    def _keep(self, served: ServedModel) -> None:
+        self._served[served.name, served.hash] = served
+        named = {(view.record.model, view.record.bundle) for view in self._view.workers.values()}
+        unnamed = [key for key in self._served if key not in named]
+        for key in unnamed[: max(0, len(unnamed) - KEPT_UNNAMED)]:
+            del self._served[key]
+
+
+def _log_failure(task: asyncio.Task[ServedModel]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("bundle not loaded yet: %s", error)

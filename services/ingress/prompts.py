@@ -1,0 +1,94 @@
+"""Texts to token ids, once per request: plain prompts, chats with what earlier turns left to splice, session turns.
+
+Long texts are tokenised in an executor, so that one caller's document does not delay everybody's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvproto.errors import ContextLengthExceeded
+from services.ingress.chat_splice import Splice, SpliceIndex, join, match_history
+from services.ingress.models import ServedModel
+from services.ingress.openai_schema import ChatMessage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as text and ids. `exact`: the ids decode to the text, so the turn may be spliced later."""
+
+    text: str
+    ids: tuple[int, ...]
+    exact: bool
+    spliced: int = 0  # ids taken from earlier turns
+    conversation: str = ""  # of the turn they were taken from
+
+
+class Prompts:
+    """Owned by the event loop; `executor` is shared with other CPU work of the process."""
+
+    def __init__(self, splices: SpliceIndex, executor: Executor, inline_chars: int) -> None:
+        self.splices = splices
+        self._executor = executor
+        self._inline_chars = inline_chars
+
+    async def plain(self, model: ServedModel, text: str, *, begins: bool, field: str = "prompt") -> tuple[int, ...]:
+        """Ids of a text; with the model's BOS where a sequence `begins`. Raises ContextLengthExceeded early."""
+        _refuse_hopeless(model, text, 0, field)
+        return await self._run(text, lambda: model.tokenizer.encode(text, add_special_tokens=begins))
+
+    async def chat(
+        self, model: ServedModel, tenant: str, messages: tuple[ChatMessage, ...], history: tuple[int, ...] = ()
+    ) -> ChatPrompt:
+        """Render, splice what is known (of `history`, or of any finished turn), tokenise the rest."""
+        tokenizer = model.tokenizer
+        text = tokenizer.render([message.as_template_value() for message in messages])
+        splice = self.splices.find(scope_of(model, tenant), text, tokenizer)
+        if history:
+            recorded = await self._run(text, lambda: match_history(history, text, tokenizer))
+            if recorded is not None and (splice is None or recorded.chars > splice.chars):
+                splice = recorded
+        _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
+        return await self._run(text[splice.chars :] if splice else text, lambda: _encode(text, splice, model))
+
+    def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: list[int], conversation: str) -> None:
+        """A chat's turn has finished: its ids are known from now on."""
+        if prompt.exact and ids:
+            self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, conversation, model.tokenizer)
+
+    async def _run(self, text: str, work: Callable[[], T]) -> T:
+        if len(text) <= self._inline_chars:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def scope_of(model: ServedModel, tenant: str) -> str:
+    """Ids of another tenant, model or tokenizer are never spliced."""
+    return f"{tenant}\0{model.name}\0{model.hash}"
+
+
+def _encode(text: str, splice: Splice | None, model: ServedModel) -> ChatPrompt:
+    tokenizer = model.tokenizer
+    if splice is not None:
+        joined = join(splice, text, tokenizer)
+        if joined is not None:
+            return ChatPrompt(text, joined, True, len(splice.ids), splice.conversation)
+    ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written BOS where the model wants it
+    return ChatPrompt(text, ids, tokenizer.decode(ids) == text)
+
+
+def _refuse_hopeless(model: ServedModel, text: str, known_chars: int, field: str) -> None:
+    """A text that cannot fit however it is tokenised is not tokenised at all."""
+    least = model.tokenizer.least_tokens(text[known_chars:])
+    if least >= model.bundle.context_length:
+        raise ContextLengthExceeded(
+            f"at least {least} tokens, the model's context takes at most {model.bundle.context_length - 1} and one "
+            "to generate",
+            field=field,
+        )

@@ -1,0 +1,298 @@
+"""**Read this first.** The life of a generating request, from its bytes to its last event.
+
+    authenticate ─▶ read and validate ─▶ admit ─▶ tokenise once ─▶ client.generate ─▶ write
+
+Each public method is one route and reads as that line. Refusals are raised as `KvfleetError` and answered by `app`; all
+promises about workers that vanish are kept by `kvproto.Client`, this file only carries its events to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvproto.client import Client, Generation, draw_seed
+from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy
+from kvproto.messages import Sampling
+from services.ingress.admission import Admission
+from services.ingress.config import IngressConfig
+from services.ingress.fields import parse_body
+from services.ingress.http_exchange import Exchange
+from services.ingress.metrics import IngressMetrics
+from services.ingress.models import Models, ServedModel
+from services.ingress.native_events import NativeEvents
+from services.ingress.native_schema import read_generate
+from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
+from services.ingress.openai_schema import check_vocabulary, read_chat, read_completion
+from services.ingress.prompts import Prompts
+from services.ingress.sampling_ask import SamplingAsk, resolve, room_after
+from services.ingress.session_index import SessionIndex, new_seq_id
+from services.ingress.sessions import OpenTurn, Session, Sessions
+from services.ingress.sse import EventWriter, OnFinish, Transcript, gather, placement_headers, relay
+from services.ingress.tenancy import ApiKey, Tenancy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that was admitted and tokenised: all that is left is to run it. `head` None: not OpenAI's form."""
+
+    route: str
+    generation: Generation
+    arrived_at: float
+    writer: EventWriter | None  # None: the answer is sent whole
+    on_finish: OnFinish
+    head: AnswerHead | None = None
+
+
+async def nothing_to_keep(transcript: Transcript) -> None:
+    """What a request that is no turn of anything does when it finishes."""
+
+
+class RequestFlow:
+    """The three generating routes. Owned by the event loop; holds no state of a request between its awaits."""
+
+    def __init__(
+        self,
+        client: Client,
+        config: IngressConfig,
+        *,
+        tenancy: Tenancy,
+        admission: Admission,
+        models: Models,
+        prompts: Prompts,
+        sessions: Sessions,
+        session_index: SessionIndex,
+        metrics: IngressMetrics,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._tenancy = tenancy
+        self._admission = admission
+        self._models = models
+        self._prompts = prompts
+        self._sessions = sessions
+        self._session_index = session_index
+        self._metrics = metrics
+        self._tally = metrics.tally
+
+    # ------------------------------------------------------------------ routes
+
+    async def chat_completions(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        arrived_at, caller = _now(), self.authenticate(exchange)
+        ask = read_chat(parse_body(await exchange.read_body(self._config.max_body_bytes)))
+        with self._admitted(caller):
+            model = await self._models.get(ask.model)
+            session = await self._sessions.read(caller.tenant, ask.seq_id) if ask.seq_id is not None else None
+            history = session.ids if session and session.head and session.head.model == model.name else ()
+            prompt = await self._prompts.chat(model, caller.tenant, ask.messages, history)
+            self._tally.spliced_tokens += prompt.spliced
+            sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
+            conversation = session.key if session is not None else prompt.conversation or exchange.request_id
+            generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation)
+            head = _answer_head(exchange, model, chat=True)
+            async with contextlib.AsyncExitStack() as stack:
+                turn = await self._try_turn(stack, session, caller, model, exchange.request_id)
+                stream_ids: list[int] = []
+
+                async def keep(transcript: Transcript) -> None:
+                    self._prompts.remember(model, caller.tenant, prompt, stream_ids, conversation)
+                    if turn is not None:
+                        await self._commit(turn, model, (*prompt.ids, *stream_ids), transcript)
+
+                writer = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else None
+                job = Job("chat_completions", generation, arrived_at, writer, keep, head)
+                await self._run(exchange, job, stream_ids)
+
+    async def completions(self, exchange: Exchange) -> None:
+        """POST /v1/completions."""
+        arrived_at, caller = _now(), self.authenticate(exchange)
+        ask = read_completion(parse_body(await exchange.read_body(self._config.max_body_bytes)))
+        with self._admitted(caller):
+            model = await self._models.get(ask.model)
+            if ask.prompt is not None:
+                ids = await self._prompts.plain(model, ask.prompt, begins=True)
+            else:
+                check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
+            sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
+            generation = self._generation(exchange, caller, model, ids, sampling, None)
+            head = _answer_head(exchange, model, chat=False)
+            writer = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else None
+            await self._run(exchange, Job("completions", generation, arrived_at, writer, nothing_to_keep, head), [])
+
+    async def generate(self, exchange: Exchange) -> None:
+        """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
+        arrived_at, caller = _now(), self.authenticate(exchange)
+        ask = read_generate(parse_body(await exchange.read_body(self._config.max_body_bytes)))
+        with self._admitted(caller):
+            seq_id = ask.seq_id if ask.seq_id is not None else new_seq_id()
+            session = await self._sessions.read(caller.tenant, seq_id)
+            model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
+            tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids)
+            ids = session.ids + tail
+            sampling = self._sampling(ask.sampling, model, len(ids), "prompt")
+            self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
+            if session.head is None:
+                await self._session_index.admit(caller.tenant)
+            generation = self._generation(exchange, caller, model, ids, sampling, session.key)
+            writer = NativeEvents(exchange.request_id, seq_id, ask.prompt)
+            async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
+                stream_ids: list[int] = []
+
+                async def keep(transcript: Transcript) -> None:
+                    await self._commit(turn, model, (*ids, *stream_ids), transcript)
+
+                await self._run(exchange, Job("generate", generation, arrived_at, writer, keep), stream_ids)
+
+    def authenticate(self, exchange: Exchange) -> ApiKey:
+        """The caller's key. Raises AuthenticationFailed."""
+        return self._tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+
+    # ------------------------------------------------------------------ steps
+
+    @contextlib.contextmanager
+    def _admitted(self, caller: ApiKey) -> Iterator[None]:
+        self._admission.admit(caller, _now())
+        try:
+            yield
+        finally:
+            self._admission.release(caller)
+
+    def _sampling(
+        self,
+        ask: SamplingAsk,
+        model: ServedModel,
+        prompt_tokens: int,
+        field: str,
+        default_max_tokens: int | None = None,
+    ) -> Sampling:
+        if not prompt_tokens:
+            raise InvalidRequest("must hold at least 1 token", field=field)
+        room = room_after(prompt_tokens, model.bundle.context_length, field)
+        default = default_max_tokens or self._config.default_max_tokens
+        return resolve(ask, model.bundle, room=room, default_max_tokens=default, seed=draw_seed())
+
+    def _generation(
+        self,
+        exchange: Exchange,
+        caller: ApiKey,
+        model: ServedModel,
+        ids: tuple[int, ...],
+        sampling: Sampling,
+        conversation: str | None,
+    ) -> Generation:
+        return Generation(
+            model=model.name,
+            sampling=sampling,
+            prompt_ids=ids,
+            tenant=caller.tenant,
+            session=conversation,
+            deadline_s=self._config.request_deadline_s,
+            patience_s=self._config.patience_s,
+            request=exchange.request_id,
+            traceparent=_traceparent(exchange),
+        )
+
+    def _model_of_turn(self, session: Session, said: str | None) -> str:
+        if session.head is None:
+            return said or self._models.default_name(self._config.default_model)
+        if said is not None and said != session.head.model:
+            raise InvalidRequest(
+                f"session {session.seq_id[:80]!r} belongs to the model {session.head.model!r}, not to {said!r}",
+                field="model_name",
+            )
+        return session.head.model
+
+    async def _try_turn(
+        self,
+        stack: contextlib.AsyncExitStack,
+        session: Session | None,
+        caller: ApiKey,
+        model: ServedModel,
+        request: str,
+    ) -> OpenTurn | None:
+        """A chat's `seq_id` only offers ids: while another turn runs, this one is a fork that is not kept."""
+        if session is None:
+            return None
+        if session.head is None:
+            await self._session_index.admit(caller.tenant)
+        with contextlib.suppress(SessionBusy):
+            return await stack.enter_async_context(self._sessions.turn(session, model.name, request))
+        return None
+
+    async def _commit(self, turn: OpenTurn, model: ServedModel, ids: tuple[int, ...], transcript: Transcript) -> None:
+        assert transcript.finished is not None
+        await self._sessions.commit(turn, model.name, ids, transcript.finished.worker)
+        self._tally.session_turns += 1
+
+    # ------------------------------------------------------------------ running
+
+    async def _run(self, exchange: Exchange, job: Job, ids: list[int]) -> None:
+        """Start the generation and carry it to the caller; `ids` receives what was generated, before `on_finish`."""
+        transcript = Transcript()
+        stream = self._client.generate(job.generation)
+
+        async def on_finish(done: Transcript) -> None:
+            ids.extend(stream.ids)
+            await job.on_finish(done)
+
+        self._tally.active_streams += 1
+        try:
+            if job.writer is not None:
+                await relay(
+                    exchange,
+                    stream,
+                    job.writer,
+                    transcript,
+                    keepalive_s=self._config.keepalive_s,
+                    on_tokens=self._count_tokens,
+                    on_finish=on_finish,
+                )
+            else:
+                finished = await gather(exchange, stream, transcript, on_tokens=self._count_tokens, on_finish=on_finish)
+                assert job.head is not None
+                body = answer_body(job.head, finished, transcript)
+                await exchange.respond(200, body, headers=placement_headers(transcript.started))
+        except KvfleetError as error:
+            if exchange.started:
+                self._tally.stream_errors += 1
+            log.info("request %s ended: %s", exchange.request_id, error)
+            raise
+        finally:
+            self._tally.active_streams -= 1
+            self._observe(job, transcript)
+
+    def _count_tokens(self, count: int) -> None:
+        self._tally.generated_tokens += count
+
+    def _observe(self, job: Job, transcript: Transcript) -> None:
+        """Metrics of one request, when it has ended."""
+        if transcript.first_token_at is not None and transcript.last_token_at is not None:
+            self._metrics.ttft.labels(job.route).observe(transcript.first_token_at - job.arrived_at)
+            finished = transcript.finished
+            if finished is not None and finished.output_tokens > 1:
+                spread = transcript.last_token_at - transcript.first_token_at
+                self._metrics.itl.labels(job.route).observe(spread / (finished.output_tokens - 1))
+        if transcript.finished is not None:
+            self._tally.prompt_tokens += transcript.finished.prompt_tokens
+            self._tally.cached_tokens += cached_tokens(transcript)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _answer_head(exchange: Exchange, model: ServedModel, *, chat: bool) -> AnswerHead:
+    return AnswerHead(exchange.request_id, model.name, int(time.time()), model.fingerprint, chat)
+
+
+def _traceparent(exchange: Exchange) -> str | None:
+    """W3C trace context of the caller, handed on as it is."""
+    value = exchange.header(b"traceparent")
+    return value if value is not None and len(value) <= 128 else None

@@ -1,0 +1,325 @@
+"""Loop: sessions: named conversations whose history is durable as token ids. Owns their records in the KV bucket.
+
+One head per session, written by compare-and-set only, and chunks of 4,096 ids (u32le) beside it:
+
+    <tenant>.<hash of seq_id>                       SessionHead
+    <tenant>.<hash of seq_id>.<generation>.<n>      ids n * 4096 ... of one history
+
+    idle ──lock──▶ turn running ──commit──▶ idle, longer            one turn at a time
+      ▲                │  failed, cancelled: as before
+      └────────────────┘  lease run out, or its ingress gone: the next turn may take it
+
+The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
+compare-and-set too: an ingress that was away, lost its lease and comes back cannot overwrite what followed.
+A history that is replaced instead of extended gets a new generation of chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvproto import codec
+from kvproto.block_hash import pack_ids, unpack_ids
+from kvproto.buckets import Entry, StaleRevision
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy, SessionNotFound, Unavailable
+from kvproto.ids import new_process_id, session_key
+from kvproto.messages import SessionHead, Turn
+from services.ingress.config import SessionLimits
+
+log = logging.getLogger(__name__)
+
+CHUNK_IDS = 4096
+
+
+class KeyValue(Protocol):
+    """The part of `kvproto.buckets.Bucket` that is needed here. All methods may raise Unavailable."""
+
+    async def get(self, key: str) -> Entry: ...
+    async def update(self, key: str, value: bytes, revision: int) -> int: ...
+    async def delete(self, key: str, revision: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session as it was read; `head` None: there is none (yet, or any more)."""
+
+    key: str
+    seq_id: str
+    revision: int
+    head: SessionHead | None = None
+    ids: tuple[int, ...] = ()
+    chunk_revisions: tuple[int, ...] = ()
+    expired: SessionHead | None = None  # what lies there still, nobody having swept it
+
+
+@dataclass(slots=True)
+class OpenTurn:
+    """The running turn of a session that this ingress holds. `revision` is the head's; `lock` guards it."""
+
+    session: Session
+    head: SessionHead
+    revision: int
+    committed: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def is_busy(turn: Turn | None, now_ms: int, is_ingress_alive: Callable[[str], bool]) -> bool:
+    """Whether a turn still holds its session: its lease is fresh and its ingress has not vanished. Pure."""
+    return turn is not None and turn.expires_unix_ms > now_ms and is_ingress_alive(turn.ingress)
+
+
+def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
+    """Whether nobody used the session for longer than sessions are kept. Pure."""
+    return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
+
+
+class Sessions:
+    """Sessions of all tenants. Owned by the event loop; `run` renews the leases of running turns until cancelled."""
+
+    def __init__(
+        self,
+        bucket: KeyValue,
+        ingress: str,
+        limits: SessionLimits,
+        *,
+        unix_ms: Callable[[], int],
+        is_ingress_alive: Callable[[str], bool],
+    ) -> None:
+        self._bucket = bucket
+        self._ingress = ingress
+        self._limits = limits
+        self._unix_ms = unix_ms
+        self._alive = is_ingress_alive
+        self._turns: dict[str, OpenTurn] = {}
+
+    @property
+    def running(self) -> int:
+        return len(self._turns)
+
+    # ------------------------------------------------------------------ reading
+
+    async def read(self, tenant: str, seq_id: str) -> Session:
+        """The session with its history; one that is expired reads as absent. Raises Unavailable."""
+        key = session_key(tenant, seq_id)
+        for _ in range(3):  # a turn that replaces the history may delete chunks under this reader
+            entry = await self._bucket.get(key)
+            head = _read_head(entry)
+            if head is None:
+                return Session(key, seq_id, entry.revision)
+            if is_expired(head, self._unix_ms(), self._limits):
+                return Session(key, seq_id, entry.revision, expired=head)
+            chunks = await asyncio.gather(
+                *(self._bucket.get(_chunk_key(key, head.generation, n)) for n in range(_chunks(head.length)))
+            )
+            if all(chunk.value is not None for chunk in chunks):
+                ids = unpack_ids(b"".join((chunk.value or b"")[: 4 * CHUNK_IDS] for chunk in chunks))
+                if len(ids) >= head.length:
+                    revisions = tuple(chunk.revision for chunk in chunks)
+                    return Session(key, seq_id, entry.revision, head, ids[: head.length], revisions)
+        raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
+
+    async def find(self, tenant: str, seq_id: str) -> Session:
+        """As `read`. Raises SessionNotFound when there is none, or it belongs to somebody else."""
+        session = await self.read(tenant, seq_id)
+        if session.head is None:
+            raise SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
+        return session
+
+    def is_busy(self, session: Session) -> bool:
+        return session.head is not None and is_busy(session.head.turn, self._unix_ms(), self._alive)
+
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises InvalidRequest for a turn that would make a history longer than is kept."""
+        if tokens > self._limits.max_tokens:
+            raise InvalidRequest(
+                f"the session would grow to {tokens} tokens, at most {self._limits.max_tokens} are kept", field=field
+            )
+
+    # ------------------------------------------------------------------ one turn
+
+    async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
+        """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read)."""
+        if self.is_busy(session):
+            raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
+        now = self._unix_ms()
+        turn = Turn(request, self._ingress, self._lease_end(now))
+        if session.head is None:
+            head = SessionHead(
+                seq_id=session.seq_id,
+                model=model,
+                length=0,
+                turns=0,
+                created_unix_ms=now,
+                updated_unix_ms=now,
+                turn=turn,
+                generation=new_process_id(),
+            )
+        else:
+            head = replace(session.head, turn=turn)
+        try:
+            revision = await self._bucket.update(session.key, codec.encode(head), session.revision)
+        except StaleRevision:
+            raise SessionBusy(
+                f"another turn of session {session.seq_id[:80]!r} has just begun or ended", retry_after_s=1.0
+            ) from None
+        held = self._turns[request] = OpenTurn(session, head, revision)
+        if session.expired is not None:
+            await self._erase_chunks(session.key, session.expired)
+        return held
+
+    @contextlib.asynccontextmanager
+    async def turn(self, session: Session, model: str, request: str) -> AsyncIterator[OpenTurn]:
+        """A locked turn, abandoned on the way out unless it was committed. Raises as `lock` does."""
+        held = await self.lock(session, model, request)
+        try:
+            yield held
+        finally:
+            if not held.committed:
+                await self.abandon(held)
+
+    async def commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str) -> None:
+        """End a turn: the session's history is `ids` now. Raises SessionBusy if the turn was lost, Unavailable.
+
+        Either everything is committed or the session is as before.
+        """
+        session, before = turn.session, turn.session.ids
+        extends = session.head is not None and len(ids) >= len(before) and tuple(ids[: len(before)]) == before
+        kept = len(before) if extends else 0
+        generation = turn.head.generation if extends or session.head is None else new_process_id()
+        async with turn.lock:
+            self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
+            for n in range(kept // CHUNK_IDS, _chunks(len(ids))):
+                revision = session.chunk_revisions[n] if extends and n < len(session.chunk_revisions) else 0
+                data = pack_ids(ids[n * CHUNK_IDS : (n + 1) * CHUNK_IDS])
+                await self._write_chunk(turn, _chunk_key(session.key, generation, n), data, revision)
+            head = replace(
+                turn.head,
+                model=model,
+                length=len(ids),
+                turns=turn.head.turns + 1,
+                updated_unix_ms=self._unix_ms(),
+                worker=worker,
+                turn=None,
+                generation=generation,
+            )
+            try:
+                await self._bucket.update(session.key, codec.encode(head), turn.revision)
+            except StaleRevision:
+                raise _lost(session) from None
+            turn.committed = True
+        if session.head is not None and generation != session.head.generation:
+            await self._erase_chunks(session.key, session.head)
+
+    async def abandon(self, turn: OpenTurn) -> None:
+        """End a turn that failed: the session is as before. Never raises; without NATS the lease runs out instead."""
+        session = turn.session
+        async with turn.lock:
+            self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
+            try:
+                if session.head is None:
+                    await self._bucket.delete(session.key, turn.revision)
+                else:
+                    head = replace(session.head, turn=None)
+                    await self._bucket.update(session.key, codec.encode(head), turn.revision)
+            except KvfleetError as error:
+                log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+
+    async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
+        while True:
+            try:
+                await self._bucket.update(key, data, revision)
+                return
+            except StaleRevision:
+                # An ingress that lost this session may have written meanwhile: take over, if the turn is still ours.
+                if (await self._bucket.get(turn.session.key)).revision != turn.revision:
+                    raise _lost(turn.session) from None
+                revision = (await self._bucket.get(key)).revision
+
+    # ------------------------------------------------------------------ erasing
+
+    async def erase(self, tenant: str, seq_id: str) -> None:
+        """Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
+        session = await self.find(tenant, seq_id)
+        if self.is_busy(session):
+            raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
+        assert session.head is not None
+        await self._erase(session.key, session.head, session.revision)
+
+    async def erase_key(self, key: str, *, only_expired: bool) -> bool:
+        """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
+        entry = await self._bucket.get(key)
+        head = _read_head(entry)
+        if head is None or is_busy(head.turn, self._unix_ms(), self._alive):
+            return False
+        if only_expired and not is_expired(replace(head, turn=None), self._unix_ms(), self._limits):
+            return False
+        try:
+            await self._erase(key, head, entry.revision)
+        except SessionBusy:
+            return False
+        return True
+
+    async def _erase(self, key: str, head: SessionHead, revision: int) -> None:
+        try:
+            await self._bucket.delete(key, revision)
+        except StaleRevision:
+            raise SessionBusy("another turn of this session has just begun or ended", retry_after_s=1.0) from None
+        await self._erase_chunks(key, head)
+
+    async def _erase_chunks(self, key: str, head: SessionHead) -> None:
+        """The head no longer names them, so a failure here only wastes their bytes."""
+        with contextlib.suppress(KvfleetError):
+            await asyncio.gather(
+                *(self._bucket.delete(_chunk_key(key, head.generation, n)) for n in range(_chunks(head.length)))
+            )
+
+    # ------------------------------------------------------------------ leases
+
+    def _lease_end(self, now_ms: int) -> int:
+        return now_ms + int(self._limits.lease_s * 1000)
+
+    async def run(self) -> None:
+        """Renew the leases of running turns, for ever."""
+        while True:
+            await asyncio.sleep(self._limits.lease_s / 3)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """One renewal of all running turns. A turn that was lost is noticed when it commits."""
+        for request, turn in list(self._turns.items()):
+            async with turn.lock:
+                if request not in self._turns:
+                    continue
+                lease = Turn(request, self._ingress, self._lease_end(self._unix_ms()))
+                head = replace(turn.head, turn=lease)
+                try:
+                    turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
+                    turn.head = head
+                except KvfleetError as error:
+                    log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)
+
+
+def _read_head(entry: Entry) -> SessionHead | None:
+    if entry.value is None:
+        return None
+    try:
+        return codec.decode(SessionHead, entry.value)
+    except CodecError as error:
+        raise Unavailable(f"the record of session {entry.key} is unreadable: {error}") from None
+
+
+def _chunk_key(key: str, generation: str, n: int) -> str:
+    return f"{key}.{generation}.{n}"
+
+
+def _chunks(length: int) -> int:
+    return -(-length // CHUNK_IDS)
+
+
+def _lost(session: Session) -> SessionBusy:
+    return SessionBusy(f"this turn of session {session.seq_id[:80]!r} lost its lease, it is not committed")

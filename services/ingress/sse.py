@@ -1,0 +1,223 @@
+"""Loop: carries one stream to one client: server-sent events, or gathered into one answer.
+
+Everything `Stream.read` returns becomes ONE send: costs nothing when tokens come one by one, and is what saves the
+process when they come faster than it can send. Formats are writers (`openai_events`, `native_events`) that append
+ready bytes; no object is made per token.
+
+    read ──▶ Started ──▶ Tokens... ──▶ Finished ──▶ on_finish (commit) ──▶ last events, end
+      │  nothing for a while: a comment keeps the connection; client gone: the stream is cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvproto.errors import KvfleetError
+from kvproto.messages import Finished, Started, Tokens
+from kvproto.stream import Event, Stream
+from services.ingress.error_bodies import Headers
+from services.ingress.http_exchange import Exchange
+
+QUEUED = b": queued\n\n"
+WAITING = b": waiting\n\n"
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What one stream has brought. Times are the event loop's."""
+
+    started: Started | None = None
+    announced: bool = False
+    finished: Finished | None = None
+    pieces: list[str] = field(default_factory=list)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class EventWriter(Protocol):
+    """One format of events: appends ready bytes to `out`."""
+
+    def started(self, started: Started, out: list[bytes]) -> None: ...
+    def tokens(self, tokens: Tokens, out: list[bytes]) -> None: ...
+    def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None: ...
+    def failed(self, error: KvfleetError, out: list[bytes]) -> None: ...
+
+
+OnFinish = Callable[[Transcript], Awaitable[None]]
+OnTokens = Callable[[int], None]
+
+
+async def relay(
+    exchange: Exchange,
+    stream: Stream,
+    writer: EventWriter,
+    transcript: Transcript,
+    *,
+    keepalive_s: float,
+    on_tokens: OnTokens,
+    on_finish: OnFinish,
+) -> None:
+    """Write a stream as events until its end. An error before the first byte is raised, later it is the last event."""
+    async with _watched(exchange, stream), _KeptAlive(exchange, keepalive_s):
+        try:
+            while batch := await stream.read():
+                out: list[bytes] = []
+                _take(batch, stream, transcript, out, writer, on_tokens)
+                if transcript.finished is not None:
+                    await on_finish(transcript)
+                    writer.finished(transcript.finished, transcript, out)
+                elif not out:
+                    continue
+                if not exchange.started:
+                    await exchange.start_events(placement_headers(transcript.started))
+                data = out[0] if len(out) == 1 else b"".join(out)
+                if transcript.finished is None:
+                    await exchange.write(data)
+                else:
+                    await exchange.end(data)
+        except KvfleetError as error:
+            if not exchange.started or exchange.gone:
+                raise
+            out = []
+            writer.failed(error, out)
+            await exchange.end(b"".join(out))
+            raise
+
+
+def _take(
+    batch: list[Event],
+    stream: Stream,
+    transcript: Transcript,
+    out: list[bytes],
+    writer: EventWriter,
+    on_tokens: OnTokens,
+) -> None:
+    """One read's events into the transcript and into bytes."""
+    count = 0
+    keep = transcript.pieces.extend
+    write = writer.tokens
+    if not transcript.announced:
+        transcript.announced = True
+        if not isinstance(batch[0], Started):  # that frame was lost, and it is not asked for again
+            writer.started(Started(stream.request, 0, stream.worker or "", 0, {}), out)
+    for event in batch:
+        if type(event) is Tokens:
+            count += len(event.ids)
+            keep(event.text)
+            write(event, out)
+        elif isinstance(event, Started):
+            transcript.started = event
+            if event is batch[0]:
+                writer.started(event, out)
+        elif isinstance(event, Finished):
+            transcript.finished = event
+    if count:
+        now = asyncio.get_running_loop().time()
+        if transcript.first_token_at is None:
+            transcript.first_token_at = now
+        transcript.last_token_at = now
+        on_tokens(count)
+
+
+class _Silent:
+    """The writer of an answer that is sent whole: events are only kept."""
+
+    def started(self, started: Started, out: list[bytes]) -> None:
+        pass
+
+    def tokens(self, tokens: Tokens, out: list[bytes]) -> None:
+        pass
+
+    def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
+        pass
+
+    def failed(self, error: KvfleetError, out: list[bytes]) -> None:
+        pass
+
+
+async def gather(
+    exchange: Exchange, stream: Stream, transcript: Transcript, *, on_tokens: OnTokens, on_finish: OnFinish
+) -> Finished:
+    """Read a stream to its end for an answer that is sent whole. Raises the stream's KvfleetError."""
+    writer = _Silent()
+    async with _watched(exchange, stream):
+        while batch := await stream.read():
+            _take(batch, stream, transcript, [], writer, on_tokens)
+        await on_finish(transcript)
+    assert transcript.finished is not None  # a stream ends with Finished or raises
+    return transcript.finished
+
+
+def placement_headers(started: Started | None) -> Headers:
+    """Which worker serves it and what was cached, for whoever debugs with curl."""
+    if started is None:
+        return []
+    return [
+        (b"x-kvfleet-worker", started.worker.encode("latin-1", "replace")),
+        (b"x-kvfleet-cached-tokens", b"%d" % started.cached_tokens),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _watched(exchange: Exchange, stream: Stream) -> AsyncIterator[None]:
+    """Cancel the stream as soon as the client leaves, and whenever this block is left early."""
+
+    async def watch() -> None:
+        await exchange.until_gone()
+        exchange.gone = True
+        await stream.cancel()
+
+    watcher = asyncio.create_task(watch(), name=f"disconnect-{stream.request}")
+    try:
+        async with stream:
+            yield
+    finally:
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+class _KeptAlive:
+    """Sends a comment whenever nothing was written for a period. A timer, so that it costs nothing per token."""
+
+    def __init__(self, exchange: Exchange, period_s: float) -> None:
+        self._exchange = exchange
+        self._period_s = period_s
+        self._seen = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._arm()
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sending
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
+
+    def _tick(self) -> None:
+        if self._exchange.writes == self._seen and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._comment(), name="sse-comment")
+        self._seen = self._exchange.writes
+        self._arm()
+
+    async def _comment(self) -> None:
+        waiting = self._exchange.started
+        if not waiting:
+            await self._exchange.start_events()
+        await self._exchange.write(WAITING if waiting else QUEUED)
+        self._seen = self._exchange.writes

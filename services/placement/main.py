@@ -1,0 +1,91 @@
+"""Wiring of a placement process."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+
+from kvproto.connection import Connection
+from kvproto.errors import KvfleetError
+from kvproto.ids import new_process_id
+from kvproto.messages import Role
+from kvproto.subjects import PLACEMENT_INBOX, Subjects
+from kvservice import lifecycle, logs
+from kvservice.membership import member_record, open_bucket
+from kvservice.metrics import LiveCollector, MetricsServer
+from kvservice.nats_connection import connect
+from kvservice.settings import load
+from services.placement.loop import PlacementLoop
+from services.placement.placement_metrics import readings
+from services.placement.settings import PlacementSettings
+
+log = logging.getLogger(__name__)
+
+
+async def _system_connection(settings: PlacementSettings, member: str) -> Connection | None:
+    """A second connection as NATS's system user, if there is one; without it everything works, a little later."""
+    if settings.system_user is None:
+        return None
+    as_system = settings.model_copy(
+        update={
+            "nats_user": settings.system_user,
+            "nats_password": settings.system_password,
+            "nats_nkey_seed": None,
+            "nats_credentials": None,
+        }
+    )
+    try:
+        return await connect(as_system, role="placement-sys", role_inbox=PLACEMENT_INBOX, member=member)
+    except KvfleetError as error:
+        log.warning("no system account: %s; dead workers are noticed within 3.5 s instead of at once", error)
+        return None
+
+
+async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
+    member = settings.id or f"p-{new_process_id()}"
+    subjects = Subjects(settings.namespace)
+    record = member_record(Role.PLACEMENT, member)
+    connection = await connect(
+        settings,
+        role="placement",
+        role_inbox=PLACEMENT_INBOX,
+        member=member,
+        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
+    )
+    life.closing("connection", connection.close)
+    record = replace(record, inbox=connection.inbox_prefix)
+    await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+    system = await _system_connection(settings, member)
+    if system is not None:
+        life.closing("system connection", system.close)
+    loop = PlacementLoop(
+        connection,
+        subjects,
+        record,
+        chance=random.random,
+        policy=settings.policy,
+        system=system,
+        on_fenced=lambda error: life.fatal(str(error)),
+    )
+    await loop.start()
+    life.closing("placement", loop.stop)
+    if settings.metrics_port is not None:
+        registry = CollectorRegistry()
+        registry.register(LiveCollector(readings(loop, connection)))
+        server = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
+        life.closing("metrics", server.close)
+    log.info("placement %s is ready", member)
+
+
+def main(argv: list[str] | None = None) -> None:
+    settings = load(PlacementSettings, sys.argv[1:] if argv is None else argv, "kvfleet placement")
+    logs.set_up(f"placement-{settings.id or '?'}", settings)
+    lifecycle.run("kvfleet placement", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Wiring: settings and a model folder to an engine. The one place that decides between the fake and the real model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from kvproto.messages import Bundle
+from services.worker.block_pool import BlockPool
+from services.worker.detokenizer import TokenizerDetokenizer
+from services.worker.engine import Engine
+from services.worker.model.base import ModelRunner
+from services.worker.model.fake import FakeRunner
+from services.worker.scheduler import Scheduler
+from services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+FAKE_BLOCKS = 8192
+
+
+def build_engine(settings: WorkerSettings, folder: Path, bundle: Bundle) -> Engine:
+    """Load the model and put an engine around it. Blocks for as long as the loading takes.
+
+    Raises UnsupportedModel, InvalidRequest or OutOfMemory with a line that names what is wrong.
+    """
+    runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder)
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    scheduler = Scheduler(pool, token_budget=settings.step_tokens, slots=settings.slots)
+    return Engine(runner, pool, scheduler, TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json)))
+
+
+def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
+    return FakeRunner(
+        num_blocks=settings.blocks or FAKE_BLOCKS,
+        block_size=settings.block_size,
+        vocab_size=bundle.vocab_size,
+        context_length=bundle.context_length,
+        eos_ids=bundle.stop_ids,
+        tokens_per_s=settings.fake_tokens_per_s or None,
+    )
+
+
+def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
+    import torch  # here, so that a fake worker starts without it
+
+    from services.worker.model.attention.reference import ReferenceBackend
+    from services.worker.model.kv_pool import blocks_that_fit
+    from services.worker.model.loader import load_model
+    from services.worker.model.runner import TorchRunner
+
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers_on_host)
+    torch.set_num_threads(threads)
+    loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
+    fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
+    blocks = settings.blocks or blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction)
+    log.info(
+        "%d blocks of %d tokens, %.2f GiB of KV on %s, %d threads",
+        blocks,
+        settings.block_size,
+        blocks * loaded.kv_shape.bytes_per_block(settings.block_size) / 2**30,
+        loaded.device,
+        threads,
+    )
+    return TorchRunner(loaded, ReferenceBackend(), blocks, settings.block_size)

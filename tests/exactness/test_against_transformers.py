@@ -1,0 +1,135 @@
+"""All logits equal transformers', whatever the engine reuses, chunks, preempts or evicts on the way."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONTEXT, TOLERANCE, VOCAB, Rig, make_model
+
+REQUESTS = 32
+
+
+def tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(VOCAB) for _ in range(count)]
+
+
+def storm(rig: Rig, seed: int) -> None:
+    """32 requests arrive at random steps: shared prefixes, later turns of earlier ones, forks within a block."""
+    chance = random.Random(seed)
+    stems = [tokens(chance, chance.randint(20, 70)) for _ in range(3)]
+    count = 0
+    while count < REQUESTS or rig.engine.has_work:
+        while count < REQUESTS and (chance.random() < 0.35 or not rig.engine.has_work):
+            finished = [turn for turn in rig.turns.values() if turn.done and len(turn.ids) < 150]
+            if finished and chance.random() < 0.5:
+                prompt = chance.choice(finished).ids  # the next turn, generated tokens included
+                if chance.random() < 0.3:
+                    prompt = prompt[: chance.randint(1, len(prompt))]
+            else:
+                prompt = chance.choice(stems)[: chance.randint(1, 70)]
+            sampling = {} if chance.random() < 0.8 else {"temperature": 1.0, "seed": count}
+            rig.add(f"r{count}", prompt + tokens(chance, chance.randint(0, 12)) or [1], chance.randint(1, 14), **sampling)
+            count += 1
+        rig.step()
+
+
+def assert_exact(rig: Rig) -> None:
+    worst = rig.differences()
+    assert max(worst.values()) < TOLERANCE, worst
+    assert rig.check_greedy() <= sum(len(turn.outputs) for turn in rig.turns.values()) / 10_000
+
+
+def test_storm_with_room(model: Any) -> None:
+    rig = Rig(model, blocks=200, block_size=16, budget=64)
+    storm(rig, seed=1)
+    assert_exact(rig)
+    hits = sum(turn.cached for turn in rig.turns.values())
+    assert hits > 0.3 * sum(len(turn.prompt) for turn in rig.turns.values())
+    assert any(turn.cached % 16 for turn in rig.turns.values()), "no partial tail was reused"
+    assert rig.engine.load().preemptions_total == 0
+
+
+def test_storm_in_a_small_pool_with_small_chunks(model: Any) -> None:
+    rig = Rig(model, blocks=30, block_size=8, budget=24, slots=12)
+    storm(rig, seed=2)
+    assert_exact(rig)
+    load = rig.engine.load()
+    assert load.preemptions_total > 0
+    assert load.evictions_total > 0
+    assert sum(turn.cached for turn in rig.turns.values()) > 0
+
+
+def test_control_one_corrupted_cached_block_is_noticed(model: Any) -> None:
+    """The comparison above would be worthless if it did not fail here."""
+    rig = Rig(model, blocks=64, block_size=16)
+    chance = random.Random(3)
+    first = rig.add("first", tokens(chance, 50), 6)
+    rig.run()
+    cached, blocks = rig.engine.locate(b"tenant root 16 b", first.ids)
+    assert cached == 55
+    rig.runner.pool.data[blocks[1]] += 0.05
+    rig.add("second", first.ids + tokens(chance, 5), 6)
+    rig.run()
+    worst = rig.differences()
+    assert worst["first"] < TOLERANCE
+    assert worst["second"] > 10 * TOLERANCE
+
+
+def test_greedy_equals_generate(model: Any) -> None:
+    prompt = tokens(random.Random(4), 37)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    rig = Rig(model, budget=11)
+    for name in ("cold", "warm"):
+        turn = rig.add(name, prompt, 40)
+        rig.run()
+        assert turn.outputs == expected
+    assert rig.turns["warm"].cached == 36
+    assert_exact(rig)
+
+
+def test_sampled_tokens_do_not_depend_on_company_or_chunks() -> None:
+    chance = random.Random(5)
+    prompts = [tokens(chance, chance.randint(5, 60)) for _ in range(6)]
+    alone: list[list[int]] = []
+    for at, prompt in enumerate(prompts):
+        rig = Rig(make_model("qwen2"))
+        alone.append(rig.add("r", prompt, 20, temperature=0.8, top_p=0.9, top_k=50, seed=at).outputs)
+        rig.run()
+    together = Rig(make_model("qwen2"), budget=17, block_size=4, blocks=120)
+    turns = [
+        together.add(f"r{at}", prompt, 20, temperature=0.8, top_p=0.9, top_k=50, seed=at)
+        for at, prompt in enumerate(prompts)
+    ]
+    together.run()
+    assert [turn.outputs for turn in turns] == alone
+
+
+def test_up_to_the_last_position_of_the_context(model: Any) -> None:
+    rig = Rig(model, budget=100)
+    turn = rig.add("r", tokens(random.Random(6), CONTEXT - 4), 1_000)
+    rig.run()
+    assert len(turn.ids) == CONTEXT
+    assert_exact(rig)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 32])
+def test_other_block_sizes(block_size: int) -> None:
+    rig = Rig(make_model("llama"), block_size=block_size, blocks=2400 // block_size, budget=40)
+    storm(rig, seed=7)
+    assert_exact(rig)
+
+
+def test_nan_of_one_request_does_not_spread() -> None:
+    """Blocks are reused without being wiped: what a broken sequence left in one must not reach another."""
+    rig = Rig(make_model("llama"), blocks=40)
+    rig.runner.pool.data.fill_(float("nan"))
+    chance = random.Random(8)
+    for at in range(6):
+        rig.add(f"r{at}", tokens(chance, 10 + 7 * at), 10)
+    rig.run()
+    assert_exact(rig)

@@ -1,0 +1,213 @@
+"""Small random models of every supported architecture, an engine that notes all logits, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kvproto.messages import Sampling
+from services.worker.block_pool import BlockPool
+from services.worker.detokenizer import IdDetokenizer
+from services.worker.engine import Engine
+from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.base import Drawn
+from services.worker.model.batch import RaggedBatch
+from services.worker.model.loader import adopt_model
+from services.worker.model.runner import TorchRunner
+from services.worker.model.sampler import sample
+from services.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from services.worker.scheduler import Scheduler
+from services.worker.sequence import SequenceSpec
+from services.worker.step_plan import Slice
+
+TOLERANCE = 1e-4
+VOCAB = 211
+CONTEXT = 256
+ROOT = b"tenant root 16 b"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+    "max_position_embeddings": CONTEXT, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=CONTEXT, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=None,
+    ),
+    "gpt2-scaled-by-layer": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=CONTEXT, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=None, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False,
+    ),
+    "llama": lambda: LlamaConfig(num_key_value_heads=4, **_COMMON),
+    "llama-3-rope-tied": lambda: LlamaConfig(
+        num_key_value_heads=2, tie_word_embeddings=True, head_dim=32,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+        **_COMMON,
+    ),
+    "qwen2": lambda: Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **_COMMON),
+    "qwen3": lambda: Qwen3Config(num_key_value_heads=2, head_dim=24, **_COMMON),
+    "mistral": lambda: MistralConfig(num_key_value_heads=1, sliding_window=None, **_COMMON),
+    "gemma": lambda: GemmaConfig(num_key_value_heads=1, head_dim=16, hidden_act="gelu_pytorch_tanh", **_COMMON),
+}  # fmt: skip
+
+
+def make_model(name: str) -> Any:
+    """A random fp32 model in evaluation mode; the same one each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    """What transformers computes for `ids` in one forward pass, `[len, vocab]`."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    logits: Tensor = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+    model.set_attn_implementation(ours)
+    return logits
+
+
+class NotingRunner(TorchRunner):
+    """Computes logits of every token it is fed, not only of those to draw, and notes them under what they follow.
+
+    The key is the whole history as the engine claims it: (sequence's ids up to the token).
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noted: list[tuple[Slice, Tensor]] = []
+
+    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        with torch.inference_mode():
+            batch = RaggedBatch.of(slices, self.block_size)
+            logits = self.logits(batch, np.arange(len(batch.ids)))
+            for first, part in zip(batch.first, slices, strict=True):
+                self.noted.append((part, logits[first : first + len(part.ids)]))
+            drawn = iter(sample(logits[torch.from_numpy(batch.rows)], batch.draws))
+        return [None if part.draw is None else next(drawn) for part in slices]
+
+
+@dataclass
+class Turn:
+    """One request and what came of it."""
+
+    prompt: list[int]
+    sampling: Sampling
+    outputs: list[int] = field(default_factory=list)
+    cached: int = -1
+    done: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.outputs
+
+
+class Rig:
+    """An engine over a model, its requests, and all logits it computed by (request, position)."""
+
+    def __init__(self, model: Any, *, blocks: int = 128, block_size: int = 16, budget: int = 512, slots: int = 64) -> None:
+        self.model = model
+        self.runner = NotingRunner(adopt_model(model), ReferenceBackend(), blocks, block_size)
+        self.pool = BlockPool(blocks, block_size)
+        self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots)
+        self.engine = Engine(self.runner, self.pool, self.scheduler, IdDetokenizer())
+        self.turns: dict[str, Turn] = {}
+        self.logits: dict[str, dict[int, Tensor]] = {}
+        self.fed = 0
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Turn:
+        turn = Turn(list(prompt), Sampling(max_tokens, **({"temperature": 0.0} | sampling)))
+        self.turns[name] = turn
+        self.logits[name] = {}
+        self.engine.add(SequenceSpec(name, 0, tuple(prompt), turn.sampling, ROOT))
+        return turn
+
+    def step(self) -> StepResult:
+        tables = {id(s.blocks): s.spec.request for s in self.scheduler.running}
+        result = self.engine.step()
+        for sequence in self.scheduler.running:
+            tables[id(sequence.blocks)] = sequence.spec.request
+        self.engine.check_integrity()
+        self.fed += result.fed_tokens
+        for output in result.outputs:
+            turn = self.turns[output.request]
+            match output:
+                case SequenceStarted():
+                    turn.cached = output.cached_tokens
+                case SequenceTokens():
+                    turn.outputs += output.ids
+                case SequenceFinished():
+                    turn.done = True
+                case _:
+                    raise AssertionError(output)
+        self._note(tables)
+        return result
+
+    def _note(self, tables: dict[int, str]) -> None:
+        for part, logits in self.runner.noted:
+            name = tables.get(id(part.blocks)) or self._finished_in_one_step(part)
+            for at in range(len(part.ids)):
+                self.logits[name][part.start + at] = logits[at]
+        self.runner.noted.clear()
+
+    def _finished_in_one_step(self, part: Slice) -> str:
+        """Admitted and finished in the same step: known by its tokens."""
+        return next(
+            name
+            for name, turn in self.turns.items()
+            if turn.done and turn.ids[part.start : part.end] == list(part.ids) and part.end == len(turn.ids) - 1
+        )
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def differences(self) -> dict[str, float]:
+        """Per request the largest absolute difference of any logit it computed from a plain forward pass."""
+        worst = {}
+        for name, turn in self.turns.items():
+            reference = plain_logits(self.model, turn.ids)
+            noted = self.logits[name]
+            assert set(noted) >= set(range(turn.cached, len(turn.ids) - 1)), "a token was neither cached nor computed"
+            worst[name] = max(
+                (logits - reference[position]).abs().max().item() for position, logits in noted.items()
+            )
+        return worst
+
+    def check_greedy(self) -> int:
+        """Greedy tokens are those of the plain forward pass unless its two best logits are closer than the tolerance.
+
+        Returns how many such ties there were.
+        """
+        ties = 0
+        for name, turn in self.turns.items():
+            if turn.sampling.temperature > 0:
+                continue
+            reference = plain_logits(self.model, turn.ids)[len(turn.prompt) - 1 : -1]
+            best = reference.topk(2, dim=-1)
+            for at, token in enumerate(turn.outputs):
+                if token != best.indices[at, 0]:
+                    assert best.values[at, 0] - best.values[at, 1] < TOLERANCE, f"{name}: token {at} is {token}"
+                    ties += 1
+        return ties

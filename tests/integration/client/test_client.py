@@ -1,0 +1,281 @@
+"""The client against real worker loops (fake model) over a real nats-server: streams survive what breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from kvproto import codec
+from kvproto.client import Client, Generation
+from kvproto.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvfleetError,
+    ModelNotFound,
+    NoWorkers,
+)
+from kvproto.messages import Finished, FinishReason, Sampling, Started, Tokens
+from kvproto.subjects import Subjects
+from tests.support.fake_fleet import FakeFleet
+
+PROMPT = tuple(range(100, 140))
+SAMPLING = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    yield fleet
+    await fleet.stop()
+
+
+@pytest.fixture
+async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
+    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
+    yield client
+    await client.close()
+
+
+async def ready(client: Client, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(list(client.members.view.ready())) < count:
+            await asyncio.sleep(0.02)
+
+
+async def collect(client: Client, generation: Generation) -> tuple[list[int], str, Started, Finished]:
+    ids: list[int] = []
+    text = ""
+    started: Started | None = None
+    async with client.generate(generation) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                assert event.index == len(ids)
+                ids += event.ids
+                text += "".join(event.text)
+            elif isinstance(event, Started):
+                started = event
+            else:
+                assert started is not None
+                return ids, text, started, event
+    raise AssertionError("no terminal event")
+
+
+async def test_a_request_and_its_repetition_from_the_cache(fleet: FakeFleet, client: Client) -> None:
+    await fleet.start("w0")
+    await ready(client, 1)
+    ids, text, started, finished = await collect(client, Generation("demo", SAMPLING, PROMPT))
+    assert len(ids) == 40
+    assert text
+    assert started.cached == {}
+    assert finished.reason is FinishReason.LENGTH
+    assert (finished.prompt_tokens, finished.output_tokens) == (40, 40)
+    again = await collect(client, Generation("demo", SAMPLING, PROMPT))
+    assert again[0] == ids
+    assert again[2].cached == {"device": 39}, "all but the last prompt token, which must be fed to get logits"
+    history = (*PROMPT, *ids, 7, 8, 9)
+    third = await collect(client, Generation("demo", SAMPLING, history))
+    assert third[2].cached_tokens == len(PROMPT) + len(ids) - 1, "generated tokens are reused too, exact to the token"
+    assert client.streams == 0
+    assert client.counters.fallback_total == 3, "no placement runs: the ring placed"
+
+
+async def test_a_killed_workers_stream_goes_on_elsewhere_with_the_same_tokens(
+    fleet: FakeFleet, client: Client
+) -> None:
+    for worker in ("w0", "w1"):
+        await fleet.start(worker, fake_tokens_per_s=200)
+    await ready(client, 2)
+    for sampling in (SAMPLING, replace(SAMPLING, temperature=0.9, seed=7)):
+        expected, expected_text, *_ = await collect(client, Generation("demo", sampling, PROMPT))
+        ids: list[int] = []
+        text = ""
+        killed = None
+        async with client.generate(Generation("demo", sampling, PROMPT)) as stream:
+            async for event in stream:
+                if isinstance(event, Tokens):
+                    ids += event.ids
+                    text += "".join(event.text)
+                    if len(ids) >= 10 and killed is None:
+                        killed = stream.worker
+                        assert killed is not None
+                        await fleet.workers[killed].kill()
+        assert ids == expected
+        assert text == expected_text
+        assert stream.attempts == 2
+        assert stream.worker != killed
+        await fleet.start(str(killed) + "b", fake_tokens_per_s=200)
+        async with asyncio.timeout(10):
+            while client.members.view.is_alive(str(killed)):
+                await asyncio.sleep(0.05)
+        await ready(client, 2)
+
+
+async def test_a_draining_worker_hands_its_streams_over(fleet: FakeFleet, client: Client) -> None:
+    for worker in ("w0", "w1"):
+        await fleet.start(worker, fake_tokens_per_s=40, drain_s=0.1)
+    await ready(client, 2)
+    drained: asyncio.Task[None] | None = None
+    ids: list[int] = []
+    async with client.generate(Generation("demo", SAMPLING, PROMPT)) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                ids += event.ids
+                if len(ids) >= 5 and drained is None:
+                    drained = asyncio.create_task(fleet.workers[str(stream.worker)].stop())
+    assert len(ids) == 40
+    assert stream.attempts == 2
+    assert drained is not None
+    await drained
+    alone = await collect(client, Generation("demo", SAMPLING, PROMPT))
+    assert alone[0] == ids
+
+
+async def test_lost_frames_are_asked_for_again(fleet: FakeFleet, client: Client) -> None:
+    worker = await fleet.start("w0", fake_tokens_per_s=400)
+    await ready(client, 1)
+    sent = 0
+    real_send = worker.loop.outbox.send
+
+    def lossy(subject: str, data: bytes) -> None:
+        nonlocal sent
+        if subject == client.inbox.batch:
+            sent += 1
+            if sent % 3 == 0:
+                return  # as NATS would: silently
+        real_send(subject, data)
+
+    worker.loop.outbox.send = lossy  # type: ignore[method-assign]
+    for _ in range(3):
+        ids, *_ = await collect(client, Generation("demo", SAMPLING, PROMPT))
+        assert len(ids) == 40
+    assert client.counters.resends_total > 0
+    assert client.counters.lost_total == 0
+
+
+async def test_cancel_frees_the_worker(fleet: FakeFleet, client: Client) -> None:
+    worker = await fleet.start("w0", fake_tokens_per_s=50)
+    await ready(client, 1)
+    stream = client.generate(Generation("demo", replace(SAMPLING, max_tokens=1000), PROMPT))
+    async for event in stream:
+        if isinstance(event, Tokens):
+            break
+    await stream.cancel()
+    with pytest.raises(Cancelled):
+        await stream.read()
+    async with asyncio.timeout(3):
+        while worker.loop.frames.running:
+            await asyncio.sleep(0.01)
+    load = await worker.thread.call(lambda engine: engine.load())
+    assert (load.running, load.waiting) == (0, 0)
+    assert load.blocks_used == 0
+    assert client.streams == 0
+
+
+async def test_a_slow_reader_is_paused_and_misses_nothing(fleet: FakeFleet, client: Client) -> None:
+    worker = await fleet.start("w0")
+    await ready(client, 1)
+    many = replace(SAMPLING, max_tokens=1500)
+    stream = client.generate(Generation("demo", many, PROMPT))
+    stream._limit = 100
+    async with asyncio.timeout(10):
+        while stream.paused_since is None:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    load = await worker.thread.call(lambda engine: engine.load())
+    assert load.running == 0, "a paused sequence takes part in no step"
+    ids: list[int] = []
+    async for event in stream:
+        if isinstance(event, Tokens):
+            ids += event.ids
+    assert len(ids) == 1500
+    assert (await collect(client, Generation("demo", many, PROMPT)))[0] == ids
+
+
+@pytest.mark.parametrize(
+    ("generation", "error", "field"),
+    [
+        (Generation("nobody", SAMPLING, PROMPT), ModelNotFound, "model"),
+        (Generation("demo", SAMPLING, tuple([5] * 5000)), ContextLengthExceeded, "prompt_ids"),
+        (Generation("demo", SAMPLING, (2**31,)), InvalidRequest, "prompt_ids"),
+        (Generation("demo", SAMPLING, PROMPT, worker="absent"), KvfleetError, "worker"),
+        (Generation("demo", replace(SAMPLING, max_tokens=20_000_000), PROMPT), InvalidRequest, "sampling.max_tokens"),
+        (Generation("demo", replace(SAMPLING, temperature=-1.0), PROMPT), InvalidRequest, "sampling.temperature"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    fleet: FakeFleet, client: Client, generation: Generation, error: type[KvfleetError], field: str
+) -> None:
+    await fleet.start("w0")
+    await ready(client, 1)
+    with pytest.raises(error) as caught:
+        await collect(client, generation)
+    assert caught.value.field == field
+
+
+async def test_no_worker_is_an_error_at_once_and_a_deadline_is_kept(fleet: FakeFleet, client: Client) -> None:
+    with pytest.raises((NoWorkers, ModelNotFound)):
+        await collect(client, Generation("demo", SAMPLING, PROMPT))
+    await fleet.start("w0", fake_tokens_per_s=20)
+    await ready(client, 1)
+    with pytest.raises(DeadlineExceeded):
+        await collect(client, Generation("demo", SAMPLING, PROMPT, deadline_s=0.5))
+
+
+async def test_random_bytes_on_every_subject_leave_a_worker_as_it_was(fleet: FakeFleet, client: Client) -> None:
+    worker = await fleet.start("w0")
+    await ready(client, 1)
+    await collect(client, Generation("demo", SAMPLING, PROMPT))
+    tasks, subscriptions = len(asyncio.all_tasks()), worker.connection.subscriptions
+    names = client.subjects
+    subjects = [
+        names.worker_generate("w0", "public"),
+        names.worker_cancel("w0"),
+        names.worker_resend("w0"),
+        names.worker_pause("w0"),
+        names.worker_admin("w0"),
+        names.blocks("w0"),
+        names.events("w0"),
+        names.heartbeat("w0"),
+        client.inbox.batch,
+        client.inbox.of("x"),
+    ]
+    garbage = [b"", b"\x00", b"\x01", b"\x01\xc1", b"\x01\x80", b"{}", bytes(range(256)), b"\x01" + b"\x91" * 600]
+    garbage.append(codec.encode(replace(Finished("r", 0, FinishReason.STOP, 1, 1), attempt=5)))
+    for subject in subjects:
+        for data in garbage:
+            await client.connection.publish(subject, data, reply=client.inbox.of("garbage"))
+    await client.connection.synced()
+    ids, *_ = await collect(client, Generation("demo", SAMPLING, PROMPT))
+    assert len(ids) == 40
+    await asyncio.sleep(0.2)
+    assert len(asyncio.all_tasks()) <= tasks
+    assert worker.connection.subscriptions == subscriptions
+    assert worker.loop.malformed_total > 0
+    load = await worker.thread.call(lambda engine: engine.load())
+    assert (load.running, load.waiting, load.blocks_used) == (0, 0, 0)
+
+
+async def test_another_tenants_cache_is_never_hit(fleet: FakeFleet, client: Client) -> None:
+    await fleet.start("w0")
+    await ready(client, 1)
+    await collect(client, Generation("demo", SAMPLING, PROMPT, tenant="a"))
+    *_, started, _ = await collect(client, Generation("demo", SAMPLING, PROMPT, tenant="b"))
+    assert started.cached_tokens == 0
+    *_, started, _ = await collect(client, Generation("demo", SAMPLING, PROMPT, tenant="a"))
+    assert started.cached_tokens == 39
+
+
+async def test_many_streams_at_once(fleet: FakeFleet, client: Client) -> None:
+    for worker in ("w0", "w1", "w2"):
+        await fleet.start(worker, fake_tokens_per_s=20_000)
+    await ready(client, 3)
+    asked = [Generation("demo", SAMPLING, (*PROMPT, i, i + 1)) for i in range(100)]
+    results = await asyncio.gather(*(collect(client, one) for one in asked))
+    assert all(len(ids) == 40 for ids, *_ in results)
+    assert len({finished.worker for *_, finished in results}) == 3
+    assert client.streams == 0

@@ -1,0 +1,322 @@
+"""deploy/nats: each role does its real work through kvproto's own classes, and nothing beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import nkeys
+import pytest
+import pytest_asyncio
+
+from kvproto.buckets import Bucket, ensure_buckets
+from kvproto.connection import Connection
+from kvproto.errors import AuthenticationFailed, KvfleetError, Unavailable
+from kvproto.ids import new_epoch
+from kvproto.members import Lease, Members
+from kvproto.messages import MemberRecord, Role, State, WorkerRecord
+from kvproto.subjects import Subjects
+from kvproto.testing.fixtures import ConfiguredNats
+
+DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
+S = Subjects()
+READERS = ("ingress", "placement", "worker", "producer-public", "producer-acme")
+
+
+def worker_record(worker: str, **changes: Any) -> WorkerRecord:
+    fields: dict[str, Any] = {
+        "id": worker,
+        "epoch": new_epoch(),
+        "lease": "",
+        "state": State.READY,
+        "model": "m",
+        "address": "127.0.0.1:1",
+        "host": "h",
+        "pid": 1,
+        "versions": (1, 1),
+    }
+    return WorkerRecord(**fields | changes)
+
+
+def member_record(role: Role, member: str) -> MemberRecord:
+    return MemberRecord(member, new_epoch(), "", State.READY, role, "h", 1, (1, 1))
+
+
+@pytest_asyncio.fixture
+async def admin(connect_as: Any) -> AsyncIterator[Connection]:
+    """Has set the fleet up: the buckets exist, and are empty when the test begins."""
+    connection = await connect_as("admin")
+    await ensure_buckets(connection, S)
+    for bucket in (S.members_bucket, S.sessions_bucket, S.keys_bucket):
+        await connection.raw.jetstream().purge_stream(f"KV_{bucket}")
+    yield connection
+
+
+async def until(true: Any, timeout_s: float = 3.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "did not come true in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_worker_keeps_its_lease(admin: Connection, connect_as: Any) -> None:
+    bucket = await Bucket.open(await connect_as("worker"), S.members_bucket)
+    lease = Lease(bucket, worker_record("w1"))
+    await lease.register()
+    await lease.renew()
+    await lease.set(worker_record("w1", state=State.DRAINING))
+    assert (await bucket.get("worker.w1")).value is not None
+    await lease.release()
+    assert (await bucket.get("worker.w1")).value is None
+
+
+@pytest.mark.parametrize(("user", "role"), [("ingress", Role.INGRESS), ("placement", Role.PLACEMENT)])
+async def test_members_without_blocks_keep_theirs(admin: Connection, connect_as: Any, user: str, role: Role) -> None:
+    bucket = await Bucket.open(await connect_as(user), S.members_bucket)
+    lease = Lease(bucket, member_record(role, "x1"))
+    await lease.register()
+    await lease.renew()
+    await lease.release()
+    assert (await bucket.get(f"{role.value}.x1")).value is None
+
+
+async def test_every_role_that_follows_members_sees_a_worker_come_and_go(admin: Connection, connect_as: Any) -> None:
+    bucket = await Bucket.open(await connect_as("worker"), S.members_bucket)
+    early = Lease(bucket, worker_record("early"))
+    await early.register()
+    followed = [Members(await connect_as(user), S) for user in READERS]
+    await asyncio.gather(*(members.start() for members in followed))
+    try:
+        for members in followed:
+            assert members.view.is_alive("early")
+            assert members.ring("m").owner("any key") == "early"
+        late = Lease(bucket, worker_record("late"))
+        await late.register()
+        await until(lambda: all(members.view.is_alive("late") for members in followed))
+        await late.release()
+        await until(lambda: not any(members.view.is_alive("late") for members in followed))
+    finally:
+        for members in followed:
+            await members.stop()
+
+
+async def test_placement_drops_a_dead_worker(admin: Connection, connect_as: Any) -> None:
+    bucket = await Bucket.open(await connect_as("worker"), S.members_bucket)
+    await Lease(bucket, worker_record("w1")).register()
+    members = Members(await connect_as("placement"), S)
+    await members.start()
+    await members.drop("w1")
+    await until(lambda: not members.view.is_alive("w1"))
+    assert (await bucket.get("worker.w1")).value is None
+    await members.stop()
+
+
+async def test_ingress_owns_sessions(admin: Connection, connect_as: Any) -> None:
+    bucket = await Bucket.open(await connect_as("ingress"), S.sessions_bucket)
+    revision = await bucket.update("public.s", b"head", 0)
+    await bucket.put("public.s.0", b"ids")
+    watch = await bucket.watch("public.s.>")
+    async for entry in watch.entries():
+        assert entry is not None
+        assert (entry.key, entry.value) == ("public.s.0", b"ids")
+        break
+    await watch.stop()
+    await bucket.delete("public.s", await bucket.update("public.s", b"head 2", revision))
+    assert (await bucket.get("public.s")).value is None
+
+
+async def test_only_the_worker_reads_keys_and_only_the_admin_writes_them(admin: Connection, connect_as: Any) -> None:
+    await (await Bucket.open(admin, S.keys_bucket)).put("k", b"secret")
+    worker = await Bucket.open(await connect_as("worker"), S.keys_bucket)
+    assert (await worker.get("k")).value == b"secret"
+    watch = await worker.watch()
+    assert [entry.value if entry else None async for entry in _first(watch.entries(), 2)] == [b"secret", None]
+    await watch.stop()
+
+    async def refused(user: str) -> None:
+        with pytest.raises(Unavailable):
+            await Bucket.open(await connect_as(user), S.keys_bucket)
+
+    async def cannot_write() -> None:
+        with pytest.raises(Unavailable):
+            await worker.put("k", b"mine")
+
+    await asyncio.gather(*(refused(user) for user in READERS if user != "worker"), cannot_write())
+    assert (await worker.get("k")).value == b"secret"
+
+
+async def test_producer_cannot_touch_records(admin: Connection, connect_as: Any) -> None:
+    producer = await connect_as("producer-acme")
+    members = await Bucket.open(producer, S.members_bucket)
+    attempts = (
+        members.put("worker.w1", b"forged"),
+        Bucket.open(producer, S.sessions_bucket),
+        ensure_buckets(producer, Subjects("mine")),
+    )
+    results = await asyncio.gather(*(asyncio.wait_for(a, 2.5) for a in attempts), return_exceptions=True)
+    assert [isinstance(result, KvfleetError | TimeoutError) for result in results] == [True] * 3
+    assert (await (await Bucket.open(admin, S.members_bucket)).get("worker.w1")).value is None
+
+
+async def test_answers_reach_whoever_may_ask(admin: Connection, connect_as: Any) -> None:
+    worker, placement = await connect_as("worker"), await connect_as("placement")
+
+    async def answer_as(connection: Connection, subject: str) -> None:
+        async def answer(message: Any) -> None:
+            for chunk in (b"1", b"2", b"3"):
+                await connection.publish(message.reply, chunk)
+
+        await connection.subscribe(subject, answer)
+        await connection.synced()
+
+    await answer_as(worker, S.worker_admin("w1"))
+    await answer_as(worker, S.blocks("w1"))
+    await answer_as(worker, S.worker_generate_all("w1"))
+    await answer_as(placement, S.place_all())
+    await answer_as(placement, S.generate_all())
+    await answer_as(placement, S.placement_stats())
+    for user, subject in (
+        ("ingress", S.worker_admin("w1")),
+        ("ingress", S.worker_generate("w1", "acme")),
+        ("ingress", S.place("acme", "m")),
+        ("ingress", S.placement_stats()),
+        ("placement", S.worker_admin("w1")),
+        ("placement", S.blocks("w1")),
+        ("placement", S.worker_generate("w1", "acme")),
+        ("producer-acme", S.place("acme", "m")),
+        ("producer-acme", S.generate("acme", "m")),
+        ("producer-acme", S.worker_generate("w1", "acme")),
+        ("admin", S.worker_admin("w1")),
+        ("admin", S.placement_stats()),
+    ):
+        asking = await connect_as(user)
+        received: list[bytes] = []
+
+        async def receive(message: Any, received: list[bytes] = received) -> None:
+            received.append(message.data)
+
+        inbox = f"{asking.inbox_prefix}.chunks"
+        await asking.subscribe(inbox, receive)
+        await asking.publish(subject, b"", reply=inbox)
+        await until(lambda received=received: len(received) == 3)
+        assert received == [b"1", b"2", b"3"], (user, subject)
+
+
+async def test_a_chosen_reply_subject_is_no_way_to_write_elsewhere(admin: Connection, connect_as: Any) -> None:
+    """A producer names a record, or another tenant's subject, as its reply: the answer is refused, not written."""
+    placement, worker = await connect_as("placement"), await connect_as("worker")
+    asked = asyncio.Event()
+    stolen: list[str] = []
+
+    async def answer(message: Any) -> None:
+        connection = placement if ".place." in message.subject else worker
+        await connection.publish(message.reply, b"answer")
+        asked.set()
+
+    async def steal(message: Any) -> None:
+        stolen.append(message.subject)
+
+    await placement.subscribe(S.place_all(), answer)
+    await worker.subscribe(S.worker_generate_all("w1"), answer)
+    targets = (f"$KV.{S.sessions_bucket}.acme.s", f"$KV.{S.keys_bucket}.k", S.place("acme", "m"), "something.else")
+    await admin.subscribe("something.else", steal)
+    await admin.subscribe(S.place("acme", "m"), steal)
+    await asyncio.gather(placement.synced(), worker.synced(), admin.synced())
+    producer = await connect_as("producer-public")
+    for subject in (S.place("public", "m"), S.worker_generate("w1", "public")):
+        for target in targets:
+            asked.clear()
+            await producer.publish(subject, b"", reply=target)
+            await asyncio.wait_for(asked.wait(), 2)
+    await asyncio.gather(placement.synced(), worker.synced(), admin.synced())
+    assert stolen == []
+    for bucket, key in ((S.sessions_bucket, "acme.s"), (S.keys_bucket, "k")):
+        assert (await (await Bucket.open(admin, bucket)).get(key)).value is None
+
+
+async def test_sys_hears_a_client_vanish_by_name(roles: Any, connect_as: Any) -> None:
+    system = await connect_as("sys")
+    gone: list[bytes] = []
+
+    async def receive(message: Any) -> None:
+        gone.append(message.data)
+
+    await system.subscribe("$SYS.ACCOUNT.*.DISCONNECT", receive)
+    await system.synced()
+    worker = await roles.connect("worker", "w77")
+    worker.raw._transport._io_writer.transport.abort()
+    try:
+        await until(lambda: any(b'"worker-w77"' in data for data in gone))
+    finally:
+        await worker.close()
+
+
+async def test_wrong_credentials_are_refused(roles: Any) -> None:
+    async def refused(user: str | None, password: str | None) -> None:
+        with pytest.raises(AuthenticationFailed):
+            await Connection.open(
+                roles.url, name="x", inbox_prefix="_x", user=user, password=password, connect_timeout_s=1.0
+            )
+
+    development = [(user, user) for user in roles.inboxes]
+    await asyncio.gather(
+        *(refused(user, password) for user, password in [*development, ("worker", ""), ("nobody", "x"), (None, None)])
+    )
+
+
+async def test_nkeys_instead_of_a_password(nats_with_config: ConfiguredNats, roles: Any, tmp_path: Path) -> None:
+    """The variant of README.md: the worker's user and password lines give way to its public nkey."""
+    seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
+    public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+    shutil.copytree(DEPLOY, tmp_path / "nats")
+    role = tmp_path / "nats" / "roles" / "worker.conf"
+    text, replaced = re.subn(r"  user: worker\n  password: .*\n", f"  nkey: {public}\n", role.read_text())
+    assert replaced == 1
+    role.write_text(text)
+    environment = dict(line.split("=", 1) for line in (DEPLOY / "dev.env").read_text().splitlines() if "=" in line)
+    environment = {name: value.strip('"') for name, value in environment.items() if name.startswith("KVF_")}
+    server = nats_with_config(tmp_path / "nats" / "nats-server.conf", environment)
+    try:
+        connection = await Connection.open(
+            server.url, name="worker-w1", inbox_prefix="_wrk.w1", nkey_seed=seed.decode()
+        )
+        await connection.subscribe(S.worker_admin("w1"), _ignore)
+        await connection.synced()
+        assert connection.errors_total == 0
+        await connection.subscribe(S.events_all(), _ignore)
+        await connection.synced()
+        assert connection.errors_total == 1
+        await connection.close()
+    finally:
+        server.stop()
+
+
+def test_dev_env_names_every_variable_of_the_configuration() -> None:
+    files = [*DEPLOY.glob("*.conf"), *DEPLOY.glob("roles/*.conf")]
+    used = {name for file in files for name in re.findall(r"\$(KVF_\w+)", file.read_text())}
+    given = set(re.findall(r"^(KVF_\w+)=", (DEPLOY / "dev.env").read_text(), re.MULTILINE))
+    assert used == given
+
+
+def test_public_producer_is_the_template() -> None:
+    template = (DEPLOY / "roles" / "producer.conf.template").read_text()
+    assert template.replace("TENANT", "public") == (DEPLOY / "roles" / "producer-public.conf").read_text()
+
+
+async def _ignore(message: Any) -> None:
+    pass
+
+
+async def _first(entries: AsyncIterator[Any], count: int) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(entries):  # type: ignore[type-var]
+        async for entry in entries:
+            yield entry
+            count -= 1
+            if not count:
+                return

@@ -1,0 +1,360 @@
+"""Placement on a real NATS server: decisions, forwarding, lost workers, garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_fleet import MODEL, BareProducer, StartPlacement, StartWorker, fleet_on
+
+from kvproto import codec
+from kvproto.affinity import ring_key
+from kvproto.buckets import Bucket
+from kvproto.client import read_placement
+from kvproto.connection import Connection
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NotFound, NoWorkers
+from kvproto.messages import Load, PlacementStats, PlaceRequest
+from kvproto.subjects import Subjects, request_inbox
+from kvproto.testing.fixtures import ProcessFactory
+from services.placement.loop import PlacementLoop
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+async def knows(loop: PlacementLoop, *workers: str) -> None:
+    await until(lambda: set(loop.core.fleet.workers) == set(workers))
+
+
+async def place(requester: Connection, subjects: Subjects, *, tenant: str = "public", **fields: Any) -> Any:
+    ask = PlaceRequest(**({"request": "r1", "model": MODEL, "prompt_ids": (1, 2, 3)} | fields))
+    reply = await requester.request(subjects.place(tenant, MODEL), codec.encode(ask), 1.0)
+    return read_placement(reply.data)
+
+
+class TestPlace:
+    async def test_answers_with_the_rings_worker(
+        self, start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
+    ) -> None:
+        for worker in ("w1", "w2", "w3"):
+            await start_worker(worker)
+        loop = await start_placement("ring")
+        for i in range(20):
+            placement = await place(requester, fleet_buckets, request=f"r{i}", prompt_ids=(i,), tenant="acme")
+            key = ring_key("acme", session=None, prompt_ids=(i,))  # the tenant of the subject
+            assert placement.worker == loop.members.ring(MODEL).owner(key)
+            assert (placement.policy, placement.placement) == ("ring", loop.core.placement)
+        assert (loop.decisions_total, loop.booked) == (20, 20)
+        assert loop.decision_seconds_total / loop.decisions_asked_total < 0.001
+        await until(lambda: loop.booked == 0)  # heartbeats take over
+
+    async def test_errors_come_back_as_errors(
+        self, start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
+    ) -> None:
+        await start_placement()
+        with pytest.raises(ModelNotFound):
+            await place(requester, fleet_buckets)
+        worker = await start_worker("w1")
+        with pytest.raises(InvalidRequest) as error:
+            await place(requester, fleet_buckets, policy="best")
+        assert error.value.field == "policy"
+        with pytest.raises(NotFound):
+            await place(requester, fleet_buckets, policy="direct", worker="w9")
+        with pytest.raises(InvalidRequest) as error:
+            await place(requester, fleet_buckets, model="other")
+        assert error.value.field == "model"
+        await worker.stop()
+        await asyncio.sleep(0.1)
+        with pytest.raises(NoWorkers):
+            await place(requester, fleet_buckets)
+
+    async def test_replicas_share_the_work_and_each_tells_its_part(
+        self, start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
+    ) -> None:
+        await start_worker("w1")
+        loops = [await start_placement(), await start_placement()]
+        for i in range(40):
+            await place(requester, fleet_buckets, request=f"r{i}")
+        assert sum(loop.decisions_total for loop in loops) == 40
+        assert all(loop.decisions_total for loop in loops)
+        told: list[PlacementStats] = []
+
+        async def hear(message: Any) -> None:
+            told.append(codec.decode(PlacementStats, message.data))
+
+        await requester.subscribe("_ing.test.stats", hear)
+        await requester.publish(fleet_buckets.placement_stats(), b"", reply="_ing.test.stats")
+        await until(lambda: len(told) == 2)
+        assert {t.placement for t in told} == {loop.core.placement for loop in loops}
+        assert all(t.workers == ("w1",) for t in told)
+
+    async def test_reported_load_counts(
+        self, start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
+    ) -> None:
+        loop = await start_placement()
+        workers = {w: await start_worker(w) for w in ("w1", "w2")}
+        await knows(loop, "w1", "w2")
+        first = (await place(requester, fleet_buckets, session="s")).worker
+        workers[first].load = Load(waiting=30)
+        await until(lambda: loop.core.fleet.workers[first].requests == 30)
+        assert (await place(requester, fleet_buckets, request="r2", session="s")).worker != first
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "msgpack"])
+class TestGenerate:
+    async def test_a_worker_answers_the_producer_itself(
+        self, as_json: bool, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        loop = await start_placement()
+        worker = await start_worker("w1")
+        await knows(loop, "w1")
+        frames = await producer.generate(as_json=as_json, tenant="acme", prompt="hi", max_tokens=2, temperature=0)
+        assert [f["type"] for f in frames] == ["tokens", "finished"]
+        assert frames[0]["ids"] == [5, 6]
+        ((tenant, request, reply),) = worker.seen
+        assert tenant == "acme"
+        assert (request.prompt, request.watcher, request.attempt) == ("hi", loop.core.placement, 0)
+        assert reply.startswith(request_inbox(loop.inbox_prefix, request.request))
+        await until(lambda: loop.in_flight == 0)
+        assert (loop.forwarded_total, loop.producer_failures_total, loop.booked) == (1, 0, 0)
+
+    async def test_a_bad_field_is_named_in_kind(
+        self, as_json: bool, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        loop = await start_placement()
+        await start_worker("w1", "reject")
+        await knows(loop, "w1")
+        (frame,) = await producer.generate(as_json=as_json, prompt="", request="mine")
+        assert (frame["type"], frame["code"], frame["field"]) == ("failed", "invalid_request", "prompt")
+        assert frame["request"] == "mine"
+        (frame,) = await producer.generate(as_json=as_json, prompt="x", max_tokens=0)
+        assert frame["field"] == "max_tokens"
+        (frame,) = await producer.generate(as_json=as_json, prompt="x")  # the worker's own refusal
+        assert (frame["code"], frame.get("retryable", False)) == ("context_length_exceeded", False)
+        assert loop.in_flight == loop.booked == 0
+
+
+class TestLostWorker:
+    async def test_the_producer_hears_within_4_s_of_a_kill(
+        self, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        """Nothing tells but silence: no system account, and no other request runs into it."""
+        loop = await start_placement()
+        worker = await start_worker("w1", "hold")
+        await knows(loop, "w1")
+        inboxes = [(as_json, await producer.ask(as_json=as_json, prompt="hi")) for as_json in (True, False)]
+        await until(lambda: loop.forwarded_total == 2)
+        await worker.kill()
+        killed = time.monotonic()
+        await until(lambda: loop.in_flight == 0, 4.0)
+        assert time.monotonic() - killed < 4.0
+        for as_json, inbox in inboxes:
+            (frame,) = await producer.frames(inbox, as_json=as_json)
+            assert (frame["type"], frame["code"], frame["retryable"]) == ("failed", "worker_lost", True)
+        assert (loop.booked, loop.producer_failures_total) == (0, 2)
+
+    async def test_with_a_system_account_at_once(
+        self, nats_process: ProcessFactory, tmp_path: Path, namespace: str
+    ) -> None:
+        config = tmp_path / "nats.conf"
+        config.write_text(
+            """
+            accounts {
+              FLEET { jetstream: enabled, users: [ { user: fleet, password: fleet } ] }
+              SYS { users: [ { user: sys, password: sys } ] }
+            }
+            system_account: SYS
+            no_auth_user: fleet
+            """
+        )
+        server = nats_process(config)
+        async with fleet_on(server.url, Subjects(namespace), system_user="sys") as fleet:
+            worker = await fleet.start_worker("w1", "hold")
+            await knows(fleet.loop, "w1")
+            inbox = await fleet.producer.ask(as_json=True, prompt="hi")
+            await until(lambda: fleet.loop.forwarded_total == 1)
+            await worker.kill()
+            killed = time.monotonic()
+            await until(lambda: fleet.loop.in_flight == 0 and not fleet.loop.core.fleet.workers)
+            assert time.monotonic() - killed < 1.0
+            (frame,) = await fleet.producer.frames(inbox, as_json=True)
+            assert frame["code"] == "worker_lost"
+
+    async def test_an_outage_of_nats_loses_no_accepted_request(
+        self, nats_process: ProcessFactory, namespace: str
+    ) -> None:
+        server = nats_process()
+        async with fleet_on(server.url, Subjects(namespace)) as fleet:
+            worker = await fleet.start_worker("w1", "hold")
+            await knows(fleet.loop, "w1")
+            inbox = await fleet.producer.ask(as_json=True, prompt="hi")
+            await until(lambda: fleet.loop.forwarded_total == 1)
+            await asyncio.to_thread(server.kill)
+            await asyncio.sleep(3.6)  # longer than any sign of life stays fresh
+            await asyncio.to_thread(server.start)
+            await until(lambda: worker.connection.is_connected and fleet.loop.members._connection.is_connected)
+            await asyncio.sleep(0.5)
+            assert fleet.loop.in_flight == 1
+            ((_, request, reply),) = worker.seen
+            await worker.finish(request, reply)
+            await until(lambda: fleet.loop.in_flight == 0)
+            assert [f["type"] for f in await fleet.producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
+            assert fleet.loop.producer_failures_total == 0
+
+
+class TestNextWorker:
+    @pytest.mark.parametrize("bad", ["deaf", "silent", "refuse"])
+    async def test_takes_what_the_first_does_not(
+        self, bad: str, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        loop = await start_placement("round_robin")
+        first = await start_worker("w1", bad)
+        second = await start_worker("w2")
+        await knows(loop, "w1", "w2")
+        began = time.monotonic()
+        inbox = await producer.ask(as_json=True, prompt="hi")
+        await until(lambda: bool(second.seen))
+        took = time.monotonic() - began
+        assert took < (0.15 if bad == "silent" else 0.045)
+        frames = await producer.frames(inbox, as_json=True)
+        assert [(f["type"], f["attempt"]) for f in frames] == [("tokens", 1), ("finished", 1)]
+        if bad == "deaf":  # a 503 is followed by a ping, and a second 503 by the end of the record
+            await knows(loop, "w2")
+        if bad == "silent":  # it wakes
+            _, request, reply = first.seen[0]
+            await first.accept(request, reply)
+            await until(lambda: bool(first.cancelled))
+            assert (first.cancelled[0].request, first.cancelled[0].attempt) == (request.request, 0)
+        assert loop.in_flight == 0
+
+    async def test_nobody_takes_it(
+        self, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        loop = await start_placement()
+        for worker, behaviour in (("w1", "silent"), ("w2", "refuse")):
+            await start_worker(worker, behaviour)
+        await knows(loop, "w1", "w2")
+        (frame,) = await producer.generate(as_json=True, prompt="hi")
+        assert (frame["code"], frame["retryable"]) == ("no_workers", True)
+        assert loop.in_flight == loop.booked == 0
+
+
+class TestRestart:
+    async def test_what_the_former_life_accepted_is_lost_once(
+        self, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        loop = await start_placement()
+        worker = await start_worker("w1", "hold")
+        await knows(loop, "w1")
+        inbox = await producer.ask(as_json=True, prompt="hi")
+        await until(lambda: loop.forwarded_total == 1)
+        await worker.kill()
+        await asyncio.sleep(0.01)  # epochs of two lives differ by a millisecond at least
+        await start_worker("w1")
+        (frame,) = await producer.frames(inbox, as_json=True, timeout_s=1.0)
+        assert frame["code"] == "worker_lost"
+        assert len(await producer.generate(as_json=True, prompt="hi")) == 2
+
+
+class TestGarbage:
+    async def test_leaves_nothing_behind_and_hurts_nobody(
+        self,
+        start_placement: StartPlacement,
+        start_worker: StartWorker,
+        requester: Connection,
+        producer: BareProducer,
+        fleet_buckets: Subjects,
+    ) -> None:
+        loop = await start_placement()
+        await start_worker("w1")
+        await knows(loop, "w1")
+        await until(lambda: loop.tasks == 1)  # the lease
+        bodies = [b"", b"\x01", b"{", b"\x01\x80", b"\x81\xa6prompt\xc0", *(os.urandom(n) for n in (3, 40, 400))]
+        subjects = [
+            fleet_buckets.place("public", MODEL),
+            fleet_buckets.generate("public", MODEL),
+            f"{fleet_buckets.namespace}.place.a%b.demo",
+            f"{fleet_buckets.namespace}.generate.public.m$x",
+        ]
+        for subject in subjects:
+            for body in bodies:
+                reply = await requester.request(subject, body, 1.0) if ".place." in subject else None
+                if reply is not None:
+                    with pytest.raises(KvfleetError) as error:
+                        read_placement(reply.data)
+                    assert not isinstance(error.value, CodecError) or error.value.message
+                else:
+                    message = await producer.nc.request(subject, body, timeout=1.0)
+                    assert message.data
+        silent = [
+            fleet_buckets.heartbeat("w1"),
+            fleet_buckets.heartbeat("w9"),
+            fleet_buckets.placement_stats(),
+            request_inbox(loop.inbox_prefix, "r1"),
+            f"{request_inbox(loop.inbox_prefix, 'r1')}.0",
+            f"{request_inbox(loop.inbox_prefix, 'r1')}.x.y.z",
+            *subjects[:2],
+        ]
+        for subject in silent:
+            for body in bodies:
+                await requester.publish(subject, body)
+                await requester.publish(subject, body, reply=fleet_buckets.worker_cancel("w1"))
+        bucket = await Bucket.open(requester, fleet_buckets.members_bucket)
+        for key in ("worker.w7", "placement.p7", "nonsense.x"):
+            await bucket.put(key, os.urandom(40))
+        assert [f["type"] for f in await producer.generate(as_json=True, prompt="hi")] == ["tokens", "finished"]
+        assert (await place(requester, fleet_buckets)).worker == "w1"
+        await until(lambda: loop.tasks == 1)
+        assert loop.in_flight == 0
+        assert loop.malformed_total > 0
+        assert loop.ignored_total >= 2 * 2 * len(bodies)
+        assert loop.internal_errors_total == 0
+
+    async def test_a_prompt_that_nats_cannot_carry_on_is_refused(
+        self, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+    ) -> None:
+        loop = await start_placement()
+        worker = await start_worker("w1")
+        await knows(loop, "w1")
+        (frame,) = await producer.generate(as_json=True, prompt="x" * (1024 * 1024 - 150))
+        assert (frame["code"], frame["field"]) == ("payload_too_large", "prompt")
+        assert not worker.seen
+        assert loop.in_flight == 0
+
+
+class TestStop:
+    async def test_finishes_what_it_accepted_and_takes_no_more(
+        self,
+        start_placement: StartPlacement,
+        start_worker: StartWorker,
+        producer: BareProducer,
+        requester: Connection,
+        fleet_buckets: Subjects,
+    ) -> None:
+        loop = await start_placement()
+        worker = await start_worker("w1", "hold")
+        await knows(loop, "w1")
+        bucket = await Bucket.open(requester, fleet_buckets.members_bucket)
+        assert (await bucket.get(f"placement.{loop.core.placement}")).value is not None
+        inbox = await producer.ask(as_json=True, prompt="hi")
+        await until(lambda: loop.forwarded_total == 1)
+        stopping = asyncio.create_task(loop.stop(grace_s=3.0))
+        await asyncio.sleep(0.3)
+        assert not stopping.done()
+        assert (await bucket.get(f"placement.{loop.core.placement}")).value is None
+        with pytest.raises(KvfleetError):  # nobody listens
+            await place(requester, fleet_buckets)
+        ((_, request, reply),) = worker.seen
+        await worker.finish(request, reply)
+        await asyncio.wait_for(stopping, 1.0)
+        assert [f["type"] for f in await producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
+        assert loop.tasks == 0

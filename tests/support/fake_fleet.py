@@ -1,0 +1,93 @@
+"""A fleet of real worker loops around the fake runner, inside the test's own event loop.
+
+Everything but the model is the product: wire, leases, frames, engine, engine thread. A worker can be killed as SIGKILL
+would (its connection drops, nothing is released) or frozen as SIGSTOP would (it stays subscribed and says nothing).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvproto.buckets import Bucket
+from kvproto.connection import Connection
+from kvproto.members import Lease
+from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
+from services.worker.bundle import read_bundle
+from services.worker.engine_factory import build_engine
+from services.worker.engine_thread import EngineThread
+from services.worker.loop import WorkerLoop
+from services.worker.main import assemble, worker_record
+from services.worker.model_folder import DEMO_FOLDER
+from services.worker.settings import WorkerSettings
+
+
+@dataclass
+class FakeWorker:
+    id: str
+    connection: Connection
+    loop: WorkerLoop
+    thread: EngineThread
+    fatal: list[str] = field(default_factory=list)
+    dead: bool = False
+
+    async def kill(self) -> None:
+        """As SIGKILL: the socket closes, the record stays until it expires."""
+        self.dead = True
+        for task in self.loop._tasks:
+            task.cancel()
+        self.connection._closing = True
+        if self.connection._watchdog is not None:
+            self.connection._watchdog.cancel()
+        transport = self.connection.raw._transport._io_writer.transport  # type: ignore[union-attr]
+        self.connection.raw.options["allow_reconnect"] = False
+        transport.abort()
+        await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
+
+    async def stop(self) -> None:
+        if self.dead:
+            return
+        self.dead = True
+        await self.loop.drain()
+        await self.loop.stop()
+        await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
+        await self.connection.close()
+
+
+class FakeFleet:
+    """Starts and stops fake workers on one NATS server and namespace."""
+
+    def __init__(self, nats_url: str, subjects: Subjects, folder: Path = DEMO_FOLDER) -> None:
+        self.nats_url = nats_url
+        self.subjects = subjects
+        self.folder = folder
+        self.workers: dict[str, FakeWorker] = {}
+
+    async def start(self, worker: str, **settings: Any) -> FakeWorker:
+        chosen = WorkerSettings(
+            id=worker,
+            nats_url=self.nats_url,
+            namespace=self.subjects.namespace,
+            runner="fake",
+            **{"blocks": 1024, "drain_s": 0.5, **settings},
+        )
+        name = chosen.served_model_name or "demo"
+        bundle = read_bundle(self.folder, name, load_format="auto", dtype="auto", block_size=chosen.block_size)
+        connection = await Connection.open(
+            self.nats_url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
+        )
+        bucket = await Bucket.open(connection, self.subjects.members_bucket)
+        lease = Lease(bucket, worker_record(chosen, worker, name, bundle))
+        fatal: list[str] = []
+        loop, thread = assemble(
+            chosen, connection, self.subjects, lease, build_engine(chosen, self.folder, bundle), bundle, fatal.append
+        )
+        thread.start()
+        await loop.start()
+        self.workers[worker] = FakeWorker(worker, connection, loop, thread, fatal)
+        return self.workers[worker]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))

@@ -1,0 +1,403 @@
+"""The codec: every message there and back, and nothing but named errors for bytes that are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+from enum import StrEnum
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto import codec
+from kvproto import messages as m
+from kvproto.codec_types import Ids, Range
+from kvproto.errors import CodecError, InvalidRequest, UnknownEnumValue, VersionMismatch
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+u32 = st.integers(0, 2**32 - 1)
+hashes = st.binary(min_size=16, max_size=16)
+
+
+def values(hint: Any, bounds: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Values that the annotation allows, its bounds included."""
+    if get_origin(hint) is Annotated:
+        hint, *extra = get_args(hint)
+        return values(hint, tuple(extra))
+    limits = {type(bound): bound for bound in bounds}
+    if Ids in limits:
+        return st.lists(u32, max_size=5).map(tuple)
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = [arg for arg in get_args(hint) if arg is not type(None)]
+        return st.none() | values(inner)
+    if get_origin(hint) is tuple:
+        return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
+    if get_origin(hint) is dict:
+        return st.dictionaries(text, values(get_args(hint)[1]), max_size=3)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return st.sampled_from(hint)
+    if dataclasses.is_dataclass(hint):
+        return instances(hint)
+    numbers = limits.get(Range, Range(-(2**63), 2**64 - 1))
+    if hint is int:
+        return st.integers(int(numbers.low), int(numbers.high))
+    if hint is float:
+        low, high = (numbers.low, numbers.high) if Range in limits else (None, None)
+        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+    if hint is bool:
+        return st.booleans()
+    if hint is bytes:
+        return st.binary(max_size=40)
+    assert hint is str, hint
+    return text
+
+
+def instances(kind: Any) -> st.SearchStrategy[Any]:
+    if kind is m.Tokens:
+        pieces = st.lists(st.tuples(u32, text), max_size=5)
+        return st.builds(
+            lambda request, attempt, choice, index, pieces: m.Tokens(
+                request, attempt, choice, index, tuple(i for i, _ in pieces), tuple(t for _, t in pieces)
+            ),
+            text, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**40), pieces,
+        )  # fmt: skip
+    if kind is m.BlockRun:
+        return st.builds(m.BlockRun, hashes, st.lists(hashes, max_size=4).map(tuple))
+    if kind is m.KvEvents:
+        changes = st.lists(instances(m.TierEvents), max_size=3).map(tuple)
+        return st.builds(m.KvEvents, text, st.integers(0, 2**63 - 1), changes)
+    hints = get_type_hints(kind, include_extras=True)
+    return st.builds(kind, **{field.name: values(hints[field.name]) for field in dataclasses.fields(kind)})
+
+
+MESSAGES = [
+    kind
+    for kind in vars(m).values()
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == m.__name__
+]
+EVENT_PARTS = {m.BlockRun, m.TierEvents, m.KvEvents}
+MAPPED = [kind for kind in MESSAGES if kind not in EVENT_PARTS]
+FRAMES = list(get_args(m.Frame))
+frames = st.one_of([instances(kind) for kind in FRAMES])
+
+by_name = pytest.mark.parametrize("kind", MAPPED, ids=lambda kind: kind.__name__)
+
+
+def test_messages_are_frozen_and_slotted() -> None:
+    for kind in MESSAGES:
+        assert kind.__dataclass_params__.frozen, kind
+        assert hasattr(kind, "__slots__"), kind
+
+
+# ---------------------------------------------------------------------------------------------- there and back
+
+
+@by_name
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_round_trip(kind: type, data: st.DataObject) -> None:
+    message = data.draw(instances(kind))
+    assert codec.decode(kind, codec.encode(message)) == message
+    assert codec.from_map(kind, codec.to_map(message)) == message
+    assert codec.from_map(kind, codec.to_map(message, packed=False)) == message
+
+
+@given(st.lists(frames, max_size=8))
+def test_frames_round_trip(sent: list[m.Frame]) -> None:
+    assert codec.decode_frames(codec.encode_frames(sent)) == sent
+
+
+@given(frames, st.booleans())
+def test_plain_frames_round_trip(frame: m.Frame, as_json: bool) -> None:
+    data = codec.encode_plain_frame(frame, as_json=as_json)
+    assert codec.decode_plain_frame(data, as_json=as_json) == frame
+    plain = json.loads(data) if as_json else msgpack.unpackb(data)
+    assert plain["type"] == type(frame).__name__.lower()
+    if isinstance(frame, m.Tokens):
+        assert plain["ids"] == list(frame.ids)
+
+
+@given(instances(m.KvEvents))
+def test_events_round_trip(events: m.KvEvents) -> None:
+    assert codec.decode_events(codec.encode_events(events)) == events
+
+
+@given(instances(m.ProducerRequest))
+def test_producers_may_write_json_or_msgpack_with_or_without_the_version(request: m.ProducerRequest) -> None:
+    plain = codec.to_map(request, packed=False)
+    in_json = json.dumps(plain).encode()
+    in_msgpack = msgpack.packb(plain)
+    assert codec.decode_plain(m.ProducerRequest, in_json, as_json=True) == request
+    assert codec.decode_plain(m.ProducerRequest, in_msgpack, as_json=False) == request
+    assert codec.decode_plain(m.ProducerRequest, bytes((codec.VERSION,)) + in_msgpack, as_json=False) == request
+
+
+# ---------------------------------------------------------------------------------------------- bytes that are none
+
+READERS = {
+    **{kind.__name__: (lambda data, kind=kind: codec.decode(kind, data)) for kind in MAPPED},
+    "frames": codec.decode_frames,
+    "events": codec.decode_events,
+    "plain msgpack": lambda data: codec.decode_plain(m.ProducerRequest, data, as_json=False),
+    "plain json": lambda data: codec.decode_plain(m.ProducerRequest, data, as_json=True),
+}
+every_reader = pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+
+
+def read_or_refuse(reader: Any, data: bytes) -> None:
+    try:
+        reader(data)
+    except CodecError as error:
+        assert error.code in ("malformed_message", "unknown_enum_value", "version_mismatch")
+        assert str(error)
+
+
+msgpack_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | text | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text | st.binary(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@every_reader
+@settings(max_examples=60, deadline=None)
+@given(noise=st.binary(max_size=80), shape=msgpack_values, versioned=st.booleans())
+def test_noise_gives_only_codec_errors(reader: Any, noise: bytes, shape: Any, versioned: bool) -> None:
+    prefix = bytes((codec.VERSION,)) if versioned else b""
+    read_or_refuse(reader, prefix + noise)
+    read_or_refuse(reader, prefix + msgpack.packb(shape))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_messages_give_only_codec_errors(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(MAPPED))
+    damaged = bytearray(codec.encode(data.draw(instances(kind))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    read_or_refuse(READERS[kind.__name__], bytes(damaged))
+    read_or_refuse(READERS[kind.__name__], bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_field_of_any_other_value_is_read_or_named(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(MAPPED))
+    plain = codec.to_map(data.draw(instances(kind)))
+    field = data.draw(st.sampled_from([field.name for field in dataclasses.fields(kind)]))
+    plain[field] = data.draw(msgpack_values)
+    try:
+        codec.decode(kind, bytes((codec.VERSION,)) + msgpack.packb(plain))
+    except CodecError as error:
+        assert error.field is not None
+        assert error.field.split(".")[0].split("[")[0].split(" ")[0] == field
+
+
+@given(st.lists(msgpack_values, max_size=8), st.integers(0, 6))
+def test_rows_of_any_shape_are_frames_or_refused(values: list[Any], tag: int) -> None:
+    data = bytes((codec.VERSION,)) + msgpack.packb([[tag, *values]])
+    read_or_refuse(codec.decode_frames, data)
+
+
+@given(st.binary(max_size=60) | msgpack_values.map(msgpack.packb), st.booleans())
+def test_an_unreadable_plain_frame_is_a_codec_error(noise: bytes, as_json: bool) -> None:
+    read_or_refuse(lambda data: codec.decode_plain_frame(data, as_json=as_json), noise)
+
+
+# ---------------------------------------------------------------------------------------------- readers of other versions
+
+
+@by_name
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_unknown_fields_are_ignored(kind: type, data: st.DataObject) -> None:
+    message = data.draw(instances(kind))
+    plain = codec.to_map(message) | {"field_of_a_later_version": {"a": [1, None]}}
+    assert codec.decode(kind, bytes((codec.VERSION,)) + msgpack.packb(plain)) == message
+
+
+@by_name
+def test_missing_fields_are_named_or_take_their_default(kind: type) -> None:
+    required = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if not required:
+        assert codec.from_map(kind, {}) == kind()
+        return
+    with pytest.raises(CodecError) as caught:
+        codec.from_map(kind, {})
+    assert caught.value.field == required[0]
+
+
+@given(st.lists(frames, min_size=1, max_size=3), st.integers(7, 255))
+def test_frames_of_a_later_kind_are_left_out(known: list[m.Frame], tag: int) -> None:
+    rows = msgpack.unpackb(codec.encode_frames(known)[1:])
+    later = bytes((codec.VERSION,)) + msgpack.packb([[tag, "x"], *rows, [tag]])
+    assert codec.decode_frames(later) == known
+
+
+@given(st.sampled_from([kind for kind in FRAMES if kind is not m.Tokens]).flatmap(instances))
+def test_longer_and_shorter_rows_are_read(frame: m.Frame) -> None:
+    """A later version appends fields; an earlier one stopped before those that have a default."""
+    (row,) = msgpack.unpackb(codec.encode_frames([frame])[1:])
+    longer = bytes((codec.VERSION,)) + msgpack.packb([[*row, "of a later version"]])
+    assert codec.decode_frames(longer) == [frame]
+    optional = [
+        f
+        for f in dataclasses.fields(frame)
+        if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+    ]
+    shorter = bytes((codec.VERSION,)) + msgpack.packb([row[: len(row) - len(optional)]])
+    (read,) = codec.decode_frames(shorter)
+    for field in dataclasses.fields(frame):
+        if field not in optional:
+            assert getattr(read, field.name) == getattr(frame, field.name)
+
+
+@pytest.mark.parametrize("version", [0, codec.VERSION + 1, 255])
+def test_other_versions_are_named(version: int) -> None:
+    data = bytes((version,)) + codec.encode(m.CancelRequest("r"))[1:]
+    with pytest.raises(VersionMismatch, match=f"version {version}, this reader accepts"):
+        codec.decode(m.CancelRequest, data)
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_common_version_is_the_lower_of_the_highest(low: int, high: int) -> None:
+    mine = codec.supported_versions()
+    overlap = range(max(low, mine[0]), min(high, mine[1]) + 1)
+    if overlap:
+        assert codec.common_version((low, high)) == overlap[-1]
+    elif low <= high:
+        with pytest.raises(VersionMismatch):
+            codec.common_version((low, high))
+
+
+def test_unknown_enum_value_is_named_with_its_choices() -> None:
+    plain = codec.to_map(m.Heartbeat("w", "e", m.State.READY)) | {"state": "asleep"}
+    with pytest.raises(UnknownEnumValue, match=r"state: 'asleep' is none of starting, ready, draining, dead") as caught:
+        codec.from_map(m.Heartbeat, plain)
+    assert caught.value.field == "state"
+
+
+# ---------------------------------------------------------------------------------------------- bounds
+
+
+def producer(**fields: Any) -> m.ProducerRequest:
+    return codec.decode_plain(m.ProducerRequest, json.dumps(fields).encode(), as_json=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens", r"must be within \[1, 16777216\], got 0"),
+        ({"max_tokens": 2**30}, "max_tokens", "must be within"),
+        ({"max_tokens": 1.5}, "max_tokens", "expected int, got float"),
+        ({"max_tokens": True}, "max_tokens", "expected int, got bool"),
+        ({"temperature": -0.1}, "temperature", r"must be within \[0.0, 100.0\], got -0.1"),
+        ({"temperature": "hot"}, "temperature", "expected float, got str"),
+        ({"top_p": 1.01}, "top_p", "must be within"),
+        ({"top_k": -1}, "top_k", "must be within"),
+        ({"prompt": 7}, "prompt", "expected str, got int"),
+        ({"prompt_ids": "abc"}, "prompt_ids", "expected token ids, got str"),
+        ({"prompt_ids": [1, -1]}, "prompt_ids[1]", "must be an integer within"),
+        ({"prompt_ids": [2**32]}, "prompt_ids[0]", "must be an integer within"),
+        ({"prompt_ids": [None]}, "prompt_ids[0]", "must be an integer within"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 items, got 17"),
+        ({"stop": ["x" * 1025]}, "stop[0]", "at most 1024 characters, got 1025"),
+        ({"stop": "x"}, "stop", "expected list, got str"),
+        ({"session": "s" * 257}, "session", "at most 256 characters"),
+        ({"deadline_ms": -1}, "deadline_ms", "must be within"),
+        ({"priority": 101}, "priority", "must be within"),
+        ({"ignore_eos": 1}, "ignore_eos", "expected bool, got int"),
+    ],
+)  # fmt: skip
+def test_bounds_name_the_field_and_the_limit(fields: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        producer(**fields)
+    assert caught.value.field == field
+    assert caught.value.http_status == 400
+
+
+def test_nested_fields_are_named_by_their_path() -> None:
+    plain = codec.to_map(m.GenerateRequest("r", 0, "m", m.Sampling(1), "_ing.i.r"))
+    with pytest.raises(CodecError) as caught:
+        codec.from_map(m.GenerateRequest, plain | {"sampling": {"max_tokens": 1, "top_p": 2.0}})
+    assert str(caught.value).startswith("sampling.top_p: must be within")
+    with pytest.raises(CodecError) as caught:
+        codec.from_map(m.GenerateRequest, plain | {"sampling": [1]})
+    assert caught.value.field == "sampling"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(value: float) -> None:
+    for kind, field in ((m.ProducerRequest, "temperature"), (m.Placement, "expected_ttft_s"), (m.Started, "queue_s")):
+        with pytest.raises(CodecError) as caught:
+            codec.from_map(
+                kind, {"request": "r", "worker": "w", "attempt": 0, "prompt_tokens": 1, "cached": {}, field: value}
+            )
+        assert caught.value.field == field
+    for constant in (b"NaN", b"Infinity", b"-Infinity"):
+        with pytest.raises(CodecError, match="is not JSON"):
+            codec.decode_plain(m.ProducerRequest, b'{"temperature": %s}' % constant, as_json=True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"prompt": "\\ud800"}',
+        '{"prompt": "\\ud800"}'.encode("utf-16"),
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\xff"}',
+    ],
+    ids=["escaped", "utf-16", "raw", "invalid"],
+)
+def test_json_text_is_text(data: bytes) -> None:
+    """A lone surrogate is no text: it could not be written into the next message."""
+    with pytest.raises(CodecError):
+        codec.decode_plain(m.ProducerRequest, data, as_json=True)
+
+
+def test_oversize_is_refused_before_it_is_read() -> None:
+    limit = codec.MAX_MESSAGE_BYTES
+    for data in (bytes((codec.VERSION,)) * (limit + 1), b"\x80" * (limit + 1), b" " * (limit + 1)):
+        for reader in (READERS["plain json"], READERS["plain msgpack"], codec.decode_frames, codec.decode_events):
+            with pytest.raises(CodecError, match=f"at most {limit} bytes"):
+                reader(data)
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(CodecError):
+        codec.decode_plain(m.ProducerRequest, b"[" * 100_000, as_json=True)
+    with pytest.raises(CodecError):
+        codec.decode(m.CancelRequest, b"\x01" + b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x01", b"\x01\xc1", b"\x01\x80\x80"])
+def test_truncated_or_overlong_messages_are_refused(data: bytes) -> None:
+    with pytest.raises(CodecError):
+        codec.decode(m.CancelRequest, data)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["e", -1, []],
+        ["e", 0, [["device", 0, []]]],
+        ["e", 0, [["attic", False, []]]],
+        ["e", 0, [["device", False, [[b"x", [b"short"]]]]]],
+        ["e", 0, [["device", False, [["text", []]]]]],
+        ["e", 0, [["device", False]]],
+        ["e", 0],
+        {},
+    ],
+)
+def test_malformed_events_are_refused(row: Any) -> None:
+    with pytest.raises(CodecError):
+        codec.decode_events(b"\x01" + msgpack.packb(row))

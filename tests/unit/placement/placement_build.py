@@ -1,0 +1,81 @@
+"""Short ways to make what placement's tests talk about."""
+
+from __future__ import annotations
+
+from kvproto.messages import (
+    Accepted,
+    Encoding,
+    Failed,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Load,
+    PlaceRequest,
+    ProducerRequest,
+    Rates,
+    State,
+    WorkerRecord,
+)
+from services.placement.core import PlacementCore
+from services.placement.events import GenerateAsked, WorkerJoined
+
+MODEL = "demo"
+PREFIX = "_plc.p1"
+INBOX = "_INBOX.somebody"
+
+
+def a_record(worker: str, *, epoch: str = "e1", state: State = State.READY, model: str = MODEL) -> WorkerRecord:
+    return WorkerRecord(
+        id=worker, epoch=epoch, lease="l", state=state, model=model, address="", host="h", pid=1, versions=(1, 1)
+    )
+
+
+def a_beat(
+    worker: str,
+    *,
+    epoch: str = "e1",
+    state: State = State.READY,
+    waiting: int = 0,
+    running: int = 0,
+    queued: int = 0,
+    rate: float = 0.0,
+) -> Heartbeat:
+    return Heartbeat(
+        worker, epoch, state, Load(waiting=waiting, running=running, queued_prefill_tokens=queued), Rates(rate)
+    )
+
+
+def a_core(*workers: str, policy: str = "bounded_ring", chance: float = 0.0, limit: int = 100) -> PlacementCore:
+    core = PlacementCore("p1", PREFIX, lambda: chance, policy=policy, max_forwarded=limit)
+    for worker in workers:
+        core.handle(WorkerJoined(a_record(worker)), 0.0)
+    return core
+
+
+def an_ask(request: str = "r1", **fields: object) -> PlaceRequest:
+    return PlaceRequest(**({"request": request, "model": MODEL, "prompt_ids": (1, 2, 3)} | fields))  # type: ignore[arg-type]
+
+
+def a_generate(
+    request: str = "r1",
+    *,
+    tenant: str = "public",
+    token: str = MODEL,
+    encoding: Encoding = Encoding.MSGPACK,
+    unix_ms: int = 1_000_000,
+    **fields: object,
+) -> GenerateAsked:
+    ask = ProducerRequest(**({"prompt": "hello"} | fields))  # type: ignore[arg-type]
+    return GenerateAsked(INBOX, encoding, tenant, token, request, 7, unix_ms, ask)
+
+
+def accepted(request: str, attempt: int, worker: str, epoch: str = "e1") -> Accepted:
+    return Accepted(request, attempt, worker, epoch)
+
+
+def finished(request: str, attempt: int) -> Finished:
+    return Finished(request, attempt, FinishReason.STOP, 3, 5)
+
+
+def failed(request: str, attempt: int, code: str, *, retryable: bool) -> Failed:
+    return Failed(request, attempt, code, "because", retryable)

@@ -1,0 +1,51 @@
+"""The alarm: on time, early when told, and patient after a stall."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.placement.alarm import TICK_S, Alarm
+
+
+async def test_rings_early_when_told_and_steadily_otherwise() -> None:
+    loop = asyncio.get_running_loop()
+    rings: list[float] = []
+    alarm = Alarm(lambda: rings.append(loop.time()))
+    began = loop.time()
+    alarm.set(None)
+    alarm.set(began + 0.02)
+    await asyncio.sleep(0.02 + 2.5 * TICK_S)
+    alarm.stop()
+    assert 0.02 <= rings[0] - began < 0.09
+    assert len(rings) == 3
+
+
+async def test_after_a_stall_what_waits_is_read_first() -> None:
+    loop = asyncio.get_running_loop()
+    order: list[str] = []
+    alarm = Alarm(lambda: order.append("alarm"))
+    alarm.set(loop.time() + 0.01)
+    reader, writer = asyncio.Queue[str](), asyncio.create_task(asyncio.sleep(0))
+
+    async def read() -> None:
+        order.append(await reader.get())
+
+    task = asyncio.create_task(read())
+    await writer
+    time.sleep(0.06)  # the whole loop stalls, past the alarm
+    loop.call_soon(lambda: loop.call_soon(lambda: reader.put_nowait("answer")))  # takes turns of the loop to arrive
+    await asyncio.sleep(0.06)
+    alarm.stop()
+    await task
+    assert order[:2] == ["answer", "alarm"]
+
+
+async def test_is_silent_once_stopped() -> None:
+    rings: list[int] = []
+    alarm = Alarm(lambda: rings.append(1))
+    alarm.set(None)
+    alarm.stop()
+    alarm.set(asyncio.get_running_loop().time())
+    await asyncio.sleep(1.5 * TICK_S)
+    assert rings == []

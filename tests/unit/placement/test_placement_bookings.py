@@ -1,0 +1,92 @@
+"""Bookings: every way out releases, nothing stays."""
+
+from __future__ import annotations
+
+from placement_build import a_beat, a_core, a_record, an_ask
+
+from kvproto.messages import PlaceRequest
+from services.placement.actions import Answer
+from services.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
+from services.placement.core import PlacementCore
+from services.placement.events import HeartbeatHeard, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch
+
+
+def asked(ask: PlaceRequest, tenant: str = "public") -> PlaceAsked:
+    return PlaceAsked("_INBOX.x", tenant, ask)
+
+
+def booked(core: PlacementCore) -> int:
+    core.check_integrity()
+    return core.stats().booked
+
+
+def test_a_placement_is_booked_before_it_is_answered() -> None:
+    core = a_core("w1", "w2")
+    (answer,) = core.handle(asked(an_ask()), 1.0)
+    assert isinstance(answer, Answer)
+    assert answer.placement.request == "r1"
+    assert booked(core) == 1
+    assert core.decider.load_of(core.fleet.workers[answer.placement.worker]) == 1
+
+
+def test_a_heartbeat_takes_over_what_it_can_have_seen() -> None:
+    core = a_core("w1")
+    core.handle(asked(an_ask("old")), 1.0)
+    core.handle(asked(an_ask("new")), 1.4)
+    core.handle(HeartbeatHeard(a_beat("w1", running=1)), 1.0 + HEARTBEAT_PERIOD_S)
+    assert booked(core) == 2  # not more than a period later: it may be too early to show
+    core.handle(HeartbeatHeard(a_beat("w1", running=1)), 1.01 + HEARTBEAT_PERIOD_S)
+    assert booked(core) == 1
+    assert core.decider.load_of(core.fleet.workers["w1"]) == 2
+
+
+def test_a_heartbeat_of_another_life_takes_over_nothing() -> None:
+    core = a_core("w1")
+    core.handle(asked(an_ask()), 1.0)
+    core.handle(HeartbeatHeard(a_beat("w1", epoch="e0", running=9)), 3.0)
+    assert booked(core) == 1
+    assert core.fleet.workers["w1"].requests == 0
+
+
+def test_another_attempt_replaces_the_booking() -> None:
+    core = a_core("w1", "w2")
+    core.handle(asked(an_ask()), 1.0)
+    core.handle(asked(an_ask(attempt=1, excluded=("w1",))), 1.1)
+    assert booked(core) == 1
+    assert core.bookings.requests_at("w1") == 0
+
+
+def test_tenants_do_not_release_one_another() -> None:
+    core = a_core("w1")
+    core.handle(asked(an_ask(), "one"), 1.0)
+    core.handle(asked(an_ask(), "two"), 1.0)
+    assert booked(core) == 2
+
+
+def test_a_worker_that_leaves_or_restarts_takes_its_bookings_along() -> None:
+    core = a_core("w1", "w2")
+    for i in range(20):
+        core.handle(asked(an_ask(f"r{i}", session=f"s{i}")), 1.0)
+    at = {w: core.bookings.requests_at(w) for w in ("w1", "w2")}
+    core.handle(WorkerLeft("w1"), 1.1)
+    assert booked(core) == at["w2"]
+    core.handle(WorkerNewEpoch(a_record("w2", epoch="e2")), 1.2)
+    assert booked(core) == 0
+
+
+def test_without_heartbeats_a_booking_expires() -> None:
+    core = a_core("w1")
+    core.handle(asked(an_ask()), 1.0)
+    core.handle(Tick(), 1.0 + BOOKING_LIMIT_S)
+    assert booked(core) == 1
+    core.handle(Tick(), 1.1 + BOOKING_LIMIT_S)
+    assert booked(core) == 0
+
+
+def test_releasing_twice_changes_nothing() -> None:
+    bookings = Bookings()
+    bookings.book(("t", "r"), "w", 10, 1.0)
+    for _ in range(2):
+        bookings.release(("t", "r"))
+        assert (len(bookings), bookings.requests_at("w"), bookings.tokens_at("w")) == (0, 0, 0)
+    bookings.check_integrity()

@@ -1,0 +1,347 @@
+"""A bare producer's request: offered, retried, accepted, watched, and ended exactly once."""
+
+from __future__ import annotations
+
+import pytest
+from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
+
+from kvproto.ids import model_token
+from kvproto.messages import Encoding, Progress, State, Tokens
+from kvproto.subjects import request_inbox
+from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
+from services.placement.core import PlacementCore
+from services.placement.events import (
+    HeartbeatHeard,
+    NobodyListens,
+    PingUnanswered,
+    Tick,
+    WorkerAnswered,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNewEpoch,
+)
+from services.placement.forwarding import (
+    ACKNOWLEDGE_S,
+    ASK_AGAIN_S,
+    ASKS_LIMIT,
+    LOST_GRACE_S,
+    ORPHANS_KEPT_S,
+    SILENT_AFTER_S,
+)
+
+REPLY = request_inbox(PREFIX, "r1")
+
+
+def the_forward(actions: list[Action]) -> Forward:
+    (forward,) = [a for a in actions if isinstance(a, Forward)]
+    return forward
+
+
+def failures(actions: list[Action]) -> list[Fail]:
+    return [a for a in actions if isinstance(a, Fail)]
+
+
+def offer(core: PlacementCore, now: float = 1.0, **fields: object) -> Forward:
+    return the_forward(core.handle(a_generate(**fields), now))  # type: ignore[arg-type]
+
+
+def offered_and_accepted(core: PlacementCore, now: float = 1.0) -> Forward:
+    forward = offer(core, now)
+    assert core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), now + 0.01) == []
+    return forward
+
+
+def is_over(core: PlacementCore) -> bool:
+    core.check_integrity()
+    return core.forwarding.in_flight == 0 and len(core.bookings) == 0
+
+
+class TestOffer:
+    def test_carries_the_request_the_inbox_and_the_watcher(self) -> None:
+        core = a_core("w1")
+        forward = offer(
+            core, tenant="acme", encoding=Encoding.JSON, prompt="hi", max_tokens=9, stop=("x",), deadline_ms=500
+        )
+        request = forward.request
+        assert (forward.worker, forward.tenant, forward.reply) == ("w1", "acme", f"{REPLY}.0")
+        assert (request.inbox, request.encoding, request.watcher, request.model) == (INBOX, Encoding.JSON, "p1", MODEL)
+        assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.stop) == (9, 7, ("x",))
+        assert (request.deadline_ms, request.expires_unix_ms) == (500, 1_000_500)
+        assert core.stats().booked == 1
+
+    def test_the_models_real_name_is_found_by_its_token(self) -> None:
+        core = a_core()
+        core.handle(WorkerJoined(a_record("w1", model="org/model")), 0.0)
+        assert offer(core, token=model_token("org/model")).request.model == "org/model"
+
+    def test_an_unknown_model_fails_at_once(self) -> None:
+        core = a_core("w1")
+        (fail,) = core.handle(a_generate(token="nope", encoding=Encoding.JSON), 1.0)
+        assert isinstance(fail, Fail)
+        assert (fail.failed.code, fail.failed.field, fail.inbox, fail.encoding) == (
+            "model_not_found",
+            "model",
+            INBOX,
+            Encoding.JSON,
+        )
+        assert is_over(core)
+
+    def test_an_id_that_runs_is_refused_and_the_running_one_goes_on(self) -> None:
+        core = a_core("w1")
+        forward = offer(core)
+        (fail,) = failures(core.handle(a_generate(), 1.01))
+        assert (fail.failed.code, fail.failed.field) == ("invalid_request", "request")
+        core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), 1.02)
+        assert core.forwarding.in_flight == 1
+
+    def test_more_than_the_limit_is_refused_as_retryable(self) -> None:
+        core = a_core("w1", limit=2)
+        for i in range(2):
+            offer(core, request=f"r{i}")
+        (fail,) = failures(core.handle(a_generate("r9"), 1.0))
+        assert fail.failed.retryable
+
+
+class TestNextWorker:
+    def test_after_50_ms_of_silence(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        assert core.wake_at() == pytest.approx(1.0 + ACKNOWLEDGE_S)
+        assert core.handle(Tick(), 1.0 + ACKNOWLEDGE_S - 0.001) == []
+        second = the_forward(core.handle(Tick(), 1.0 + ACKNOWLEDGE_S))
+        assert {first.worker, second.worker} == {"w1", "w2"}
+        assert (second.request.attempt, second.reply) == (1, f"{REPLY}.1")
+        assert second.request.sampling == first.request.sampling  # the seed too: the same tokens
+        assert core.bookings.requests_at(first.worker) == 0
+        assert core.forwarding.retried_offers_total == 1
+
+    def test_at_once_if_nobody_listens_there_and_a_ping_follows(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        actions = core.handle(NobodyListens("r1", 0), 1.001)
+        assert the_forward(actions).worker != first.worker
+        assert PingWorker(first.worker) in actions
+        assert core.handle(NobodyListens("r1", 0), 1.002) == []  # an old attempt's
+
+    def test_at_once_if_the_worker_leaves(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        assert the_forward(core.handle(WorkerLeft(first.worker), 1.001)).worker != first.worker
+
+    def test_after_a_retryable_refusal(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        actions = core.handle(WorkerAnswered(failed("r1", 0, "draining", retryable=True)), 1.01)
+        assert the_forward(actions).worker != first.worker
+
+    @pytest.mark.parametrize("why", ["silence", "503", "refusal"])
+    def test_each_ready_worker_once_then_the_producer_hears(self, why: str) -> None:
+        core, now, tried = a_core("w1", "w2", "w3"), 1.0, []
+        actions = core.handle(a_generate(), now)
+        while forwards := [a for a in actions if isinstance(a, Forward)]:
+            tried.append(forwards[0].worker)
+            attempt = forwards[0].request.attempt
+            now += ACKNOWLEDGE_S
+            actions = core.handle(
+                {
+                    "silence": Tick(),
+                    "503": NobodyListens("r1", attempt),
+                    "refusal": WorkerAnswered(failed("r1", attempt, "out_of_memory", retryable=True)),
+                }[why],
+                now,
+            )
+        assert sorted(tried) == ["w1", "w2", "w3"]
+        (fail,) = failures(actions)
+        assert (fail.failed.code, fail.failed.retryable, fail.failed.attempt) == ("no_workers", True, 2)
+        assert is_over(core)
+        assert core.forwarding.producer_failures_total == 1
+
+    def test_a_refusal_that_no_worker_would_lift_is_passed_on(self) -> None:
+        core = a_core("w1", "w2")
+        offer(core, encoding=Encoding.JSON)
+        refusal = failed("r1", 0, "context_length_exceeded", retryable=False)
+        assert core.handle(WorkerAnswered(refusal), 1.01) == [Fail(INBOX, refusal, Encoding.JSON)]
+        assert is_over(core)
+
+    def test_not_past_the_deadline(self) -> None:
+        core = a_core("w1", "w2")
+        offer(core, deadline_ms=40)
+        (fail,) = failures(core.handle(Tick(), 1.06))
+        assert fail.failed.code == "deadline_exceeded"
+        assert is_over(core)
+
+
+class TestAcceptance:
+    def test_a_late_one_is_cancelled_whatever_happened_since(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        second = the_forward(core.handle(Tick(), 1.05))
+        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 0, first.worker)), 1.06)
+        assert isinstance(cancel, Cancel)
+        assert (cancel.worker, cancel.cancel.request, cancel.cancel.attempt) == (first.worker, "r1", 0)
+        core.handle(WorkerAnswered(accepted("r1", 1, second.worker)), 1.07)
+        core.handle(WorkerAnswered(finished("r1", 1)), 1.2)
+        assert is_over(core)
+        assert isinstance(core.handle(WorkerAnswered(accepted("r1", 0, first.worker)), 9.0)[0], Cancel)
+        assert core.forwarding.late_acceptances_total == 2
+
+    def test_said_twice_means_the_same(self) -> None:
+        core = a_core("w1")
+        forward = offered_and_accepted(core)
+        assert core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), 1.02) == []
+        assert core.forwarding.forwarded_total == 1
+
+    def test_of_a_life_that_is_over_is_a_loss(self) -> None:
+        core = a_core("w1")
+        offer(core)
+        core.handle(WorkerNewEpoch(a_record("w1", epoch="e2")), 1.01)
+        core.handle(WorkerAnswered(accepted("r1", 0, "w1", "e1")), 1.02)
+        (fail,) = failures(core.handle(Tick(), 1.02 + LOST_GRACE_S))
+        assert fail.failed.code == "worker_lost"
+
+    def test_frames_of_the_stream_itself_change_nothing(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        assert core.handle(WorkerAnswered(Tokens("r1", 0, 0, 0, (1,), ("a",))), 1.1) == []
+        assert core.forwarding.in_flight == 1
+
+
+class TestEnd:
+    @pytest.mark.parametrize(
+        "notice", [finished("r1", 0), failed("r1", 0, "engine_failure", retryable=True)], ids=["finished", "failed"]
+    )
+    def test_the_workers_terminal_frame_is_the_only_one(self, notice: object) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        assert core.handle(WorkerAnswered(notice), 1.5) == []  # type: ignore[arg-type]
+        assert is_over(core)
+        assert failures(core.handle(WorkerLeft("w1"), 1.6)) == []
+        assert core.handle(Tick(), 9.0) == []
+
+    def test_a_notice_of_another_attempt_is_not_the_end(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerAnswered(finished("r1", 3)), 1.5)
+        assert core.forwarding.in_flight == 1
+
+    def test_without_an_acknowledgement_the_end_is_still_the_end(self) -> None:
+        core = a_core("w1")
+        offer(core)
+        assert core.handle(WorkerAnswered(finished("r1", 0)), 1.01) == []
+        assert is_over(core)
+
+
+class TestLoss:
+    @pytest.mark.parametrize(
+        "event",
+        [WorkerLeft("w1"), WorkerNewEpoch(a_record("w1", epoch="e2")), PingUnanswered("w1")],
+        ids=lambda e: type(e).__name__,
+    )
+    def test_the_producer_hears_once_after_the_grace(self, event: object) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(event, 2.0)  # type: ignore[arg-type]
+        assert core.wake_at() == pytest.approx(2.0 + LOST_GRACE_S)
+        actions = core.handle(Tick(), 2.0 + LOST_GRACE_S)
+        (fail,) = failures(actions)
+        assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (INBOX, "worker_lost", True)
+        assert [a for a in actions if isinstance(a, Cancel)]
+        assert is_over(core)
+        assert core.handle(Tick(), 3.0) == []
+        assert core.handle(WorkerAnswered(finished("r1", 0)), 3.0) == []
+
+    def test_a_notice_within_the_grace_counts(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        core.handle(WorkerAnswered(finished("r1", 0)), 2.05)
+        assert is_over(core)
+        assert core.handle(Tick(), 2.2) == []
+
+    def test_back_within_the_grace_in_the_same_life(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        core.handle(WorkerJoined(a_record("w1")), 2.05)
+        assert core.handle(Tick(), 2.2) == []
+        assert core.forwarding.in_flight == 1
+
+    def test_a_hung_worker_that_wakes_is_told_what_to_cancel(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        core.handle(Tick(), 2.2)
+        (cancel,) = core.handle(WorkerJoined(a_record("w1")), 10.0)
+        assert isinstance(cancel, Cancel)
+        assert cancel.cancel.request == "r1"
+        assert core.handle(WorkerJoined(a_record("w1")), 11.0) == []
+
+    def test_what_to_cancel_is_forgotten_with_time(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        core.handle(Tick(), 2.2)
+        core.handle(Tick(), 2.3 + ORPHANS_KEPT_S)
+        assert core.handle(WorkerJoined(a_record("w1")), 70.0) == []
+
+
+class TestSuspicion:
+    def test_a_broken_connection_is_checked_by_a_ping_and_silence_drops_the_member(self) -> None:
+        core = a_core("w1")
+        assert core.handle(WorkerDisconnected("w1"), 1.0) == [PingWorker("w1")]
+        assert core.handle(WorkerDisconnected("w9"), 1.0) == []
+        assert core.handle(PingUnanswered("w1"), 1.05) == [DropMember("w1")]
+
+    def test_silence_is_checked_while_somebody_depends_on_the_worker(self) -> None:
+        core = a_core("w1", "w2")
+        forward = offered_and_accepted(core)
+        actions = core.handle(Tick(), SILENT_AFTER_S + 0.1)
+        assert actions == [PingWorker(forward.worker)]
+        assert core.handle(Tick(), SILENT_AFTER_S + 0.2) == []  # not ten times a second
+        core.handle(HeartbeatHeard(a_beat(forward.worker)), SILENT_AFTER_S + 0.3)
+        assert core.handle(Tick(), SILENT_AFTER_S + 1.3) == []
+
+
+class TestLostNotices:
+    def beats_until(self, core: PlacementCore, begin: float, end: float) -> list[Action]:
+        actions, now = [], begin
+        while now < end:
+            core.handle(HeartbeatHeard(a_beat("w1")), now)
+            actions += core.handle(Tick(), now)
+            now += 0.5
+        return actions
+
+    def test_a_long_silence_about_a_request_is_asked_about(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        (ask,) = self.beats_until(core, 1.5, 2.5 + ASK_AGAIN_S)
+        assert isinstance(ask, AskStillRunning)
+        assert (ask.question.request, ask.question.inbox) == ("r1", f"{REPLY}.0")
+        core.handle(WorkerAnswered(Progress("r1", 0, 17)), 2.5 + ASK_AGAIN_S)
+        assert core.forwarding.in_flight == 1
+
+    def test_a_worker_that_forgot_it_ends_it(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        self.beats_until(core, 1.5, 2.5 + ASK_AGAIN_S)
+        forgot = failed("r1", 0, "worker_lost", retryable=True)
+        assert len(failures(core.handle(WorkerAnswered(forgot), 2.6 + ASK_AGAIN_S))) == 1
+        assert is_over(core)
+
+    def test_a_worker_that_answers_no_question_is_left_alone_in_the_end(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        actions = self.beats_until(core, 1.5, 5 + (ASKS_LIMIT + 1) * ASK_AGAIN_S)
+        assert [type(a) for a in actions] == [AskStillRunning] * ASKS_LIMIT
+        assert is_over(core)
+        assert core.forwarding.watches_abandoned_total == 1
+
+
+def test_a_draining_worker_finishes_what_it_accepted() -> None:
+    core = a_core("w1")
+    offered_and_accepted(core)
+    core.handle(HeartbeatHeard(a_beat("w1", state=State.DRAINING)), 1.2)
+    assert core.forwarding.in_flight == 1
+    (fail,) = failures(core.handle(a_generate("r2"), 1.3))
+    assert fail.failed.code == "no_workers"

@@ -1,0 +1,182 @@
+"""Anything may happen in any order: books balance after every step, every request ends once, and all drains to zero."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
+
+from kvproto.messages import Progress, State
+from services.placement.actions import Action, Answer, Fail, Forward
+from services.placement.events import (
+    Event,
+    HeartbeatHeard,
+    NobodyListens,
+    PingUnanswered,
+    PlaceAsked,
+    Tick,
+    WorkerAnswered,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNewEpoch,
+    WorkerUpdated,
+)
+from services.placement.policies import build_policies
+
+WORKERS = st.sampled_from(["w1", "w2", "w3", "w4"])
+STATES = st.sampled_from([State.STARTING, State.READY, State.READY, State.READY, State.DRAINING])
+PLACED = "_INBOX.placed"
+
+
+class Placement(RuleBasedStateMachine):
+    """Chooses events, carries out actions on paper: which offers are open, which requests the producer saw end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = a_core()
+        self.now = 0.0
+        self.lives: dict[str, int] = {}
+        self.offers: list[Forward] = []
+        self.producers: list[str] = []
+        self.ended_by_placement: Counter[str] = Counter()
+        self.ended_by_worker: set[str] = set()
+        self.places = 0
+        self.answers = 0
+
+    def tell(self, event: Event) -> list[Action]:
+        actions = self.core.handle(event, self.now)
+        for action in actions:
+            if isinstance(action, Forward):
+                self.offers.append(action)
+            elif isinstance(action, Answer) or (isinstance(action, Fail) and action.inbox == PLACED):
+                self.answers += 1
+            elif isinstance(action, Fail):
+                self.ended_by_placement[action.failed.request] += 1
+        return actions
+
+    def epoch(self, worker: str) -> str:
+        return f"e{self.lives.setdefault(worker, 1):04}"
+
+    # ------------------------------------------------------------------ members
+
+    @rule(worker=WORKERS, state=STATES)
+    def join_or_update(self, worker: str, state: State) -> None:
+        record = a_record(worker, epoch=self.epoch(worker), state=state)
+        self.tell(WorkerUpdated(record) if worker in self.core.fleet.workers else WorkerJoined(record))
+
+    @rule(worker=WORKERS)
+    def leave(self, worker: str) -> None:
+        self.tell(WorkerLeft(worker))
+        assert not self.core.bookings.requests_at(worker)
+
+    @rule(worker=WORKERS)
+    def restart(self, worker: str) -> None:
+        if worker in self.core.fleet.workers:
+            self.lives[worker] += 1
+            self.tell(WorkerNewEpoch(a_record(worker, epoch=self.epoch(worker))))
+
+    @rule(worker=WORKERS, running=st.integers(0, 9), stale=st.booleans(), state=STATES)
+    def beat(self, worker: str, running: int, stale: bool, state: State) -> None:
+        epoch = "e0000" if stale else self.epoch(worker)
+        self.tell(HeartbeatHeard(a_beat(worker, epoch=epoch, state=state, running=running)))
+
+    @rule(worker=WORKERS, verdict=st.booleans())
+    def suspect(self, worker: str, verdict: bool) -> None:
+        self.tell(WorkerDisconnected(worker))
+        if verdict:
+            self.tell(PingUnanswered(worker))
+
+    # ------------------------------------------------------------------ requests
+
+    @rule(
+        request=st.integers(0, 5),
+        policy=st.sampled_from([None, *build_policies(lambda: 0.0), "unknown"]),
+        excluded=st.lists(WORKERS, max_size=4),
+        worker=WORKERS,
+        model=st.sampled_from(["demo", "demo", "demo", "nope"]),
+    )
+    def place(self, request: int, policy: str | None, excluded: list[str], worker: str, model: str) -> None:
+        ask = an_ask(f"p{request}", policy=policy, excluded=tuple(excluded), worker=worker, model=model)
+        self.places += 1
+        (action,) = self.tell(PlaceAsked(PLACED, "public", ask))
+        if isinstance(action, Answer) and policy != "direct":
+            ready = {w.id for w in self.core.fleet.ready("demo").workers}
+            assert action.placement.worker in ready
+            assert action.placement.worker not in excluded or ready <= set(excluded)
+
+    @rule(deadline_ms=st.none() | st.integers(0, 200))
+    def produce(self, deadline_ms: int | None) -> None:
+        request = f"g{len(self.producers)}"
+        self.producers.append(request)
+        self.tell(a_generate(request, deadline_ms=deadline_ms))
+
+    @precondition(lambda self: self.offers)
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(
+            ["accept", "accept", "old life", "503", "refuse", "give back", "finish", "fail", "forgot", "progress"]
+        ),
+    )
+    def answer(self, data: st.DataObject, what: str) -> None:
+        """Any offer may be answered, old ones and twice too."""
+        offer = data.draw(st.sampled_from(self.offers[-8:]))
+        request, attempt = offer.request.request, offer.request.attempt
+        before = self.core.forwarding.is_in_flight(request)
+        event: Event = {
+            "accept": WorkerAnswered(accepted(request, attempt, offer.worker, self.epoch(offer.worker))),
+            "old life": WorkerAnswered(accepted(request, attempt, offer.worker, "e0000")),
+            "503": NobodyListens(request, attempt),
+            "refuse": WorkerAnswered(failed(request, attempt, "out_of_memory", retryable=True)),
+            "give back": WorkerAnswered(failed(request, attempt, "context_length_exceeded", retryable=False)),
+            "finish": WorkerAnswered(finished(request, attempt)),
+            "fail": WorkerAnswered(failed(request, attempt, "engine_failure", retryable=True)),
+            "forgot": WorkerAnswered(failed(request, attempt, "worker_lost", retryable=True)),
+            "progress": WorkerAnswered(Progress(request, attempt, 3)),
+        }[what]
+        told = self.ended_by_placement[request]
+        self.tell(event)
+        if before and not self.core.forwarding.is_in_flight(request) and self.ended_by_placement[request] == told:
+            self.ended_by_worker.add(request)
+
+    @rule(seconds=st.sampled_from([0.0, 0.001, 0.05, 0.1, 0.6, 3.1, 16.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(Tick())
+
+    # ------------------------------------------------------------------ what always holds
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.core.check_integrity()
+        assert self.answers == self.places
+
+    @invariant()
+    def every_request_is_running_or_ended_once(self) -> None:
+        for request in self.producers:
+            ends = self.ended_by_placement[request] + (request in self.ended_by_worker)
+            if not self.core.forwarding.is_in_flight(request):
+                ends += self.core.forwarding.watches_abandoned_total > 0 and not ends
+            assert ends == (not self.core.forwarding.is_in_flight(request)), request
+
+    def teardown(self) -> None:
+        """Everybody leaves, time passes: nothing may be left."""
+        for worker in list(self.core.fleet.workers):
+            self.tell(WorkerLeft(worker))
+        for _ in range(8):
+            self.now += 1.0
+            self.tell(Tick())
+        self.books_balance()
+        self.every_request_is_running_or_ended_once()
+        assert self.core.forwarding.in_flight == 0
+        assert self.core.stats().booked == 0
+        assert self.core.wake_at() is None
+
+
+Placement.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_machine = Placement.TestCase

@@ -1,0 +1,244 @@
+"""The block pool against a twin that is too simple to be wrong: lists, scans and whole token paths instead of hashes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto import block_hash
+from services.worker.block_pool import BlockPool
+
+ROOT = b"r" * 16
+SIZE = 3
+
+
+class NaivePool:
+    """Contents as (tokens before the block, tokens of the block); every question is answered by looking at them all."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.content: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.ticks = dict.fromkeys(range(num_blocks), 0)
+        self.tick = 0
+
+    def paths(self) -> set[tuple[int, ...]]:
+        return {before + ids for before, ids in self.content.values() if len(ids) == SIZE}
+
+    def tails(self) -> set[tuple[int, ...]]:
+        return {before + ids for before, ids in self.content.values() if len(ids) < SIZE}
+
+    def available(self) -> int:
+        return sum(1 for refs in self.refs.values() if not refs)
+
+    def match(self, ids: tuple[int, ...]) -> int:
+        best = 0
+        for before, held in self.content.values():
+            if ids[: len(before)] == before and self._whole(before):
+                common = 0
+                while ids[len(before) :][: common + 1] == held[: common + 1] and common < min(len(held), len(ids) - len(before)):
+                    common += 1
+                best = max(best, len(before) + common)
+        return best
+
+    def _whole(self, path: tuple[int, ...]) -> bool:
+        return all(path[:end] in self.paths() for end in range(SIZE, len(path) + 1, SIZE))
+
+    def victim(self) -> int:
+        leaves = [
+            block
+            for block, (before, ids) in self.content.items()
+            if not self.refs[block] and not any(other == before + ids for other, _ in self.content.values())
+        ]
+        return min(leaves, key=lambda block: (self.ticks[block], block))
+
+    def keep_tail(self, block: int, before: tuple[int, ...], ids: tuple[int, ...]) -> None:
+        siblings = {b: held for b, (other, held) in self.content.items() if other == before}
+        if not ids or any(held[: len(ids)] == ids for held in siblings.values()):
+            return
+        for other, held in siblings.items():
+            if len(held) < len(ids) and ids[: len(held)] == held:
+                del self.content[other]
+        self.content[block] = (before, ids)
+
+
+class Pair:
+    """Drives both pools with the same sequences and compares after every call."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, SIZE)
+        self.twin = NaivePool(num_blocks)
+        self.held: list[tuple[tuple[int, ...], list[int], int]] = []  # ids, blocks, computed
+        self.known: set[bytes] = set()
+
+    def start(self, ids: tuple[int, ...], computed: int) -> None:
+        """A sequence of `ids` is admitted, and all but its last `len(ids) - computed` tokens are computed."""
+        hashes = block_hash.chain(ROOT, ids, SIZE)
+        match = self.pool.match(ROOT, hashes, ids, limit=len(ids))
+        assert match.tokens == self.twin.match(ids)
+        assert match.tokens == len(match.blocks) * SIZE + match.donor_tokens
+        if match.donor is not None:
+            before, held = self.twin.content[match.donor]
+            assert (before + held)[: match.tokens] == ids[: match.tokens]
+        needed = self.pool.blocks_for(len(ids)) - len(match.blocks)
+        if needed > self.pool.available - self.pool.idle_among(match.blocks):
+            return
+        self.pool.acquire(match.blocks)
+        for block in match.blocks:
+            self.twin.refs[block] += 1
+        blocks = match.blocks + self._allocate(needed)
+        computed = max(computed, match.tokens)
+        for at in range(len(match.blocks), computed // SIZE):
+            parent = hashes[at - 1] if at else ROOT
+            path = ids[: (at + 1) * SIZE]
+            kept = self.pool.fill(blocks[at], parent, path[-SIZE:], hashes[at])
+            if kept == blocks[at]:
+                self.twin.content[kept] = (path[:-SIZE], path[-SIZE:])
+            else:
+                self.twin.refs[blocks[at]] = 0
+                self.twin.refs[kept] += 1
+                assert self.twin.content[kept] == (path[:-SIZE], path[-SIZE:])
+            blocks[at] = kept
+        self.held.append((ids, blocks, computed))
+        self._compare()
+
+    def _allocate(self, count: int) -> list[int]:
+        free = [b for b, refs in self.twin.refs.items() if not refs and b not in self.twin.content]
+        evicted = []
+        for _ in range(max(count - len(free), 0)):
+            victim = self.twin.victim()
+            before, ids = self.twin.content.pop(victim)
+            parent = next((b for b, (other, held) in self.twin.content.items() if other + held == before), None)
+            assert parent is None or before
+            self.twin.refs[victim] = -1  # taken: no candidate any more
+            evicted.append(victim)
+        blocks = self.pool.allocate(count)
+        assert set(blocks[len(free) :]) == set(evicted)
+        for block in blocks:
+            self.twin.refs[block] = 1
+        return blocks
+
+    def end(self, at: int, keep_tail: bool) -> None:
+        ids, blocks, computed = self.held.pop(at % len(self.held))
+        last = computed // SIZE
+        if keep_tail and computed % SIZE:
+            hashes = block_hash.chain(ROOT, ids, SIZE)
+            before, tail = ids[: last * SIZE], ids[last * SIZE : computed]
+            self.pool.keep_tail(blocks[last], hashes[last - 1] if last else ROOT, tail)
+            self.twin.keep_tail(blocks[last], before, tail)
+        self.pool.release(blocks)
+        self.twin.tick += 1
+        for block in blocks:
+            self.twin.refs[block] -= 1
+            if not self.twin.refs[block]:
+                self.twin.ticks[block] = self.twin.tick
+        self._compare()
+
+    def _compare(self) -> None:
+        self.pool.check_integrity([blocks for _, blocks, _ in self.held])
+        assert self.pool.available == self.twin.available()
+        expected = {block_hash.chain(ROOT, path, SIZE)[-1] for path in self.twin.paths()}
+        assert set(self.pool.hashes()) == expected
+        changes = self.pool.take_changes()
+        self.known -= set(changes.removed)
+        for parent, run in changes.stored:
+            assert parent == ROOT or parent in self.known, "a block is announced before its parent"
+            self.known.update(run)
+        assert self.known == expected, "events do not add up to the index"
+
+
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), tokens, st.integers(0, 11)),
+        st.tuples(st.just("end"), st.integers(0, 5), st.booleans()),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(operations, st.integers(2, 9))
+def test_pool_equals_its_naive_twin(steps: list[tuple], num_blocks: int) -> None:
+    pair = Pair(num_blocks)
+    for step in steps:
+        if step[0] == "start":
+            pair.start(step[1], min(step[2], len(step[1])))
+        elif pair.held:
+            pair.end(step[1], step[2])
+
+
+def fill_chain(pool: BlockPool, ids: list[int]) -> list[int]:
+    hashes = block_hash.chain(ROOT, ids, pool.block_size)
+    blocks = pool.allocate(len(hashes))
+    for at, block in enumerate(blocks):
+        start = at * pool.block_size
+        parent = hashes[at - 1] if at else ROOT
+        blocks[at] = pool.fill(block, parent, ids[start : start + pool.block_size], hashes[at])
+    return blocks
+
+
+def test_least_recently_used_leaf_goes_first() -> None:
+    pool = BlockPool(4, 2)
+    old, new = fill_chain(pool, [1, 2, 3, 4]), fill_chain(pool, [5, 6, 7, 8])
+    pool.release(old)
+    pool.release(new)
+    assert pool.allocate(3) == [old[1], old[0], new[1]]
+    pool.check_integrity()
+
+
+def test_allocating_too_much_changes_nothing() -> None:
+    pool = BlockPool(4, 2)
+    held = fill_chain(pool, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="3 blocks asked for, 2 available"):
+        pool.allocate(3)
+    pool.check_integrity([held])
+    assert pool.available == 2
+
+
+def test_second_holder_of_the_same_content_gets_the_cached_block() -> None:
+    pool = BlockPool(4, 2)
+    first = fill_chain(pool, [1, 2, 3, 4])
+    second = fill_chain(pool, [1, 2, 3, 4])
+    assert first == second
+    assert pool.available == 2
+    pool.check_integrity([first, second])
+
+
+def test_partial_tail_is_found_to_the_token_and_longer_ones_replace_it() -> None:
+    pool = BlockPool(4, 8)
+    for tail in ([1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 9]):
+        (block,) = pool.allocate(1)
+        pool.keep_tail(block, ROOT, tail)
+        pool.release([block])
+        pool.check_integrity([])
+    assert pool.cached == 2
+    assert pool.match(ROOT, [], [1, 2, 3, 4, 5], limit=5).tokens == 4
+    assert pool.match(ROOT, [], [1, 2, 3, 4, 5], limit=2).tokens == 2
+    assert pool.match(ROOT, [], [1, 9, 9], limit=3).tokens == 2
+    assert pool.match(b"other root 16 by", [], [1, 2], limit=2).tokens == 0
+
+
+def test_beginning_of_a_full_block_is_a_donor_too() -> None:
+    pool = BlockPool(2, 4)
+    (block,) = fill_chain(pool, [1, 2, 3, 4])
+    pool.release([block])
+    match = pool.match(ROOT, block_hash.chain(ROOT, [1, 2, 3, 9], 4), [1, 2, 3, 9], limit=4)
+    assert (match.blocks, match.donor, match.donor_tokens) == ([], block, 3)
+
+
+def test_digest_covers_every_operation() -> None:
+    pool = BlockPool(2, 2)
+    pool.release(fill_chain(pool, [1, 2, 3, 4]))
+    pool.release(pool.allocate(2))
+    changes = pool.take_changes()
+    stored = [h for _, run in changes.stored for h in run]
+    assert sorted(stored) == sorted(changes.removed)
+    assert pool.digest == 0  # each came and went
+    assert pool.evictions == 2
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (16, 0)])
+def test_refuses_an_empty_pool(blocks: int, size: int) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        BlockPool(blocks, size)

@@ -1,0 +1,144 @@
+"""The engine's thread and the loop: commands over, results back in order, nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from engine_rig import Transcript, expected_tokens, make_engine, spec
+
+from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
+from kvproto.messages import FinishReason, Sampling
+from services.worker.cache_events import CacheEvents
+from services.worker.engine import Engine
+from services.worker.engine_thread import EngineThread
+from services.worker.model.base import Drawn
+from services.worker.model.fake import FakeRunner
+from services.worker.outputs import StepResult
+from services.worker.step_plan import Slice
+
+
+class Desk:
+    """The loop's side."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.transcript = Transcript()
+        self.events = CacheEvents("e1")
+        self.crashes: list[BaseException] = []
+        self.threads: set[int] = set()
+        self.thread = EngineThread(engine, self.on_result, asyncio.get_running_loop(), self.crashes.append)
+
+    def on_result(self, results: list[StepResult]) -> None:
+        self.threads.add(threading.get_ident())
+        for result in results:
+            self.transcript.take(result)
+        self.events.batch(results)
+
+    async def ends(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.transcript.ends) < count:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk(make_engine(blocks=512, slots=64))
+    desk.thread.start()
+    yield desk
+    desk.thread.stop()
+
+
+async def test_results_come_to_the_loop_in_order(desk: Desk) -> None:
+    for at in range(20):
+        desk.thread.submit(spec(f"r{at}", [1, 2, at]))
+    await desk.ends(20)
+    for at in range(20):
+        assert desk.transcript.tokens[f"r{at}", 0] == expected_tokens([1, 2, at], Sampling(8, temperature=0.0))
+    assert desk.threads == {threading.get_ident()}
+
+
+async def test_refused_request_comes_back_failed(desk: Desk) -> None:
+    desk.thread.submit(spec("r", []))
+    await desk.ends(1)
+    assert isinstance(desk.transcript.ends["r", 0], InvalidRequest)
+
+
+async def test_cancel_pause_resume(desk: Desk) -> None:
+    desk.thread.submit(spec("cancelled", [1], max_tokens=400))
+    desk.thread.cancel("cancelled")
+    desk.thread.submit(spec("paused", [2]))
+    desk.thread.pause("paused")
+    await desk.ends(1)
+    assert isinstance(desk.transcript.ends["cancelled", 0], Cancelled)
+    await asyncio.sleep(0.02)
+    assert ("paused", 0) not in desk.transcript.ends
+    desk.thread.resume("paused")
+    await desk.ends(2)
+    assert desk.transcript.ends["paused", 0] is FinishReason.LENGTH
+
+
+async def test_call_runs_on_the_engine_thread_and_carries_exceptions(desk: Desk) -> None:
+    assert await desk.thread.call(lambda engine: threading.get_ident()) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await desk.thread.call(lambda engine: 1 // 0)
+    desk.thread.submit(spec("r", [1]))
+    await desk.ends(1)
+
+
+async def test_answers_arrive_after_exactly_the_results_before_them(desk: Desk) -> None:
+    """So a snapshot's digest is always one that the events went through."""
+    for at in range(30):
+        desk.thread.submit(spec(f"r{at}", [at] * 9, max_tokens=30))
+        digest = await desk.thread.call(lambda engine: engine.digest)
+        assert digest == 0 or desk.events.seq_of(digest) > 0
+    await desk.ends(30)
+
+
+async def test_measure_follows(desk: Desk) -> None:
+    desk.thread.submit(spec("r", [1, 2, 3]))
+    await desk.ends(1)
+    async with asyncio.timeout(5):
+        while desk.thread.measure()[0].generated_tokens_total != 8:
+            await asyncio.sleep(0.005)
+
+
+class CrashingRunner(FakeRunner):
+    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        if slices[0].start >= 3:
+            raise RuntimeError("broken kernel")
+        return super().run(slices)
+
+
+async def test_crash_fails_everything_as_retryable_and_is_told() -> None:
+    desk = Desk(make_engine(runner=CrashingRunner(num_blocks=64, block_size=4, vocab_size=1000, context_length=64)))
+    desk.thread.start()
+    for at in range(3):
+        desk.thread.submit(spec(f"r{at}", [1, 2, at]))
+    await desk.ends(3)
+    for end in desk.transcript.ends.values():
+        assert isinstance(end, EngineFailure)
+        assert end.retryable
+    async with asyncio.timeout(5):
+        while not desk.crashes:
+            await asyncio.sleep(0.001)
+    assert str(desk.crashes[0]) == "broken kernel"
+    desk.thread.submit(spec("late", [1]))
+    await desk.ends(4)
+    assert isinstance(desk.transcript.ends["late", 0], EngineFailure)
+    with pytest.raises(EngineFailure):
+        await desk.thread.call(lambda engine: 1)
+    desk.thread.stop()
+
+
+async def test_stop_ends_what_runs() -> None:
+    desk = Desk(make_engine(blocks=512, context_length=2_000, step_seconds=0.001))
+    desk.thread.start()
+    desk.thread.submit(spec("r", [1], max_tokens=1_900))
+    while not desk.transcript.started:
+        await asyncio.sleep(0.001)
+    desk.thread.stop()
+    await desk.ends(1)
+    assert isinstance(desk.transcript.ends["r", 0], EngineFailure)
+    desk.thread.stop()

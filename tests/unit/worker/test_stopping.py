@@ -1,0 +1,112 @@
+"""Stop strings across token borders, against cutting the whole text at once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.stopping import StopStrings
+from services.worker.text_stream import NOTHING, TextStream
+
+
+class Spelling:
+    """A detokenizer stream whose ids are code points; id 0 is half of the character that the next id completes."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def push(self, token: int) -> str:
+        self.pending = token == 0
+        return "" if self.pending else chr(token)
+
+    def flush(self) -> str:
+        return "\ufffd" if self.pending else ""
+
+
+def stream(*stops: str) -> TextStream:
+    return TextStream(Spelling(), StopStrings(stops))
+
+
+def generate(text: TextStream, word: str) -> tuple[str, list[int]]:
+    """Push until stopped or over; text and ids that left."""
+    out, ids = "", []
+    for token in map(ord, word):
+        released = text.push(token)
+        out += "".join(released.text)
+        ids += released.ids
+        if text.stopped:
+            break
+    released = text.finish()
+    return out + "".join(released.text), ids + list(released.ids)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_string_to_be_completed(word: str, stops: list[str]) -> None:
+    text, ids = generate(stream(*stops), word)
+    wanted = [s for s in stops if s]
+    for end in range(len(word) + 1):
+        starts = [word[:end].find(s) for s in wanted if s in word[:end]]
+        if starts:
+            assert text == word[: min(starts)]
+            assert len(ids) == end
+            return
+    assert text == word
+    assert len(ids) == len(word)
+
+
+@given(st.text("ab", min_size=1, max_size=30), st.text("ab", min_size=1, max_size=4))
+def test_nothing_leaves_that_may_begin_a_stop_string(word: str, stop: str) -> None:
+    text, out = stream(stop), ""
+    for end, token in enumerate(map(ord, word), 1):
+        out += "".join(text.push(token).text)
+        if text.stopped:
+            return
+        assert word[:end].startswith(out)
+        held = {at for at in range(end) if stop.startswith(word[at:end])}
+        assert len(out) <= min(held, default=end)
+
+
+@given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=3), st.integers(0, 20))
+def test_replayed_stream_goes_on_exactly(word: str, stop: str, cut: int) -> None:
+    """Another worker goes on after any released token: ids and text continue as if nothing had happened."""
+    whole_text, whole_ids = generate(stream(stop), word)
+    cut = min(cut, len(whole_ids))
+    first, sent_text, sent_ids = stream(stop), "", []
+    for token in map(ord, word):
+        if len(sent_ids) >= cut or first.stopped:
+            break
+        released = first.push(token)
+        sent_text += "".join(released.text)
+        sent_ids += released.ids
+    second = stream(stop)
+    second.replay(sent_ids, len(sent_text))
+    assert second.next_index == len(sent_ids)
+    if second.stopped:
+        assert sent_text == whole_text
+        return
+    rest_text, rest_ids = generate(second, word[len(sent_ids) :])
+    assert sent_text + rest_text == whole_text
+    assert sent_ids + rest_ids == whole_ids
+
+
+def test_replay_after_any_token_even_of_a_held_group() -> None:
+    """The client may cut a group of ids anywhere; text that it lacks follows with the next id."""
+    text = stream("xyz")
+    text.replay([ord("a"), ord("x")], text_sent=1)  # "x" may begin the stop string: its text was not sent
+    released = text.push(ord("b"))
+    assert released == ((ord("b"),), ("xb",))
+
+
+def test_replay_of_more_text_than_ids_released() -> None:
+    text = stream("xyz")
+    text.replay([ord("a"), ord("x")], text_sent=2)
+    assert text.push(ord("b")) == ((ord("b"),), ("b",))
+
+
+def test_an_id_is_held_while_its_character_is_incomplete() -> None:
+    text = stream()
+    assert text.push(0) == NOTHING
+    assert text.push(ord("é")) == ((0, ord("é")), ("", "é"))
+    text.push(0)
+    assert text.finish() == ((0,), ("\ufffd",))
+    assert text.finish() == NOTHING
