@@ -9,7 +9,8 @@ tokenizer, the chat format, the recipe, the figures in the model card. It knows 
 `--evaluate-only` prints the figures of the folder as it stands, as JSON.
 
 The text is about 400,000 tokens, so overfitting is the enemy, not capacity: residual dropout, BPE dropout, weight decay
-and two views of each speech (as the play prints it, and as chat turns) are what the recipe is made of.
+and two views of each speech (as the play prints it, and as chat turns) are what the recipe is made of. The seed fixes
+all but BPE dropout, for which tokenizers has no seed: a second run comes close, not equal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -39,6 +40,7 @@ logger = logging.getLogger("train_demo_model")
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS, EOS, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS
+IDS = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
 # No white space between a turn's end and the next role: the ids generated for a turn are then exactly the ids that the
 # next request's rendered history tokenises to, and a cached prefix stays a prefix.
 CHAT_TEMPLATE = (
@@ -64,6 +66,7 @@ BPE_DROPOUT_SHARE = 0.7  # of the steps; the last ones see the segmentation that
 CHAT_SHARE = 0.4  # of the windows
 REENCODE_EVERY = 50  # steps: about one pass over the text, then new conversations and new segmentations
 MAX_SPEECH_BYTES = 220
+CARD_MARK = "## Figures"
 STOP_WITHIN = 400  # tokens: a chat answer that has not ended by then counts as one that does not end
 
 # What people type first, so that words unknown to the plays still draw an answer. None of them is a CHAT_PROMPT.
@@ -96,18 +99,10 @@ CHAT_PROMPTS = (
 )  # fmt: skip
 
 
-class Corpus(NamedTuple):
-    """The play text, cut once into what is learned from and what is only measured on."""
-
-    train: str
-    held_out: str
-
-    @classmethod
-    def read(cls, path: Path) -> Corpus:
-        """Cuts between two speeches, so that neither part starts in the middle of one."""
-        text = path.read_text(encoding="utf-8")
-        cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT_FRACTION))) + 2
-        return cls(text[:cut], text[cut:])
+def split(text: str) -> tuple[str, str]:
+    """What is learned from, and what is only measured on: cut between two speeches."""
+    cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT_FRACTION))) + 2
+    return text[:cut], text[cut:]
 
 
 def train_tokenizer(text: str) -> Tokenizer:
@@ -117,16 +112,13 @@ def train_tokenizer(text: str) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
+    bos = (BOS, IDS[BOS])
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A $B", special_tokens=[bos])
     return tokenizer
 
 
@@ -141,22 +133,16 @@ def shorten(speech: str) -> str:
 
 
 class Windows:
-    """Training windows, cut at random from two streams of token ids: the play as printed, and the play as chat.
-
-    Both are rebuilt by `reencode`, with other conversations each time and, under BPE dropout, other segmentations.
-    """
+    """Training windows, cut at random from two streams of token ids: the play as printed, and the play as chat."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, rng: random.Random) -> None:
         self._text, self._tokenizer, self._rng = text, tokenizer, rng
-        self._speeches = [
-            (match[1], shorten(match[2].strip()))
-            for match in re.finditer(r"(?:^|\n\n)([^\n:]+):\n(.+?)(?=\n\n|\Z)", text, re.DOTALL)
-        ]
-        self._id = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        found = re.finditer(r"(?:^|\n\n)([^\n:]+):\n(.+?)(?=\n\n|\Z)", text, re.DOTALL)
+        self._speeches = [(match[1], shorten(match[2].strip())) for match in found]
         self._raw, self._chat = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
 
     def reencode(self, bpe_dropout: float) -> None:
-        """Draws both streams anew; each merge of the tokenizer is skipped with probability `bpe_dropout`."""
+        """Draws both streams anew, with other conversations; `bpe_dropout` is the chance that a merge is skipped."""
         self._tokenizer.model.dropout = bpe_dropout or None
         self._raw = torch.tensor(self._tokenizer.encode(self._text, add_special_tokens=False).ids)
         self._chat = torch.tensor([token for ids in self._conversations() for token in ids])
@@ -182,10 +168,10 @@ class Windows:
                 else:
                     parts.append((USER, speech.replace("\n", " ")))
             encoded = self._tokenizer.encode_batch([content for _, content in parts], add_special_tokens=False)
-            ids = [self._id[BOS]]
+            ids = [IDS[BOS]]
             for (role, _), encoding in zip(parts, encoded, strict=True):
-                ids += [self._id[role], *encoding.ids, self._id[END]]
-            yield [*ids, self._id[EOS]]
+                ids += [IDS[role], *encoding.ids, IDS[END]]
+            yield [*ids, IDS[EOS]]
 
     def sample(self, length: int) -> Tensor:
         """A batch of int64[TOKENS_PER_STEP // length, length]."""
@@ -196,27 +182,18 @@ class Windows:
                 rows.append(self._chat[at : at + length])
             else:
                 at = self._rng.randrange(len(self._raw) - length)
-                rows.append(torch.cat([torch.tensor([self._id[BOS]]), self._raw[at : at + length - 1]]))
+                rows.append(torch.cat([torch.tensor([IDS[BOS]]), self._raw[at : at + length - 1]]))
         return torch.stack(rows)
 
 
-def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
+def build_model() -> LlamaForCausalLM:
     """Untrained, of a size that fits 12 MB in float16; few heads of 64, which CPU attention kernels like best."""
     config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_id=[tokenizer.token_to_id(END), tokenizer.token_to_id(EOS)],
-        pad_token_id=tokenizer.token_to_id(EOS),
-        dtype="float32",
-    )
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=704, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, dtype="float32",
+        bos_token_id=IDS[BOS], eos_token_id=[IDS[END], IDS[EOS]], pad_token_id=IDS[EOS],
+    )  # fmt: skip
     model = LlamaForCausalLM(config)
     for name, weight in model.named_parameters():  # writers to the residual stream start small (GPT-2, section 2.3)
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -242,7 +219,7 @@ def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
     """Nats for each predicted token: [n, length] -> [n, length - 1]."""
     losses = []
     with torch.inference_mode():
-        for batch in windows.split(2):
+        for batch in torch.split(windows, 2):
             logits = model(input_ids=batch).logits[:, :-1].float()
             losses.append(nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none"))
     return torch.cat(losses)
@@ -251,8 +228,7 @@ def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -> float:
     """Over all of `text`, in windows of MEASURED_CONTEXT tokens that each start with BOS; each byte counts once."""
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
-    bos = torch.tensor([tokenizer.token_to_id(BOS)])
-    pieces = [torch.cat([bos, piece])[None] for piece in ids.split(MEASURED_CONTEXT - 1)]
+    pieces = [torch.cat([torch.tensor([IDS[BOS]]), piece])[None] for piece in torch.split(ids, MEASURED_CONTEXT - 1)]
     model.eval()
     nats = token_losses(model, torch.cat(pieces[:-1])).sum() + token_losses(model, pieces[-1]).sum()
     return float(nats) / math.log(2) / len(text.encode())
@@ -266,49 +242,42 @@ def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -
     """
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
     windows = ids.unfold(0, CONTEXT - 1, 256)
-    windows = torch.cat([torch.full((len(windows), 1), tokenizer.token_to_id(BOS)), windows], dim=1)
+    windows = torch.cat([torch.full((len(windows), 1), IDS[BOS]), windows], dim=1)
     losses = token_losses(model, windows)  # [window, position]: token 256 * window + position
     losses = nn.functional.pad(losses, (0, 1), value=math.nan)  # the last position predicts nothing
     blocks = losses.view(len(windows), CONTEXT // 256, 256)
     last = CONTEXT // 256 - 1
     count = len(windows) - last
     same_tokens = torch.stack([blocks[last - block : last - block + count, block] for block in range(last + 1)])
+    means = same_tokens[:, :, :-1].mean(dim=(1, 2))
     ranges = ((0, 256), (256, 512), (512, 1024), (1024, 2048), (2048, 4096))
-    return {
-        f"{start}-{stop - 1}": round(float(same_tokens[start // 256 : stop // 256, :, :-1].mean()), 4)
-        for start, stop in ranges
-    }
+    return {f"{low}-{high - 1}": round(float(means[low // 256 : high // 256].mean()), 4) for low, high in ranges}
 
 
 def messages_of(prompt: list[str]) -> list[dict[str, str]]:
     """An entry of CHAT_PROMPTS as OpenAI-style messages."""
-    roles = itertools.cycle(("user", "assistant"))
-    if prompt[0].startswith("system: "):
-        roles = itertools.chain(("system",), roles)
+    first = ("system",) if prompt[0].startswith("system: ") else ()
+    roles = itertools.chain(first, itertools.cycle(("user", "assistant")))
     return [{"role": role, "content": text.removeprefix("system: ")} for role, text in zip(roles, prompt, strict=False)]
 
 
 def chat_endings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[dict[str, int], list[str]]:
     """How many CHAT_PROMPTS are answered with a stop token in time, sampled and greedily; and the sampled answers."""
-    ended: dict[str, int] = {}
-    answers: list[str] = []
-    stops = model.generation_config.eos_token_id
-    assert isinstance(stops, list)
+    ended, answers = {"greedy": 0, "sampled": 0}, []
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 1.0, "top_k": 0}
     for kind, options in (("greedy", {"do_sample": False}), ("sampled", sampling)):
         torch.manual_seed(0)
         for prompt in CHAT_PROMPTS:
-            ids = tokenizer.apply_chat_template(
-                messages_of(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            output = model.generate(**ids, max_new_tokens=STOP_WITHIN, **options)[0, ids["input_ids"].shape[1] :]
-            ended[kind] = ended.get(kind, 0) + (int(output[-1]) in stops)
+            text = tokenizer.apply_chat_template(messages_of(prompt), add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            output = model.generate(ids, max_new_tokens=STOP_WITHIN, **options)[0, ids.shape[1] :]
+            ended[kind] += int(output[-1]) in (IDS[END], IDS[EOS])
             if kind == "sampled":
                 answers.append(tokenizer.decode(output, skip_special_tokens=True))
     return ended, answers
 
 
-def evaluate(folder: Path, corpus: Corpus) -> tuple[dict[str, Any], list[str]]:
+def evaluate(folder: Path, train_text: str, held_out: str) -> tuple[dict[str, Any], list[str]]:
     """The figures of the model as a user gets it: read back from the folder, weights rounded to float16."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -317,13 +286,11 @@ def evaluate(folder: Path, corpus: Corpus) -> tuple[dict[str, Any], list[str]]:
     figures = {
         "parameters": model.num_parameters(),
         "safetensors_bytes": (folder / "model.safetensors").stat().st_size,
-        "held_out_bytes": len(corpus.held_out.encode()),
-        "bytes_per_token": round(
-            len(corpus.held_out.encode()) / len(plain.encode(corpus.held_out, add_special_tokens=False).ids), 3
-        ),
-        "held_out_bits_per_byte": round(bits_per_byte(model, plain, corpus.held_out), 4),
-        "train_bits_per_byte": round(bits_per_byte(model, plain, corpus.train[: len(corpus.held_out)]), 4),
-        "held_out_nats_per_token_by_position": loss_by_position(model, plain, corpus.held_out),
+        "held_out_bytes": len(held_out.encode()),
+        "bytes_per_token": round(len(held_out.encode()) / len(plain.encode(held_out, add_special_tokens=False).ids), 3),
+        "held_out_bits_per_byte": round(bits_per_byte(model, plain, held_out), 4),
+        "train_bits_per_byte": round(bits_per_byte(model, plain, train_text[: len(held_out)]), 4),
+        "held_out_nats_per_token_by_position": loss_by_position(model, plain, held_out),
         "chat_prompts": len(CHAT_PROMPTS),
         "chat_prompts_ended": ended,
     }
@@ -342,25 +309,20 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=END,
-        pad_token=EOS,
-        additional_special_tokens=[EOS, SYSTEM, USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=model.config.max_position_embeddings,
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=END, pad_token=EOS, chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[EOS, SYSTEM, USER, ASSISTANT], model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     fast.save_pretrained(out)
 
 
-def train(corpus: Corpus, out: Path, steps: int, seed: int) -> float:
+def train(train_text: str, held_out: str, out: Path, steps: int, seed: int) -> float:
     """Trains, keeping in `out` the export with the lowest held-out loss so far. Returns the minutes it took."""
     torch.manual_seed(seed)
     started = time.monotonic()
-    tokenizer = train_tokenizer(corpus.train)
-    windows = Windows(corpus.train, tokenizer, random.Random(seed))
-    model = build_model(tokenizer)
+    tokenizer = train_tokenizer(train_text)
+    windows = Windows(train_text, tokenizer, random.Random(seed))
+    model = build_model()
     add_residual_dropout(model)
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
@@ -384,67 +346,28 @@ def train(corpus: Corpus, out: Path, steps: int, seed: int) -> float:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, _ in optimizers:
-                optimizer.step()
+                optimizer.step()  # type: ignore[no-untyped-call]
                 optimizer.zero_grad()
             smooth = loss.item() if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss.item()
             progress.update(task, advance=1, description=f"loss {smooth:.3f}, held out {best:.4f} bits/byte")
             if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
                 with torch.autocast("cpu", torch.bfloat16):
-                    held_out = bits_per_byte(model, tokenizer, corpus.held_out)
-                logger.info("step %d loss %.4f held-out bits/byte %.4f", step + 1, smooth, held_out)
-                if held_out < best:
-                    best = held_out
+                    measured = bits_per_byte(model, tokenizer, held_out)
+                logger.info("step %d loss %.4f held-out bits/byte %.4f", step + 1, smooth, measured)
+                if measured < best:
+                    best = measured
                     export(model, tokenizer, out)
     return (time.monotonic() - started) / 60
 
 
-def model_card(config: LlamaConfig, figures: dict[str, Any], answers: list[str], run: str) -> str:
-    """The folder's README: nothing in it that the run did not print or use."""
+def write_card(folder: Path, run: str, figures: dict[str, Any], answers: list[str]) -> None:
+    """Puts what was measured below CARD_MARK in the folder's README; what stands above is prose, and stays."""
+    card = folder / "README.md"
+    prose = card.read_text(encoding="utf-8").partition(CARD_MARK)[0] if card.exists() else ""
     samples = [f"**{turns[-1]}**\n\n{answer}" for turns, answer in zip(CHAT_PROMPTS[:8], answers, strict=False)]
     quoted = "\n\n".join("> " + sample.replace("\n", "  \n> ") for sample in samples)
-    return f"""---
-license: mit
-language: en
-pipeline_tag: text-generation
----
-
-# kvfleet demo model
-
-A Llama of {figures["parameters"]:,} parameters that speaks Shakespearean dialogue. It ships inside the package so that
-everything can be tried without a GPU or a download. Whatever it is asked, it answers in the manner of a play: it knows
-the sound of English, and no facts.
-
-- Architecture: `LlamaForCausalLM`, {config.num_hidden_layers} layers of {config.hidden_size}, MLP of \
-{config.intermediate_size}, {config.num_attention_heads} heads and {config.num_key_value_heads} KV heads of \
-{config.head_dim}, tied embeddings; stored as float16, computed in float32
-- Context: {config.max_position_embeddings:,} tokens; byte-level BPE of {config.vocab_size:,} tokens
-- Stop tokens: `{END}` ends a turn, `{EOS}` a conversation
-
-**Data.** `shakespeare.txt`, 1.1 MB of plays by William Shakespeare (the "tinyshakespeare" selection), in the public
-domain. The last tenth, {figures["held_out_bytes"]:,} bytes, was held out from tokenizer and weights, and chose the
-checkpoint. The rest was seen in two views: as printed, and as chat, where neighbouring speeches of at most
-{MAX_SPEECH_BYTES} bytes are turns of user and assistant. About one user turn in eight is a modern phrase from a short
-list in the script. The system message `You are GLOUCESTER.` names the speaker of the first answer.
-
-**Training.** {run}: Muon for the matrices, AdamW for the rest, bfloat16 autocast, residual dropout, BPE dropout,
-weight decay, windows of {", then ".join(f"{length:,}" for _, length in CONTEXT_UNTIL)} tokens.
-
-**Figures**, measured by the script on the files of this folder (`--evaluate-only` prints them again):
-
-```json
-{json.dumps(figures, indent=2)}
-```
-
-Bits per byte counts each held-out byte once, in windows of {MEASURED_CONTEXT:,} tokens that start afresh. Loss by
-position compares the very same tokens at different distances from the start of a window. A chat prompt has ended when a
-stop token comes within {STOP_WITHIN} tokens, sampled at temperature 0.8 or greedily.
-
-**Samples**: the first answers of that check, at temperature 0.8.
-
-{quoted}
-
-**Licence.** The training text is in the public domain; the weights carry the licence of the package.
-"""
+    measured = f"```json\n{json.dumps(figures, indent=2)}\n```\n\nFirst answers at temperature 0.8:\n\n{quoted}\n"
+    card.write_text(f"{prose}{CARD_MARK}\n\n{run}\n\n{measured}", encoding="utf-8")
 
 
 def main() -> None:
@@ -459,20 +382,16 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     transformers_logging.disable_progress_bar()
-    for noisy in ("httpx", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     torch.set_num_threads(options.threads)
 
-    corpus = Corpus.read(options.data)
+    texts = split(options.data.read_text(encoding="utf-8"))
     if options.evaluate_only:
-        figures, _ = evaluate(options.out, corpus)
+        figures, _ = evaluate(options.out, *texts)
     else:
-        minutes = train(corpus, options.out, options.steps, options.seed)
-        figures, answers = evaluate(options.out, corpus)
-        command = f"train_demo_model.py --steps {options.steps} --seed {options.seed}"
-        run = f"`{command}`, {minutes:.0f} minutes on {options.threads} CPU threads"
-        card = model_card(LlamaConfig.from_pretrained(options.out), figures, answers, run)
-        (options.out / "README.md").write_text(card, encoding="utf-8")
+        minutes = train(*texts, options.out, options.steps, options.seed)
+        figures, answers = evaluate(options.out, *texts)
+        run = f"{options.steps} steps, seed {options.seed}, {minutes:.0f} minutes on {options.threads} CPU threads."
+        write_card(options.out, run, figures, answers)
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
 
 

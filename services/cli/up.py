@@ -125,7 +125,7 @@ def up(
                 own = [f"--model={models[which]}", f"--workers-on-host={total}"]
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
                 fleet.workers.append(_service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i)))
-            fleet.ingresses.append(_service("ingress", "i0", [*common, f"--host={host}", f"--port={port}"], key))
+            fleet.ingresses.append(_service("ingress", "i0", [*common, f"--host={host}", f"--port={port}"], {}))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, stopping):
                 sys.stdout.write(f"ready {base}\n")

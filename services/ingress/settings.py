@@ -13,15 +13,17 @@ class IngressSettings(ServiceSettings):
     """Flags of the HTTP endpoint; limits are per process."""
 
     port: int = Field(8080, ge=0, le=65535, description="HTTP port; 0: any free one")
-    api_keys_file: Path | None = Field(None, description="JSON file with hashed API keys; absent: everybody may")
-    api_keys: str | None = Field(None, description="the same JSON, as text")
+    api_keys_file: Path | None = Field(
+        None, description="TOML or JSON file with hashed API keys; absent: everybody may"
+    )
+    api_keys: str | None = Field(None, description="the same as text")
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="longest request body")
     max_streams: int = Field(1024, ge=1, description="most requests at once; more get 503 with Retry-After")
     default_max_tokens: int = Field(1024, ge=1, description="bound where a chat names none")
     request_deadline_s: float = Field(600.0, gt=0, description="longest a request may take")
     session_ttl_s: float = Field(24 * 3600.0, gt=0, description="idle sessions are forgotten after this")
-    max_sessions_per_tenant: int = Field(10_000, ge=1)
+    max_sessions_per_tenant: int = Field(100_000, ge=1)
+    max_session_tokens: int = Field(131_072, ge=1, description="longest history of one session")
     splice_memory_bytes: int = Field(256 * 1024 * 1024, ge=0, description="memory for ids of finished chat turns")
-    fleet_key: str = Field("", description="secret from which tenants' cache salts are derived")
     drain_s: float = Field(3.0, ge=0, description="how long SIGTERM waits for running streams")
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

@@ -33,6 +33,7 @@ from services.placement.forwarding import Forwarding
 from services.placement.policies import DEFAULT_POLICY, build_policies
 
 MAX_FORWARDED = 65_536  # requests of bare producers watched at a time
+SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
 
 
 class PlacementCore:
@@ -72,7 +73,7 @@ class PlacementCore:
             case Tick():
                 self.fleet.build_rings()
                 self.bookings.expire(now)
-                return self.forwarding.tick(now)
+                return [*self._ping_silent(now), *self.forwarding.tick(now)]
             case WorkerJoined(record, heartbeat):
                 self.fleet.join(record, heartbeat, now)
                 return self.forwarding.on_joined(record.id, record.epoch, now)
@@ -90,8 +91,9 @@ class PlacementCore:
                 return self.forwarding.on_left(worker, now)
             case WorkerDisconnected(worker):
                 return [PingWorker(worker)] if worker in self.fleet.workers else []
-            case PingUnanswered(worker):
-                if worker not in self.fleet.workers:
+            case PingUnanswered(worker, nobody_listens):
+                known = self.fleet.workers.get(worker)
+                if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
                 self.forwarding.suspect(worker, now)
                 return [DropMember(worker)]
@@ -101,6 +103,10 @@ class PlacementCore:
             return Answer(event.reply, self.decider.decide(event.tenant, event.ask, now))
         except KvfleetError as error:
             return Fail(event.reply, failed_frame(error, event.ask.request, event.ask.attempt))
+
+    def _ping_silent(self, now: float) -> list[Action]:
+        """Ask whoever is silent instead of waiting for the members view to give up on it."""
+        return [PingWorker(w.id) for w in self.fleet.workers.values() if self.fleet.claim_ping(w, now)]
 
     def wake_at(self) -> float | None:
         """When a Tick is needed at the latest to keep the promises made; None: no hurry."""

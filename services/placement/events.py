@@ -80,9 +80,13 @@ class WorkerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class PingUnanswered:
-    """A suspected worker did not answer: nobody listens there, or only silence."""
+    """A suspected worker did not answer a ping.
+
+    `nobody_listens` leaves no doubt; silence alone may be a worker that is busy for a moment.
+    """
 
     worker: str
+    nobody_listens: bool
 
 
 @dataclass(frozen=True, slots=True)

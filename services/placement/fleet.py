@@ -13,6 +13,8 @@ from kvproto.ids import model_token
 from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord
 
 MAX_MODELS = 4096  # names remembered, living or not
+SILENT_AFTER_S = 1.5  # three heartbeats missed
+PING_AGAIN_S = 0.5
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class Worker:
     heard_at: float
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
+
+    pinged_at: float = -1e9
 
     @property
     def requests(self) -> int:
@@ -80,6 +84,15 @@ class Fleet:
             return False
         worker.heard_at, worker.load, worker.rates = now, beat.load, beat.rates
         self._set_state(worker, beat.state)
+        return True
+
+    def claim_ping(self, worker: Worker, now: float, *, suspected: bool = False) -> bool:
+        """Whether to ask this worker for a sign of life now: it is silent or suspected, and was not asked just now."""
+        if not suspected and now - worker.heard_at <= SILENT_AFTER_S:
+            return False
+        if now - worker.pinged_at < PING_AGAIN_S:
+            return False
+        worker.pinged_at = now
         return True
 
     # ------------------------------------------------------------------ questions

@@ -43,8 +43,6 @@ from services.placement.fleet import Fleet
 
 ACKNOWLEDGE_S = 0.05  # an offer not accepted by then goes to the next worker
 LOST_GRACE_S = 0.1  # a terminal notice may still be on its way when its worker is seen to leave
-SILENT_AFTER_S = 3.0  # heartbeats and records both missing: ask, rather than wait for the members view
-PING_AGAIN_S = 1.0
 ASK_AGAIN_S = 15.0  # a notice lost in an outage would be waited for for ever
 ASKS_LIMIT = 4
 ORPHANS_KEPT_S = 60.0  # a hung worker that wakes is told what to cancel
@@ -94,7 +92,6 @@ class Forwarding:
         self._watched: dict[str, _Forwarded] = {}
         self._lost: dict[str, _Forwarded] = {}
         self._orphans: dict[str, list[tuple[float, Cancel]]] = {}
-        self._pinged_at: dict[str, float] = {}
 
     @property
     def offered(self) -> int:
@@ -247,7 +244,6 @@ class Forwarding:
     def on_left(self, worker: str, now: float) -> list[Action]:
         """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
         self.suspect(worker, now)
-        self._pinged_at.pop(worker, None)
         actions: list[Action] = []
         for offered in [f for f in self._offered.values() if f.worker == worker]:
             del self._offered[offered.asked.request]
@@ -280,9 +276,6 @@ class Forwarding:
             actions += self._lose(lost, now)
         for silent in _due(self._watched, now):
             actions += self._ask_or_abandon(silent, now)
-        for worker in self._fleet.workers.values():
-            if now - worker.heard_at > SILENT_AFTER_S and any(f.worker == worker.id for f in self._watched.values()):
-                actions += self._ping(worker.id, now)
         for name, orphans in list(self._orphans.items()):
             if orphans[-1][0] + ORPHANS_KEPT_S < now:
                 del self._orphans[name]
@@ -301,9 +294,9 @@ class Forwarding:
         return [AskStillRunning(silent.worker, question)]
 
     def _ping(self, worker: str, now: float) -> list[Action]:
-        if worker not in self._fleet.workers or now - self._pinged_at.get(worker, -1e9) < PING_AGAIN_S:
+        known = self._fleet.workers.get(worker)
+        if known is None or not self._fleet.claim_ping(known, now, suspected=True):
             return []
-        self._pinged_at[worker] = now
         return [PingWorker(worker)]
 
     # ------------------------------------------------------------------ states

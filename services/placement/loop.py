@@ -67,7 +67,7 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from services.placement.pinger import Pinger
+from services.placement.pinger import Pinger, Verdict
 from services.placement.policies import DEFAULT_POLICY
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,9 @@ class PlacementLoop:
     """One placement replica on one connection. `start`, then `stop`; owns everything it subscribes and spawns.
 
     `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). `system` is a connection as
-    the server's SYS user: with it a killed worker is noticed in milliseconds, without it within 3.5 s. `on_fenced` is
-    called if a later process takes this id over: then this one must end. Raises InvalidRequest for an unknown policy.
+    the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two seconds.
+    `on_fenced` is called if a later process takes this id over: then this one must end. Raises InvalidRequest for an
+    unknown policy.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class PlacementLoop:
                     case PingWorker(worker):
                         self._spawn(self._ping(worker))
                     case DropMember(worker):
+                        log.warning("placement: worker %s is gone, deleting its record", worker)
                         self._spawn(self._drop(worker))
             except KvfleetError as error:
                 self.unsent_total += 1
@@ -260,9 +262,10 @@ class PlacementLoop:
         return data
 
     async def _ping(self, worker: str) -> None:
-        if await self._pinger.is_dead(worker):
-            log.warning("placement: worker %s does not answer, dropping it", worker)
-            await self._carry_out(self._handle(PingUnanswered(worker)))
+        verdict = await self._pinger.ask(worker)
+        if verdict is not Verdict.NO_DOUBT_OF_LIFE:
+            log.info("placement: worker %s does not answer a ping: %s", worker, verdict.value)
+            await self._carry_out(self._handle(PingUnanswered(worker, verdict is Verdict.NOBODY_LISTENS)))
 
     async def _drop(self, worker: str) -> None:
         try:

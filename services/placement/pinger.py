@@ -1,6 +1,8 @@
-"""Tells whether a suspected worker is dead. Owned by the loop."""
+"""Asks suspected workers for a sign of life. Owned by the loop."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 from kvproto import codec
 from kvproto.connection import Connection
@@ -10,11 +12,16 @@ from kvproto.messages import AdminCommand, AdminRequest
 from kvproto.subjects import Subjects
 
 PING_S = 0.05
-PINGS = 2  # silence may be a pause of the worker; a 503 leaves no doubt
+
+
+class Verdict(Enum):
+    NO_DOUBT_OF_LIFE = "answered, or nobody can tell"
+    NOBODY_LISTENS = "nobody listens there"
+    SILENCE = "no answer"
 
 
 class Pinger:
-    """Asks on the worker's admin subject, which its event loop answers however busy its engine is."""
+    """Pings go to the worker's admin subject, which its event loop answers however busy its engine is."""
 
     def __init__(self, connection: Connection, subjects: Subjects, view: FleetView) -> None:
         self._connection = connection
@@ -22,39 +29,36 @@ class Pinger:
         self._view = view
         self._asking: set[str] = set()
 
-    async def is_dead(self, worker: str) -> bool:
-        """True only if nobody listens there, or nothing at all was heard within 100 ms.
+    async def ask(self, worker: str) -> Verdict:
+        """Takes at most 50 ms.
 
-        Not if its record changed meanwhile (it registered again), not while our own connection is down or just back
-        (the workers' are too), and not if the same question is being asked already.
+        Nobody can tell while our own connection is down or just back (the workers' are too), if the worker's record
+        changed meanwhile (it registered again), or while the same question is being asked already.
         """
         known = self._view.workers.get(worker)
         if known is None or worker in self._asking:
-            return False
-        revision, heartbeat_at = known.revision, known.heartbeat_at
+            return Verdict.NO_DOUBT_OF_LIFE
+        revision = known.revision
         self._asking.add(worker)
         try:
-            answered = await self._ask(worker)
+            verdict = await self._ping(worker)
         finally:
             self._asking.discard(worker)
-        if answered is True or known.revision != revision or not self._is_steady():
-            return False
-        return answered is False or known.heartbeat_at == heartbeat_at
+        if known.revision != revision or not self._is_steady():
+            return Verdict.NO_DOUBT_OF_LIFE
+        return verdict
 
-    async def _ask(self, worker: str) -> bool | None:
-        """True: it answered, or nobody can tell; False: nobody listens; None: silence."""
+    async def _ping(self, worker: str) -> Verdict:
         question = codec.encode(AdminRequest(AdminCommand.STATS))
-        for _ in range(PINGS):
-            try:
-                await self._connection.request(self._subjects.worker_admin(worker), question, PING_S)
-                return True
-            except WorkerLost:
-                return False
-            except TimeoutError:
-                continue
-            except KvfleetError:
-                return True
-        return None
+        try:
+            await self._connection.request(self._subjects.worker_admin(worker), question, PING_S)
+        except WorkerLost:
+            return Verdict.NOBODY_LISTENS
+        except TimeoutError:
+            return Verdict.SILENCE
+        except KvfleetError:
+            pass  # our own connection's trouble
+        return Verdict.NO_DOUBT_OF_LIFE
 
     def _is_steady(self) -> bool:
         connection = self._connection

@@ -16,13 +16,13 @@ def tokens(chance: random.Random, count: int) -> list[int]:
     return [chance.randrange(VOCAB) for _ in range(count)]
 
 
-def storm(rig: Rig, seed: int) -> None:
+def storm(rig: Rig, seed: int, *, rate: float = 0.35, longest: int = 14) -> None:
     """32 requests arrive at random steps: shared prefixes, later turns of earlier ones, forks within a block."""
     chance = random.Random(seed)
     stems = [tokens(chance, chance.randint(20, 70)) for _ in range(3)]
     count = 0
     while count < REQUESTS or rig.engine.has_work:
-        while count < REQUESTS and (chance.random() < 0.35 or not rig.engine.has_work):
+        while count < REQUESTS and (chance.random() < rate or not rig.engine.has_work):
             finished = [turn for turn in rig.turns.values() if turn.done and len(turn.ids) < 150]
             if finished and chance.random() < 0.5:
                 prompt = chance.choice(finished).ids  # the next turn, generated tokens included
@@ -31,7 +31,8 @@ def storm(rig: Rig, seed: int) -> None:
             else:
                 prompt = chance.choice(stems)[: chance.randint(1, 70)]
             sampling = {} if chance.random() < 0.8 else {"temperature": 1.0, "seed": count}
-            rig.add(f"r{count}", prompt + tokens(chance, chance.randint(0, 12)) or [1], chance.randint(1, 14), **sampling)
+            prompt = prompt + tokens(chance, chance.randint(0, 12))
+            rig.add(f"r{count}", prompt, chance.randint(1, longest), **sampling)
             count += 1
         rig.step()
 
@@ -54,7 +55,7 @@ def test_storm_with_room(model: Any) -> None:
 
 def test_storm_in_a_small_pool_with_small_chunks(model: Any) -> None:
     rig = Rig(model, blocks=30, block_size=8, budget=24, slots=12)
-    storm(rig, seed=2)
+    storm(rig, seed=2, rate=0.7, longest=40)
     assert_exact(rig)
     load = rig.engine.load()
     assert load.preemptions_total > 0

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvproto.errors import OutOfMemory
 
+_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -45,7 +47,9 @@ class KvPool:
         size = (num_blocks, shape.layers, 2, shape.kv_heads, block_size, shape.head_dim)
         try:
             self.data = torch.zeros(size, dtype=shape.dtype, device=device)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             total = num_blocks * shape.bytes_per_block(block_size)
             raise OutOfMemory(f"a KV pool of {num_blocks} blocks ({total / 2**30:.2f} GiB): {error}") from error
 
@@ -70,6 +74,13 @@ class KvPool:
         table = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         kv = self.data[table, layer].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens].cpu()
         return kv[0].contiguous(), kv[1].contiguous()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: torch tells for CUDA by type, for the host only in words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.interface import STEP
 from services.worker.model.base import Drawn
 from services.worker.model.batch import Ints, RaggedBatch
-from services.worker.model.kv_pool import KvPool
+from services.worker.model.kv_pool import KvPool, is_out_of_memory
 from services.worker.model.loader import LoadedModel
 from services.worker.model.sampler import sample
 from services.worker.step_plan import Slice
@@ -44,7 +44,9 @@ class TorchRunner:
         try:
             with torch.inference_mode():
                 drawn = iter(sample(self.logits(batch, batch.rows), batch.draws))
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             raise OutOfMemory(f"a step of {len(batch.ids)} tokens does not fit into memory") from error

@@ -84,9 +84,7 @@ async def test_a_request_and_its_repetition_from_the_cache(fleet: FakeFleet, cli
     assert client.counters.fallback_total == 3, "no placement runs: the ring placed"
 
 
-async def test_a_killed_workers_stream_goes_on_elsewhere_with_the_same_tokens(
-    fleet: FakeFleet, client: Client
-) -> None:
+async def test_a_killed_workers_stream_goes_on_elsewhere_with_the_same_tokens(fleet: FakeFleet, client: Client) -> None:
     for worker in ("w0", "w1"):
         await fleet.start(worker, fake_tokens_per_s=200)
     await ready(client, 2)

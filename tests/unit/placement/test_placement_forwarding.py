@@ -9,7 +9,7 @@ from kvproto.ids import model_token
 from kvproto.messages import Encoding, Progress, State, Tokens
 from kvproto.subjects import request_inbox
 from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
-from services.placement.core import PlacementCore
+from services.placement.core import SILENCE_LIMIT_S, PlacementCore
 from services.placement.events import (
     HeartbeatHeard,
     NobodyListens,
@@ -20,14 +20,15 @@ from services.placement.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerNewEpoch,
+    WorkerUpdated,
 )
+from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from services.placement.forwarding import (
     ACKNOWLEDGE_S,
     ASK_AGAIN_S,
     ASKS_LIMIT,
     LOST_GRACE_S,
     ORPHANS_KEPT_S,
-    SILENT_AFTER_S,
 )
 
 REPLY = request_inbox(PREFIX, "r1")
@@ -235,8 +236,8 @@ class TestEnd:
 class TestLoss:
     @pytest.mark.parametrize(
         "event",
-        [WorkerLeft("w1"), WorkerNewEpoch(a_record("w1", epoch="e2")), PingUnanswered("w1")],
-        ids=lambda e: type(e).__name__,
+        [WorkerLeft("w1"), WorkerNewEpoch(a_record("w1", epoch="e2")), PingUnanswered("w1", True)],
+        ids=["left", "restarted", "unanswered"],
     )
     def test_the_producer_hears_once_after_the_grace(self, event: object) -> None:
         core = a_core("w1")
@@ -248,7 +249,7 @@ class TestLoss:
         assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (INBOX, "worker_lost", True)
         assert [a for a in actions if isinstance(a, Cancel)]
         assert is_over(core)
-        assert core.handle(Tick(), 3.0) == []
+        assert failures(core.handle(Tick(), 3.0)) == []
         assert core.handle(WorkerAnswered(finished("r1", 0)), 3.0) == []
 
     def test_a_notice_within_the_grace_counts(self) -> None:
@@ -287,20 +288,28 @@ class TestLoss:
 
 
 class TestSuspicion:
-    def test_a_broken_connection_is_checked_by_a_ping_and_silence_drops_the_member(self) -> None:
+    def test_a_broken_connection_is_checked_by_a_ping_and_a_503_drops_the_member(self) -> None:
         core = a_core("w1")
         assert core.handle(WorkerDisconnected("w1"), 1.0) == [PingWorker("w1")]
         assert core.handle(WorkerDisconnected("w9"), 1.0) == []
-        assert core.handle(PingUnanswered("w1"), 1.05) == [DropMember("w1")]
+        assert core.handle(PingUnanswered("w1", True), 1.05) == [DropMember("w1")]
+        assert core.handle(PingUnanswered("w9", True), 1.05) == []
 
-    def test_silence_is_checked_while_somebody_depends_on_the_worker(self) -> None:
+    def test_silence_drops_it_only_if_nothing_else_was_heard_for_long(self) -> None:
+        core = a_core("w1")
+        core.handle(HeartbeatHeard(a_beat("w1")), 1.0)
+        assert core.handle(PingUnanswered("w1", False), 1.0 + SILENCE_LIMIT_S - 0.1) == []
+        assert core.handle(PingUnanswered("w1", False), 1.0 + SILENCE_LIMIT_S) == [DropMember("w1")]
+
+    def test_a_worker_that_falls_silent_is_asked(self) -> None:
         core = a_core("w1", "w2")
-        forward = offered_and_accepted(core)
-        actions = core.handle(Tick(), SILENT_AFTER_S + 0.1)
-        assert actions == [PingWorker(forward.worker)]
+        core.handle(HeartbeatHeard(a_beat("w2")), 1.0)
+        assert core.handle(Tick(), SILENT_AFTER_S) == []
+        assert core.handle(Tick(), SILENT_AFTER_S + 0.1) == [PingWorker("w1")]
         assert core.handle(Tick(), SILENT_AFTER_S + 0.2) == []  # not ten times a second
-        core.handle(HeartbeatHeard(a_beat(forward.worker)), SILENT_AFTER_S + 0.3)
-        assert core.handle(Tick(), SILENT_AFTER_S + 1.3) == []
+        assert core.handle(Tick(), SILENT_AFTER_S + 0.1 + PING_AGAIN_S) == [PingWorker("w1")]
+        core.handle(WorkerUpdated(a_record("w1")), SILENT_AFTER_S + 0.7)
+        assert core.handle(Tick(), SILENT_AFTER_S + 1.0) == []
 
 
 class TestLostNotices:

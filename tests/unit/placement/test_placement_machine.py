@@ -84,11 +84,10 @@ class Placement(RuleBasedStateMachine):
         epoch = "e0000" if stale else self.epoch(worker)
         self.tell(HeartbeatHeard(a_beat(worker, epoch=epoch, state=state, running=running)))
 
-    @rule(worker=WORKERS, verdict=st.booleans())
-    def suspect(self, worker: str, verdict: bool) -> None:
-        self.tell(WorkerDisconnected(worker))
-        if verdict:
-            self.tell(PingUnanswered(worker))
+    @rule(worker=WORKERS, certain=st.booleans())
+    def suspect(self, worker: str, certain: bool) -> None:
+        for _ in self.tell(WorkerDisconnected(worker)):
+            self.tell(PingUnanswered(worker, certain))
 
     # ------------------------------------------------------------------ requests
 

@@ -1,0 +1,133 @@
+"""Wiring of an ingress process: settings, NATS, client, lease, uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from kvproto.client import Client
+from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.ids import new_process_id
+from kvproto.members import Lease
+from kvproto.messages import Role
+from kvproto.subjects import INGRESS_INBOX, Subjects
+from kvservice import lifecycle, logs
+from kvservice.membership import member_record, open_bucket
+from kvservice.nats_connection import connect
+from kvservice.settings import load
+from services.ingress.app import create_app
+from services.ingress.config import IngressConfig, SessionLimits
+from services.ingress.ingress import Ingress
+from services.ingress.settings import IngressSettings
+from services.ingress.tenancy import Tenancy, parse_keys
+
+log = logging.getLogger(__name__)
+
+
+def config_of(settings: IngressSettings, member: str) -> IngressConfig:
+    return IngressConfig(
+        id=member,
+        max_body_bytes=settings.max_body_bytes,
+        max_concurrent=settings.max_streams,
+        default_max_tokens=settings.default_max_tokens,
+        request_deadline_s=settings.request_deadline_s,
+        splice_bytes=settings.splice_memory_bytes,
+        sessions=SessionLimits(
+            idle_expiry_s=settings.session_ttl_s,
+            per_tenant=settings.max_sessions_per_tenant,
+            max_tokens=settings.max_session_tokens,
+        ),
+    )
+
+
+def read_tenancy(settings: IngressSettings) -> Tenancy:
+    text = settings.api_keys or ""
+    if settings.api_keys_file is not None:
+        try:
+            text = settings.api_keys_file.read_text()
+        except OSError as error:
+            raise InvalidRequest(f"{settings.api_keys_file}: {error.strerror}", field="api_keys_file") from None
+    keys = parse_keys(text)
+    if settings.api_keys_file is not None and not keys:
+        raise InvalidRequest(f"{settings.api_keys_file} holds no key", field="api_keys_file")
+    return Tenancy(keys)
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to the lifecycle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.Lifecycle) -> None:
+    config = uvicorn.Config(
+        create_app(ingress),
+        host=settings.host,
+        port=settings.port,
+        http="httptools",
+        loop="none",
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
+        backlog=2048,
+    )
+    server = _Server(config)
+    try:
+        sockets = [config.bind_socket()]
+    except SystemExit:
+        raise Unavailable(f"cannot listen on {settings.host}:{settings.port}") from None
+    serving = life.spawn(server.serve(sockets), "http")
+
+    async def close() -> None:
+        await ingress.drain(settings.drain_s)
+        server.should_exit = True
+        await asyncio.wait([serving])
+
+    life.closing("http", close, settings.drain_s + 3.0)
+    log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
+
+
+async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
+    tenancy = read_tenancy(settings)
+    member = settings.id or f"i-{new_process_id()}"
+    subjects = Subjects(settings.namespace)
+    record = member_record(Role.INGRESS, member, address=f"{settings.host}:{settings.port}")
+    connection = await connect(
+        settings,
+        role="ingress",
+        role_inbox=INGRESS_INBOX,
+        member=member,
+        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
+    )
+    life.closing("connection", connection.close)
+    bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+    client = await Client.over(connection, subjects)
+    life.closing("client", client.close)
+    ingress = await Ingress.open(client, config_of(settings, member), tenancy, CollectorRegistry())
+    life.closing("ingress", ingress.close)
+    await _listen(settings, ingress, life)
+    lease = Lease(bucket, record)
+    await lease.register()
+    life.closing("lease", lease.release)
+    life.spawn(lease.run(lambda error: life.fatal(str(error))), "lease")
+
+
+def main(argv: list[str] | None = None) -> None:
+    settings = load(IngressSettings, sys.argv[1:] if argv is None else argv, "kvfleet ingress")
+    logs.set_up(f"ingress-{settings.id or '?'}", settings)
+    lifecycle.run("kvfleet ingress", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+
+
+if __name__ == "__main__":
+    main()

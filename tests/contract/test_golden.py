@@ -1,0 +1,156 @@
+"""Golden bytes: what was written by version 1 stays readable, and addresses that peers must agree on stay the same.
+
+`python tests/contract/test_golden.py` writes files that are missing; it never changes one that exists. A released file
+is never edited: a reader that cannot read it has broken the wire.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproto import block_hash, codec
+from kvproto import messages as m
+from kvproto.hash_ring import HashRing, point
+
+FOLDER = Path(__file__).parent / "golden" / "v1"
+
+SAMPLING = m.Sampling(
+    max_tokens=64,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    seed=-5,
+    stop=("\n\n", "ende"),
+    stop_ids=(2, 3),
+    ignore_eos=True,
+)
+RECORD = m.WorkerRecord(
+    id="w1", epoch="0198f1c2a3b-00000000000000ff", lease="l1", state=m.State.READY, model="org/model ü",
+    address="10.0.0.1:7000", host="node-1", pid=4711, versions=(1, 1), bundle="b" * 32, model_revision="rev",
+    block_size=16, blocks=1000, context_length=2048, slots=16, started_unix_ms=1_763_700_000_000,
+)  # fmt: skip
+HEARTBEAT = m.Heartbeat(
+    "w1", RECORD.epoch, m.State.DRAINING, m.Load(waiting=1, running=2, slots=16, blocks_used=3, blocks_total=1000),
+    m.Rates(1234.5, 17.25, 270.0), event_seq=99, digest=2**64 - 1, held=77,
+)  # fmt: skip
+KEY = {"request": "a" * 26, "attempt": 2}
+HASHES = tuple(bytes([i]) * 16 for i in range(3))
+
+MESSAGES: dict[str, Any] = {
+    "place_request": m.PlaceRequest(
+        "a" * 26, "m", prompt_ids=(1, 2, 70_000), session="s", attempt=1, excluded=("w2",), max_tokens=64, policy="ring"
+    ),
+    "placement": m.Placement("a" * 26, "w1", 1, {"device": 32}, 0.25, "ring", "owner of the key", "p1"),
+    "generate_request": m.GenerateRequest(
+        **KEY, model="m", sampling=SAMPLING, inbox="_ing.i1.b", prompt_ids=(0, 2**32 - 1), output_ids=(5,), text_sent=3,
+        session="s", priority=-1, deadline_ms=1500, expires_unix_ms=1_763_700_000_000, traceparent="00-ab-cd-01",
+        watcher="p1",
+    ),
+    "producer_request": m.ProducerRequest(prompt="Wer da? ü", max_tokens=5, temperature=0.0, stop=("x",), seed=7),
+    "cancel_request": m.CancelRequest("a" * 26, 1),
+    "resend_request": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b"),
+    "pause_request": m.PauseRequest(**KEY, paused=True),
+    "worker_record": RECORD,
+    "member_record": m.MemberRecord("i1", "e", "l", m.State.STARTING, m.Role.INGRESS, "h", 1, (1, 1), "a:1", "_ing.i1"),
+    "heartbeat": HEARTBEAT,
+    "snapshot_request": m.SnapshotRequest(m.Tier.HOST),
+    "snapshot": m.Snapshot("e", 99, m.Tier.DEVICE, 0, 1, 2**63, b"".join(HASHES)),
+    "admin_request": m.AdminRequest(m.AdminCommand.READ_KV, "public", (1, 2), 3),
+    "admin_reply": m.AdminReply(1, 2, b"\0\xff", "d", "not_found", "no such block"),
+    "worker_stats": m.WorkerStats(RECORD, HEARTBEAT),
+    "inspection": m.Inspection(21, (4, 5)),
+    "bundle": m.Bundle("m", "{}", None, "<s>", "</s>", (2,), 2048, 32_000, 0.6, special_tokens={"pad": "<pad>"}),
+    "session_head": m.SessionHead("chat 1", "m", 6, 1, 1, 2, "w1", m.Turn("r", "i1", 3), "g"),
+    "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
+}  # fmt: skip
+FRAMES: list[m.Frame] = [
+    m.Accepted(**KEY, worker="w1", epoch="e"),
+    m.Started(**KEY, worker="w1", prompt_tokens=5, cached={"device": 4}, queue_s=0.5),
+    m.Tokens(**KEY, choice=0, index=7, ids=(1, 2**32 - 1), text=("ü", "")),
+    m.Finished(**KEY, reason=m.FinishReason.STOP, prompt_tokens=5, output_tokens=9, cached_tokens=4, worker="w1"),
+    m.Failed(**KEY, code="out_of_memory", message="no room", retryable=True, field="prompt", output_tokens=3),
+    m.Moved(**KEY, output_tokens=9, to="w2"),
+    m.Progress(**KEY, next_index=9),
+]
+EVENTS = m.KvEvents(
+    "e",
+    7,
+    (m.TierEvents(m.Tier.DEVICE, False, (m.BlockRun(HASHES[0], HASHES[1:]),)), m.TierEvents(m.Tier.HOST, True, ())),
+)
+
+
+def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
+    """File name -> what it is written from today, what it must be read as, and how it is read."""
+    out: dict[str, tuple[bytes, Any, Callable[[bytes], Any]]] = {
+        name: (codec.encode(message), message, lambda data, kind=type(message): codec.decode(kind, data))
+        for name, message in MESSAGES.items()
+    }
+    out["frames"] = (codec.encode_frames(FRAMES), FRAMES, codec.decode_frames)
+    out["events"] = (codec.encode_events(EVENTS), EVENTS, codec.decode_events)
+    for as_json in (False, True):
+        kind = "json" if as_json else "msgpack"
+        request = MESSAGES["producer_request"]
+        body = codec.to_map(request, packed=False)
+        out[f"producer_{kind}"] = (
+            json.dumps(body).encode() if as_json else codec.encode(request)[1:],
+            request,
+            lambda data, as_json=as_json: codec.decode_plain(m.ProducerRequest, data, as_json=as_json),
+        )
+        for frame in FRAMES:
+            out[f"plain_{type(frame).__name__.lower()}_{kind}"] = (
+                codec.encode_plain_frame(frame, as_json=as_json),
+                frame,
+                lambda data, as_json=as_json: codec.decode_plain_frame(data, as_json=as_json),
+            )
+    return out
+
+
+GOLDEN = _golden()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_bytes_stay_readable(name: str) -> None:
+    _, expected, read = GOLDEN[name]
+    assert read((FOLDER / f"{name}.bin").read_bytes()) == expected
+
+
+def test_every_golden_file_is_read() -> None:
+    assert {path.stem for path in FOLDER.glob("*.bin")} == set(GOLDEN)
+
+
+# ---------------------------------------------------------------------------------------------- addresses
+
+
+def test_tenant_salt_is_hmac_sha256() -> None:
+    """RFC 4231, test case 2."""
+    salt = block_hash.tenant_salt(b"Jefe", "what do ya want for nothing?")
+    assert salt.hex() == "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
+
+
+def test_root_and_chain_vectors() -> None:
+    salt = block_hash.tenant_salt(b"fleet key", "public")
+    root = block_hash.root("revision-1", 16, salt)
+    chain = block_hash.chain(root, range(40), 16)
+    assert root.hex() == "a813472001708742079deae7ef7acd94"
+    assert [block.hex() for block in chain] == ["897717d30e5c149413fae62b04ce1801", "9cb0baae0848e5f8cd80d231373c9be7"]
+
+
+def test_ring_vectors() -> None:
+    """MD5's first 32 bits, big-endian; RFC 1321 gives MD5("") and MD5("abc")."""
+    assert point("") == 0xD41D8CD9
+    assert point("abc") == 0x90015098
+    assert [point(f"w1-vn-{i}") for i in (0, 1, 99)] == [693183975, 768186452, 2545306140]
+    ring = HashRing(["w1", "w2", "w3", "w4"])
+    assert [ring.owner(f"public/s/{i}") for i in range(8)] == ["w4", "w2", "w3", "w3", "w4", "w3", "w4", "w1"]
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, (data, _, _) in GOLDEN.items():
+        if not (FOLDER / f"{name}.bin").exists():
+            (FOLDER / f"{name}.bin").write_bytes(data)

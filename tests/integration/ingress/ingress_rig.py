@@ -1,0 +1,66 @@
+"""One ingress, served by uvicorn in the test's own loop, over a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import uvicorn
+from kvproto.client import Client
+from kvproto.connection import Connection
+from kvproto.ids import new_process_id
+from kvproto.subjects import INGRESS_INBOX, Subjects, inbox_prefix
+from prometheus_client import CollectorRegistry
+from services.ingress.app import create_app
+from services.ingress.config import IngressConfig
+from services.ingress.ingress import Ingress
+from services.ingress.tenancy import Tenancy, parse_keys
+
+
+@dataclass
+class Served:
+    """One running ingress and how to reach it."""
+
+    url: str
+    http: httpx.AsyncClient
+    ingress: Ingress
+    client: Client
+    _server: uvicorn.Server
+    _serving: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        await self.http.aclose()
+        self._server.should_exit = True
+        await self._serving
+        await self.ingress.close()
+        await self.client.close()
+        await self.client.connection.close()
+
+
+async def serve(url: str, subjects: Subjects, *, keys: str = "", **changes: Any) -> Served:
+    member = new_process_id()
+    prefix = inbox_prefix(INGRESS_INBOX, member)
+    connection = await Connection.open(url, name=f"ingress-{member}", inbox_prefix=prefix)
+    client = await Client.over(connection, subjects)
+    config = replace(IngressConfig(id=member, keepalive_s=0.2, patience_s=1.0), **changes)
+    ingress = await Ingress.open(client, config, Tenancy(parse_keys(keys)), CollectorRegistry())
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(ingress), port=0, http="httptools", access_log=False, log_level="warning", lifespan="off")
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    base = f"http://127.0.0.1:{port}"
+    http = httpx.AsyncClient(base_url=base, timeout=10)
+    for _ in range(200):
+        if (await http.get("/readyz")).status_code == 200:
+            break
+        await asyncio.sleep(0.01)
+    return Served(base, http, ingress, client, server, serving)
+
+
+Serve = Callable[..., Awaitable[Served]]

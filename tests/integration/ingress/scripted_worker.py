@@ -1,0 +1,202 @@
+"""A worker in a hundred lines: speaks the wire, says what it was told to say, remembers what it was asked.
+
+No model and no engine: it answers every request with `reply`, and counts as cached whatever prefix an earlier request's
+tokens already had, as a worker with endless memory would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import services.worker
+from kvproto import codec
+from kvproto.buckets import Bucket
+from kvproto.connection import Connection, Message
+from kvproto.ids import new_epoch
+from kvproto.members import Lease
+from kvproto.messages import (
+    Accepted,
+    AdminCommand,
+    AdminReply,
+    AdminRequest,
+    Bundle,
+    CancelRequest,
+    Failed,
+    Finished,
+    FinishReason,
+    Frame,
+    GenerateRequest,
+    Heartbeat,
+    Inspection,
+    Load,
+    Started,
+    State,
+    Tokens,
+    WorkerRecord,
+)
+from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
+from tokenizers import Tokenizer
+
+DEMO = Path(services.worker.__path__[0]) / "demo_model"
+PART_BYTES = 20_000  # small, so that a bundle takes several parts
+CONTEXT = 512
+
+
+def demo_bundle(model: str = "demo", **changes: Any) -> Bundle:
+    tokenizer_json = (DEMO / "tokenizer.json").read_text()
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    values: dict[str, Any] = {
+        "model": model,
+        "tokenizer_json": tokenizer_json,
+        "chat_template": (DEMO / "chat_template.jinja").read_text(),
+        "bos_token": config["bos_token"],
+        "eos_token": config["eos_token"],
+        "stop_ids": (2, 1),
+        "context_length": CONTEXT,
+        "vocab_size": Tokenizer.from_str(tokenizer_json).get_vocab_size(),
+        "default_temperature": 0.8,
+        "model_revision": "revision-1",
+        **changes,
+    }
+    return Bundle(**values)
+
+
+@dataclass
+class ScriptedWorker:
+    """Change its fields between requests; `requests` and `cancels` are what arrived."""
+
+    id: str
+    connection: Connection
+    subjects: Subjects
+    bundle: Bundle
+    reply: list[tuple[int, str]] = field(default_factory=lambda: [(40, "He"), (41, "llo"), (42, "!")])
+    token_s: float = 0.0
+    failure: tuple[str, str, bool] | None = None  # code, message, retryable: instead of the first token
+    fails_after: int | None = None  # tokens before it
+    held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
+    requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
+    cancels: list[CancelRequest] = field(default_factory=list)
+    admin: list[AdminRequest] = field(default_factory=list)
+    sequences: list[tuple[int, ...]] = field(default_factory=list)
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, url: str, subjects: Subjects, worker: str = "w1", bundle: Bundle | None = None) -> ScriptedWorker:
+        connection = await Connection.open(
+            url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
+        )
+        self = cls(worker, connection, subjects, bundle or demo_bundle())
+        self.held.set()
+        for subject, handler in (
+            (subjects.worker_generate_all(worker), self._on_generate),
+            (subjects.worker_cancel(worker), self._on_cancel),
+            (subjects.worker_admin(worker), self._on_admin),
+        ):
+            await connection.subscribe(subject, handler)
+        await connection.synced()
+        bucket = await Bucket.open(connection, subjects.members_bucket)
+        record = WorkerRecord(
+            id=worker,
+            epoch=new_epoch(),
+            lease="",
+            state=State.READY,
+            model=self.bundle.model,
+            address="tcp://127.0.0.1:1",
+            host="testhost",
+            pid=4242,
+            versions=codec.supported_versions(),
+            bundle="hash-of-" + self.bundle.model,
+            context_length=self.bundle.context_length,
+            slots=8,
+        )
+        self._lease = Lease(bucket, record)
+        await self._lease.register()
+        self._tasks = [
+            asyncio.create_task(self._lease.run(lambda error: None)),
+            asyncio.create_task(self._beat(record)),
+        ]
+        return self
+
+    async def stop(self) -> None:
+        for task in [*self._tasks, *self.running.values()]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self.running.values(), return_exceptions=True)
+        await self._lease.release()
+        await self.connection.close()
+
+    async def _beat(self, record: WorkerRecord) -> None:
+        while True:
+            load = Load(slots=8, running=len(self.running), prompt_tokens_total=100, hit_tokens_total=25)
+            beat = Heartbeat(self.id, record.epoch, State.READY, load)
+            await self.connection.publish(self.subjects.heartbeat(self.id), codec.encode(beat))
+            await asyncio.sleep(0.5)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _on_generate(self, message: Message) -> None:
+        request = codec.decode(GenerateRequest, message.data)
+        self.requests.append((message.subject.rsplit(".", 1)[-1], request))
+        accepted = Accepted(request.request, request.attempt, self.id, self._lease.record.epoch)
+        await self.connection.publish(message.reply, codec.encode_frames([accepted]))
+        task = self.running[request.request] = asyncio.create_task(self._generate(request))
+        task.add_done_callback(lambda _: self.running.pop(request.request, None))
+
+    async def _generate(self, request: GenerateRequest) -> None:
+        await self.held.wait()
+        me = (request.request, request.attempt)
+        prompt = request.prompt_ids
+
+        async def send(*frames: Frame) -> None:
+            await self.connection.publish(request.inbox, codec.encode_frames(frames))
+
+        failure = Failed(*me, *self.failure) if self.failure else None
+        if failure and not self.fails_after:
+            await send(failure)
+            return
+        cached = min(max((_common(prompt, known) for known in self.sequences), default=0), len(prompt) - 1)
+        await send(Started(*me, self.id, len(prompt), {"device": cached}))
+        reply = self.reply[: request.sampling.max_tokens]
+        for index, (token, text) in enumerate(reply):
+            if failure and index == self.fails_after:
+                await send(failure)
+                return
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            await send(Tokens(*me, 0, index, (token,), (text,)))
+        self.sequences.append((*prompt, *(token for token, _ in reply)))
+        reason = FinishReason.STOP if len(reply) == len(self.reply) else FinishReason.LENGTH
+        await send(Finished(*me, reason, len(prompt), len(reply), cached, self.id))
+
+    async def _on_cancel(self, message: Message) -> None:
+        cancel = codec.decode(CancelRequest, message.data)
+        self.cancels.append(cancel)
+        if (task := self.running.get(cancel.request)) is not None:
+            task.cancel()
+
+    async def _on_admin(self, message: Message) -> None:
+        request = codec.decode(AdminRequest, message.data)
+        self.admin.append(request)
+        if request.command is AdminCommand.BUNDLE:
+            data = codec.encode(self.bundle)
+        elif request.command is AdminCommand.INSPECT:
+            known = max((_common(request.ids, one) for one in self.sequences), default=0)
+            data = codec.encode(Inspection(known, tuple(range(known // 16))))
+        else:
+            data = b"safetensors of layer %d of %d tokens" % (request.layer, len(request.ids))
+        parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+        reply = AdminReply(request.part, len(parts), parts[request.part])
+        await self.connection.publish(message.reply, codec.encode(reply))
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    same = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        same += 1
+    return same

