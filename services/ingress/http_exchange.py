@@ -24,7 +24,7 @@ _EVENT_STREAM: Headers = [
 class Exchange:
     """One request. Owned by the task that serves it; `gone` once the client has left."""
 
-    __slots__ = ("_receive", "_scope", "_send", "gone", "request_id", "started", "status", "writes")
+    __slots__ = ("_receive", "_scope", "_send", "ended", "gone", "request_id", "started", "status", "writes")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         self._scope = scope
@@ -33,6 +33,7 @@ class Exchange:
         self.request_id = request_id
         self.status = 0
         self.started = False
+        self.ended = False
         self.gone = False
         self.writes = 0
 
@@ -76,15 +77,17 @@ class Exchange:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def until_gone(self) -> None:
-        """Returns when the client has left, or the answer is complete."""
+        """Returns when the client has left (`gone` is set), or the answer is complete."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.gone = not self.ended
 
     # ------------------------------------------------------------------ answer
 
     async def respond(self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Headers = []) -> None:  # noqa: B006  never changed
         """The whole answer at once."""
         await self._start(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers])
+        self.ended = True
         await self._send({"type": "http.response.body", "body": body})
 
     async def refuse(self, error: KvfleetError) -> None:
@@ -106,6 +109,8 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
+        """The last send."""
+        self.ended = True
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
 

@@ -172,8 +172,8 @@ async def _watched(exchange: Exchange, stream: Stream) -> AsyncIterator[None]:
 
     async def watch() -> None:
         await exchange.until_gone()
-        exchange.gone = True
-        await stream.cancel()
+        if exchange.gone:
+            await stream.cancel()
 
     watcher = asyncio.create_task(watch(), name=f"disconnect-{stream.request}")
     try:

@@ -94,10 +94,6 @@ class Forwarding:
         self._orphans: dict[str, list[tuple[float, Cancel]]] = {}
 
     @property
-    def offered(self) -> int:
-        return len(self._offered)
-
-    @property
     def in_flight(self) -> int:
         return len(self._offered) + len(self._watched) + len(self._lost)
 

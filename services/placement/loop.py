@@ -29,7 +29,7 @@ from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, Subscription, is_json, is_no_responders
 from kvproto.errors import CodecError, KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch
 from kvproto.fleet_view import Change, WorkerView
-from kvproto.ids import new_request_id
+from kvproto.ids import is_token, new_request_id
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import (
     Encoding,
@@ -276,6 +276,8 @@ class PlacementLoop:
     # ------------------------------------------------------------------ members come and go
 
     def _on_member(self, change: Change, view: WorkerView) -> None:
+        if not is_token(view.record.id):
+            return  # no subject reaches it
         match change:
             case Change.LEFT:
                 event: Event = WorkerLeft(view.record.id)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,13 +17,15 @@ from tests.support.up import Up, alive
 
 
 @pytest.fixture
-def http(up: Up) -> httpx.Client:
-    return httpx.Client(base_url=up.base, timeout=30.0, trust_env=False)
+def http(up: Up) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=up.base, timeout=30.0, trust_env=False) as client:
+        yield client
 
 
 @pytest.fixture
-def ai(up: Up) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{up.base}/v1", api_key="none", max_retries=0)
+def ai(up: Up) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{up.base}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

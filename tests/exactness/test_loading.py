@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
 }  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,10 @@ TINY: dict[str, Any] = {
     [
         (lambda: Gemma2Config(**TINY), "attention soft-capping"),
         (lambda: MistralConfig(sliding_window=32, **TINY), "sliding window attention"),
-        (lambda: Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1, **TINY), "sliding window"),
+        (
+            lambda: Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1, **TINY),
+            "sliding window",
+        ),
         (lambda: T5Config(), "encoder-decoder"),
         (lambda: MambaConfig(), "recurrent"),
         (lambda: JambaConfig(), "recurrent"),
@@ -50,7 +54,10 @@ TINY: dict[str, Any] = {
         (lambda: FalconConfig(alibi=True), "ALiBi"),
         (lambda: GPT2Config(reorder_and_upcast_attn=True), "reorder_and_upcast_attn"),
         (lambda: GPT2Config(add_cross_attention=True), "cross-attention"),
-        (lambda: LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, **TINY), "rotary"),
+        (
+            lambda: LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, **TINY),
+            "rotary",
+        ),
     ],
 )
 def test_refused_by_feature_and_model(config: Any, feature: str, tmp_path: Path) -> None:

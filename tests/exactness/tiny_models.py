@@ -126,7 +126,9 @@ class Turn:
 class Rig:
     """An engine over a model, its requests, and all logits it computed by (request, position)."""
 
-    def __init__(self, model: Any, *, blocks: int = 128, block_size: int = 16, budget: int = 512, slots: int = 64) -> None:
+    def __init__(
+        self, model: Any, *, blocks: int = 128, block_size: int = 16, budget: int = 512, slots: int = 64
+    ) -> None:
         self.model = model
         self.runner = NotingRunner(adopt_model(model), ReferenceBackend(), blocks, block_size)
         self.pool = BlockPool(blocks, block_size)
@@ -190,9 +192,7 @@ class Rig:
             reference = plain_logits(self.model, turn.ids)
             noted = self.logits[name]
             assert set(noted) >= set(range(turn.cached, len(turn.ids) - 1)), "a token was neither cached nor computed"
-            worst[name] = max(
-                (logits - reference[position]).abs().max().item() for position, logits in noted.items()
-            )
+            worst[name] = max((logits - reference[position]).abs().max().item() for position, logits in noted.items())
         return worst
 
     def check_greedy(self) -> int:

@@ -38,8 +38,9 @@ class Up:
 
     @staticmethod
     def _read(stream: object, lines: list[str]) -> None:
-        for line in stream:  # type: ignore[attr-defined]
-            lines.append(line.rstrip("\n"))
+        with stream:  # type: ignore[attr-defined]
+            for line in stream:  # type: ignore[attr-defined]
+                lines.append(line.rstrip("\n"))
 
     @property
     def stderr(self) -> str:

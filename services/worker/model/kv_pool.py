@@ -7,11 +7,13 @@ runs of one (block, layer, K or V, head), and single tokens of such a run.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class KvPool:
         self.device = device
         size = (num_blocks, shape.layers, 2, shape.kv_heads, block_size, shape.head_dim)
         try:
-            self.data = torch.zeros(size, dtype=shape.dtype, device=device)
+            self.data = _zeros(size, shape.dtype, device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -81,6 +83,13 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU pages that the system zeroes when they are first touched, so gigabytes cost nothing at start."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -44,6 +44,8 @@ from tokenizers import Tokenizer
 DEMO = Path(services.worker.__path__[0]) / "demo_model"
 PART_BYTES = 20_000  # small, so that a bundle takes several parts
 CONTEXT = 512
+HELLO = ((550, "He"), (81, "l"), (951, "lo"), (6, "!"))  # the tokenizer would write H, ell, o, !
+HELLO_IDS = tuple(token for token, _ in HELLO)
 
 
 def demo_bundle(model: str = "demo", **changes: Any) -> Bundle:
@@ -73,7 +75,7 @@ class ScriptedWorker:
     connection: Connection
     subjects: Subjects
     bundle: Bundle
-    reply: list[tuple[int, str]] = field(default_factory=lambda: [(40, "He"), (41, "llo"), (42, "!")])
+    reply: list[tuple[int, str]] = field(default_factory=lambda: list(HELLO))
     token_s: float = 0.0
     failure: tuple[str, str, bool] | None = None  # code, message, retryable: instead of the first token
     fails_after: int | None = None  # tokens before it

@@ -360,3 +360,4 @@ class TestStop:
         await asyncio.wait_for(stopping, 1.0)
         assert [f["type"] for f in await producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
         assert loop.tasks == 0
+        assert loop._connection.subscriptions <= 1  # nats-py's own, for replies

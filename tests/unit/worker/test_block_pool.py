@@ -1,4 +1,4 @@
-"""The block pool against a twin that is too simple to be wrong: lists, scans and whole token paths instead of hashes."""
+"""The block pool against a twin that is too simple to be wrong: scans and whole token paths instead of hashes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class NaivePool:
         for before, held in self.content.values():
             if ids[: len(before)] == before and self._whole(before):
                 common = 0
-                while ids[len(before) :][: common + 1] == held[: common + 1] and common < min(len(held), len(ids) - len(before)):
+                while ids[len(before) :][: common + 1] == held[: common + 1] and common < min(
+                    len(held), len(ids) - len(before)
+                ):
                     common += 1
                 best = max(best, len(before) + common)
         return best
@@ -107,9 +109,7 @@ class Pair:
         evicted = []
         for _ in range(max(count - len(free), 0)):
             victim = self.twin.victim()
-            before, ids = self.twin.content.pop(victim)
-            parent = next((b for b, (other, held) in self.twin.content.items() if other + held == before), None)
-            assert parent is None or before
+            del self.twin.content[victim]
             self.twin.refs[victim] = -1  # taken: no candidate any more
             evicted.append(victim)
         blocks = self.pool.allocate(count)

@@ -53,7 +53,11 @@ def test_byte_level_any_ids_even_invalid_utf8(ids: list[int]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from(["▁", "▁the", "the", "▁cat", "a", "<s>"]), st.characters(codec="utf-8")), max_size=30))
+@given(
+    st.lists(
+        st.one_of(st.sampled_from(["▁", "▁the", "the", "▁cat", "a", "<s>"]), st.characters(codec="utf-8")), max_size=30
+    )
+)
 def test_byte_fallback_of_valid_text(words: list[str]) -> None:
     tokenizer = byte_fallback()
     ids = []

@@ -1,4 +1,4 @@
-"""Schedules at random: nothing is lost, starved, computed on wrong blocks or left behind, whatever comes in what order."""
+"""Schedules at random: nothing is lost, starved, computed on wrong blocks or left behind."""
 
 from __future__ import annotations
 

@@ -147,8 +147,6 @@ class _Decodes:
             sequences, positions = self._masked
             kv.permute(1, 3, 0, 2, 4)[sequences, positions] = 0
         kv_heads = kv.shape[2]
-        grouped = query[self._tokens].view(
-            count, kv_heads, -1, query.shape[-1]
-        )
+        grouped = query[self._tokens].view(count, kv_heads, -1, query.shape[-1])
         done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=scaling)
         out[self._tokens] = done.flatten(1, 2)

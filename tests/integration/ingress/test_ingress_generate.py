@@ -1,0 +1,202 @@
+"""POST /generate and the sessions behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from ingress_rig import Serve, Served
+from kvproto.subjects import Subjects
+from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
+from services.ingress.config import SessionLimits
+
+
+def events_of(body: str) -> list[dict[str, Any]]:
+    """The data lines of a stream; anything else but blank lines and comments is a fault."""
+    lines = [line for line in body.splitlines() if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def turn(served: Served, prompt: str, **body: Any) -> list[dict[str, Any]]:
+    answer = await served.http.post("/generate", json={"prompt": prompt, **body})
+    assert answer.status_code == 200, answer.text
+    return events_of(answer.text)
+
+
+async def test_the_events_of_one_turn(served: Served, worker: ScriptedWorker) -> None:
+    start, *tokens, done = await turn(served, "Once", seq_id="s")
+    assert start == {
+        "type": "start",
+        "seq_id": "s",
+        "prompt": "Once",
+        "cached_tokens": 0,
+        "worker_id": "w1",
+        "request_id": start["request_id"],
+    }
+    assert tokens == [
+        {"type": "token", "token": "He", "token_id": 550},
+        {"type": "token", "token": "l", "token_id": 81},
+        {"type": "token", "token": "lo", "token_id": 951},
+        {"type": "token", "token": "!", "token_id": 6},
+    ]
+    assert done["type"] == "done"
+    assert done["generated_text"] == "OnceHello!"
+    assert done["tokens_generated"] == 4
+    assert done["finish_reason"] == "stop"
+    assert done["usage"]["completion_tokens"] == 4
+    sampling = worker.requests[0][1].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (50, 1.0, 1.0, 0)
+
+
+async def test_a_session_continues_with_its_tokens_cached(served: Served, worker: ScriptedWorker) -> None:
+    seq_id = (await turn(served, "To be"))[0]["seq_id"]
+    start, *_ = await turn(served, " or not", seq_id=seq_id)
+    (_, first), (_, second) = worker.requests
+    assert second.prompt_ids[: len(first.prompt_ids) + 4] == first.prompt_ids + HELLO_IDS
+    assert start["cached_tokens"] == len(first.prompt_ids) + 4
+    assert (first.prompt_ids + second.prompt_ids).count(0) == 2  # BOS once in each: the second begins with the first
+    assert first.session == second.session
+
+    about = (await served.http.get(f"/sessions/{seq_id}")).json()
+    assert about["tokens"] == len(second.prompt_ids) + 4
+    assert about["cached_tokens"] == about["tokens"]
+    assert about["turns"] == 2
+    assert (about["worker_id"], about["address"]) == ("w1", "tcp://127.0.0.1:1")
+    route = (await served.http.get(f"/kv/route/{seq_id}")).json()
+    assert route == {"worker_id": "w1", "address": "tcp://127.0.0.1:1"}
+    kv = await served.http.get(f"/sessions/{seq_id}/kv?layer=3")
+    assert kv.content == b"safetensors of layer 3 of %d tokens" % about["tokens"]
+
+
+async def test_a_second_turn_at_the_same_time_is_refused(served: Served, worker: ScriptedWorker) -> None:
+    worker.held.clear()
+    first = asyncio.create_task(turn(served, "One", seq_id="busy"))
+    while not worker.requests:
+        await asyncio.sleep(0.005)
+    refused = await served.http.post("/generate", json={"prompt": "Two", "seq_id": "busy"})
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "session_busy"
+    assert (await served.http.delete("/sessions/busy")).status_code == 409
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "seq_id": "busy"}
+    forked = asyncio.create_task(served.http.post("/v1/chat/completions", json=chat))
+    while len(worker.requests) < 2:
+        await asyncio.sleep(0.005)
+    worker.held.set()
+    assert (await first)[-1]["type"] == "done"
+    assert (await forked).status_code == 200  # a chat only takes ids from a session, it never fails on one
+    assert (await served.http.get("/sessions/busy")).json()["turns"] == 1
+
+
+async def test_a_failed_turn_leaves_the_session_as_it_was(served: Served, worker: ScriptedWorker) -> None:
+    await turn(served, "One", seq_id="s")
+    before = (await served.http.get("/sessions/s")).json()
+    worker.failure, worker.fails_after = ("invalid_request", "no more", False), 1
+    *_, last = await turn(served, "Two", seq_id="s")
+    assert last == {"type": "error", "error": "no more", "code": "invalid_request"}
+    assert (await served.http.get("/sessions/s")).json() == before
+    *_, last = await turn(served, "Two", seq_id="new")
+    assert last["type"] == "error"
+    assert (await served.http.get("/sessions/new")).status_code == 404
+
+
+async def test_a_client_that_leaves_cancels_its_turn(served: Served, worker: ScriptedWorker) -> None:
+    await turn(served, "One", seq_id="s")
+    before = (await served.http.get("/sessions/s")).json()
+    worker.reply, worker.token_s = [(50, "a")] * 1000, 0.01
+    async with served.http.stream("POST", "/generate", json={"prompt": "Two", "seq_id": "s", "max_tokens": 400}) as answer:
+        async for line in answer.aiter_lines():
+            if "token_id" in line:
+                break
+    for _ in range(200):
+        if worker.cancels and not served.ingress.admission.running:
+            break
+        await asyncio.sleep(0.01)
+    assert worker.cancels[0].request == worker.requests[1][1].request
+    assert (await served.http.get("/sessions/s")).json() == before
+    assert not served.client.streams
+    assert not worker.running
+    metrics = (await served.http.get("/metrics")).text
+    assert 'kvfleet_ingress_requests_total{code="499",route="generate"} 1.0' in metrics
+
+
+async def test_whole_answers_are_cancelled_too(served: Served, worker: ScriptedWorker) -> None:
+    worker.held.clear()
+    body = {"model": "demo", "prompt": "x"}
+    async with httpx.AsyncClient(base_url=served.url) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        while not worker.requests:
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    for _ in range(200):
+        if worker.cancels:
+            break
+        await asyncio.sleep(0.01)
+    assert worker.cancels
+
+
+async def test_sessions_are_deleted(served: Served) -> None:
+    await turn(served, "One", seq_id="a/b c")
+    assert (await served.http.delete("/sessions/a%2Fb%20c")).json() == {"seq_id": "a/b c", "deleted": True}
+    assert (await served.http.get("/sessions/a%2Fb%20c")).status_code == 404
+    assert (await served.http.delete("/sessions/a%2Fb%20c")).status_code == 404
+    assert (await turn(served, "One", seq_id="a/b c"))[0]["cached_tokens"] > 0  # the worker's cache is its own
+
+
+async def test_idle_sessions_expire(serving: Serve) -> None:
+    limits = SessionLimits(idle_expiry_s=0.3, sweep_period_s=0.1)
+    served = await serving(sessions=limits)
+    await turn(served, "One", seq_id="s")
+    assert (await served.http.get("/sessions/s")).status_code == 200
+    for _ in range(100):
+        if served.ingress.session_index.table.total == 0:
+            break
+        await asyncio.sleep(0.02)
+    assert served.ingress.session_index.table.total == 0
+    assert (await served.http.get("/sessions/s")).status_code == 404
+
+
+async def test_a_tenant_has_at_most_its_number_of_sessions(serving: Serve) -> None:
+    served = await serving(sessions=SessionLimits(per_tenant=2))
+    for seq_id in ("a", "b"):
+        await turn(served, "One", seq_id=seq_id)
+    while served.ingress.session_index.table.total < 2:
+        await asyncio.sleep(0.005)
+    refused = await served.http.post("/generate", json={"prompt": "One", "seq_id": "c"})
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "60"
+    await turn(served, "again", seq_id="a")
+    await served.http.delete("/sessions/b")
+    while served.ingress.session_index.table.total > 1:
+        await asyncio.sleep(0.005)
+    unnamed = (await turn(served, "One"))[0]["seq_id"]
+    while served.ingress.session_index.table.total < 2:
+        await asyncio.sleep(0.005)
+    await turn(served, "One", seq_id="c")  # what nobody named gives way
+    assert (await served.http.get(f"/sessions/{unnamed}")).status_code == 404
+
+
+async def test_a_session_keeps_to_its_model_and_moves_between_ingresses(
+    serving: Serve, nats_url: str, fleet_buckets: Subjects, worker: ScriptedWorker
+) -> None:
+    one, two = await serving(), await serving()
+    other = await ScriptedWorker.start(nats_url, fleet_buckets, "w2", demo_bundle("other"))
+    try:
+        for served in (one, two):
+            while len(served.client.members.view.models()) < 2:
+                await asyncio.sleep(0.01)
+        await turn(one, "Once", seq_id="s", model_name="demo")
+        await turn(two, " upon", seq_id="s")
+        assert worker.requests[1][1].prompt_ids[: len(worker.sequences[0])] == worker.sequences[0]
+        refused = await one.http.post("/generate", json={"prompt": "x", "seq_id": "s", "model_name": "other"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "model_name"
+        assert "'demo'" in refused.json()["error"]["message"]
+        unclear = await one.http.post("/generate", json={"prompt": "x"})
+        assert unclear.status_code == 400
+        assert "demo, other" in unclear.json()["error"]["message"]
+    finally:
+        await other.stop()

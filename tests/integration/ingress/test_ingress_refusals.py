@@ -1,0 +1,176 @@
+"""What an ingress refuses, and that it is as before afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from typing import Any
+
+import httpx
+import pytest
+from ingress_rig import Serve, Served
+from scripted_worker import CONTEXT, ScriptedWorker
+from services.ingress.tenancy import hash_key
+
+MESSAGE = [{"role": "user", "content": "x"}]
+CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+
+BAD: list[tuple[str, Any, int, str | None]] = [
+    (CHAT, {"messages": MESSAGE}, 400, "model"),
+    (CHAT, {"model": "demo"}, 400, "messages"),
+    (CHAT, {"model": "demo", "messages": []}, 400, "messages"),
+    (CHAT, {"model": "nobody", "messages": MESSAGE}, 404, "model"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "temperature": -0.1}, 400, "temperature"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "n": 2}, 400, "n"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "tools": [{}]}, 400, "tools"),
+    (CHAT, {"model": "demo", "messages": [{"role": "user", "content": "word " * CONTEXT}]}, 400, "messages"),
+    (COMPLETION, {"model": "demo", "prompt": ""}, 400, "prompt"),
+    (COMPLETION, {"model": "demo", "prompt": "word " * CONTEXT}, 400, "prompt"),
+    (COMPLETION, {"model": "demo", "prompt": "x" * 3_000_000}, 400, "prompt"),
+    (COMPLETION, {"model": "demo", "prompt": [1, 2, 99_999_999]}, 400, "prompt[2]"),
+    (COMPLETION, {"model": "demo", "prompt": ["a", "b"]}, 400, "prompt"),
+    (GENERATE, {}, 400, "prompt"),
+    (GENERATE, {"prompt": ""}, 400, "prompt"),
+    (GENERATE, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    (GENERATE, {"prompt": "x", "model_name": "nobody"}, 404, "model_name"),
+    (GENERATE, {"prompt": "x", "seq_id": 5}, 400, "seq_id"),
+    (GENERATE, b"{", 400, "body"),
+    (GENERATE, b"[]", 400, "body"),
+    (GENERATE, b'{"prompt": "\xff\xfe"}', 400, "body"),
+    (GENERATE, b'{"prompt": "\\ud800"}', 400, "body"),
+    (GENERATE, b"", 400, "body"),
+    (GENERATE, b"[" * 100_000, 400, "body"),
+    (CHAT, b"x" * 10_000_000, 413, "body"),
+]
+
+
+async def post(http: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:
+    return await (http.post(path, content=body) if isinstance(body, bytes) else http.post(path, json=body))
+
+
+async def test_bad_input_is_named_and_leaves_nothing_behind(served: Served, worker: ScriptedWorker) -> None:
+    await served.http.post(GENERATE, json={"prompt": "warm"})
+    gc.collect()
+    before = (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd")), served.client.connection.subscriptions)
+    for path, body, status, field in BAD:
+        answer = await post(served.http, path, body)
+        what = f"{path} {str(body)[:80]}"
+        assert answer.status_code == status, f"{what}: {answer.text}"
+        error = answer.json()["error"]
+        assert error["param"] == field, what
+        assert field is None or error["message"].startswith(field), what
+    assert len(worker.requests) == 1  # nothing of it reached a worker
+    assert served.ingress.admission.running == 0
+    assert not served.client.streams
+    served.ingress.admission.check_integrity()
+    after = (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd")), served.client.connection.subscriptions)
+    assert after[0] <= before[0] + 1
+    assert after[1] <= before[1] + 1
+    assert after[2] == before[2]
+
+
+async def test_a_long_prompt_is_told_its_length_and_the_limit(served: Served) -> None:
+    error = (await post(served.http, COMPLETION, {"model": "demo", "prompt": [5] * CONTEXT})).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(f"prompt: {CONTEXT} tokens, the model's context takes at most {CONTEXT - 1}")
+
+
+async def test_a_huge_max_tokens_is_clipped_to_the_context(served: Served, worker: ScriptedWorker) -> None:
+    answer = await post(served.http, COMPLETION, {"model": "demo", "prompt": [5] * 500, "max_tokens": 1_000_000})
+    assert answer.status_code == 200
+    assert worker.requests[0][1].sampling.max_tokens == CONTEXT - 500
+
+
+async def test_a_body_without_a_length_is_cut_off_too(serving: Serve) -> None:
+    served = await serving(max_body_bytes=10_000)
+
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    answer = await served.http.post(GENERATE, content=endless())
+    assert answer.status_code == 413
+    assert "10000" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "no_such_route"),
+        ("GET", "/generate", 405, "method_not_allowed"),
+        ("GET", "/sessions/unknown", 404, "session_not_found"),
+        ("DELETE", "/sessions/unknown", 404, "session_not_found"),
+        ("GET", "/sessions/unknown/kv", 404, "session_not_found"),
+    ],
+)
+async def test_refusals_have_one_form(served: Served, method: str, path: str, status: int, code: str) -> None:
+    answer = await served.http.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+
+
+KEYS = f"""
+[[keys]]
+name = "alice"
+sha256 = "{hash_key("alice-secret")}"
+tenant = "alice"
+max_concurrent = 1
+
+[[keys]]
+name = "bob"
+sha256 = "{hash_key("bob-secret")}"
+tenant = "bob"
+admin = true
+requests_per_minute = 6
+"""
+ALICE = {"authorization": "Bearer alice-secret"}
+BOB = {"x-api-key": "bob-secret"}
+
+
+async def test_keys_make_tenants(serving: Serve, worker: ScriptedWorker) -> None:
+    served = await serving(keys=KEYS)
+    body = {"prompt": "x", "seq_id": "mine"}
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic alice-secret"}):
+        refused = await served.http.post(GENERATE, json=body, headers=headers)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+    for path in ("/v1/models", "/workers", "/stats", "/sessions/mine", "/kv/route/mine"):
+        assert (await served.http.get(path)).status_code == 401
+    for path in ("/livez", "/readyz", "/health", "/metrics"):
+        assert (await served.http.get(path)).status_code == 200
+
+    assert (await served.http.post(GENERATE, json=body, headers=ALICE)).status_code == 200
+    assert worker.requests[0][0] == "alice"
+    assert (await served.http.get("/sessions/mine", headers=ALICE)).status_code == 200
+    assert (await served.http.get("/sessions/mine", headers=BOB)).status_code == 404  # an admin of another tenant
+    assert (await served.http.get("/sessions/mine/kv", headers=ALICE)).status_code == 403
+
+    assert (await served.http.post(GENERATE, json=body, headers=BOB)).status_code == 200
+    assert (await served.http.get("/sessions/mine/kv", headers=BOB)).status_code == 200
+    limited = await served.http.post(GENERATE, json=body, headers=BOB)
+    assert limited.status_code == 429
+    assert 1 <= int(limited.headers["retry-after"]) <= 10
+
+
+async def test_overload_is_refused_with_a_time_to_retry(serving: Serve, worker: ScriptedWorker) -> None:
+    served = await serving(keys=KEYS, max_concurrent=1)
+    worker.held.clear()
+    first = asyncio.create_task(served.http.post(GENERATE, json={"prompt": "x"}, headers=ALICE))
+    while not worker.requests:
+        await asyncio.sleep(0.005)
+    full = await served.http.post(GENERATE, json={"prompt": "x"}, headers=BOB)
+    assert full.status_code == 503
+    assert full.headers["retry-after"] == "1"
+    served.ingress.admission.max_concurrent = 10
+    own = await served.http.post(GENERATE, json={"prompt": "x"}, headers=ALICE)
+    assert own.status_code == 429
+    draining = asyncio.create_task(served.ingress.drain(5))
+    await asyncio.sleep(0)
+    assert (await served.http.get("/readyz")).status_code == 503
+    refused = await served.http.post(GENERATE, json={"prompt": "x"}, headers=BOB)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    worker.held.set()
+    assert (await first).status_code == 200
+    assert await draining
