@@ -41,7 +41,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """Ids that stand for the first `chars` characters of a text, and the conversation they came from."""
+    """Ids that stand for the first `chars` characters of a text.
+
+    `conversation` is that of the turn they came from if the text goes on from it; "" if only the prompt is the same.
+    """
 
     ids: tuple[int, ...]
     chars: int
@@ -103,18 +106,19 @@ class SpliceIndex:
 
     def find(self, scope: str, text: str, codec: Codec) -> Splice | None:
         """The longest known start of `text`."""
-        best: Splice | None = None
+        best: tuple[int, _Turn, int, _Key] | None = None
         for key, chars in self._candidates(scope, text):
             for turn in reversed(self._turns[key]):
-                found = _match(turn, text, chars, codec)
-                if found is not None and (best is None or found.chars > best.chars):
-                    best = found
-                    self._turns.move_to_end(key)
-        if best is None:
+                known = chars + _common_chars(turn.text, text, chars)
+                if best is None or known > best[0]:
+                    best = (known, turn, chars, key)
+        found = _match(best[1], text, best[2], codec) if best is not None else None
+        if best is None or found is None:
             self.misses_total += 1
-        else:
-            self.hits_total += 1
-        return best
+            return None
+        self._turns.move_to_end(best[3])
+        self.hits_total += 1
+        return found
 
     def _candidates(self, scope: str, text: str) -> list[tuple[_Key, int]]:
         """Remembered prompts that `text` starts with, longest first."""
@@ -193,6 +197,18 @@ def _digests(scope: str, text: str) -> list[bytes]:
     return digests
 
 
+def _common_chars(known: str, text: str, start: int) -> int:
+    """How many characters of `known` stand in `text` from `start` on. By halving: comparing slices is fast."""
+    low, high = 0, min(len(known), len(text) - start)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(known[low:middle], start + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def _match(turn: _Turn, text: str, prompt_chars: int, codec: Codec) -> Splice | None:
     """The part of a turn that `text` starts with, cut where tokenising the rest alone is natural."""
     if text.startswith(turn.text, prompt_chars):
@@ -200,17 +216,19 @@ def _match(turn: _Turn, text: str, prompt_chars: int, codec: Codec) -> Splice | 
         return Splice(ids, prompt_chars + len(turn.text), turn.conversation) if ids else None
     kept, chars = _longest_cut(turn, text, prompt_chars, codec)
     ids = (*turn.prompt_ids, *turn.ids[:kept])
-    if not text.startswith(codec.special_texts, prompt_chars + chars):
+    conversation = turn.conversation if kept else ""
+    end = prompt_chars + chars
+    if end < len(text) and not text.startswith(codec.special_texts, end):
         # It diverges inside a stretch of text: tokenise that stretch anew, from the last special token on.
         special = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in codec.special_ids), -1)
         removed = text_after(codec, ids[: special + 1], ids[special + 1 :])
         ids, chars = ids[: special + 1], chars - len(removed)
-    return Splice(ids, prompt_chars + chars, turn.conversation) if ids else None
+    return Splice(ids, prompt_chars + chars, conversation) if ids else None
 
 
 def _longest_cut(turn: _Turn, text: str, start: int, codec: Codec) -> tuple[int, int]:
     """How many of a turn's generated ids decode to a start of `text[start:]`, and to how many characters."""
-    low, high = 0, len(turn.ids)
+    low, high = 0, len(turn.ids) if text.startswith(turn.text[:1], start) else 0
     while low < high:  # what they decode to only grows; a cut character may flicker, hence the walk back below
         middle = (low + high + 1) // 2
         if text.startswith(text_after(codec, turn.prompt_ids, turn.ids[:middle]), start):

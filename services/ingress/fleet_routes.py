@@ -5,6 +5,7 @@ Sessions of other tenants do not exist here, for admins neither: their keys carr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -85,33 +86,33 @@ class FleetRoutes:
     # ------------------------------------------------------------------ sessions
 
     async def kv_route(self, exchange: Exchange) -> None:
-        """GET /kv/route/{seq_id}: the session's last worker while it lives, else the ring's choice."""
+        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
         caller = self._authenticate(exchange)
         session = await self._sessions.read(caller.tenant, exchange.path_value("seq_id"))
-        await _json(exchange, self._located(self._worker_of(caller, session)))
+        await _json(exchange, self._located(self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
-        """GET /sessions/{seq_id}: its tokens, and how many of them and which blocks its worker holds."""
+        """GET /sessions/{seq_id}: its tokens, and how many of them and which blocks its worker holds.
+
+        The history is there whoever lives; `worker_id` is null when nobody can be asked what is cached.
+        """
         caller = self._authenticate(exchange)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
         head = session.head
         assert head is not None
-        worker = self._worker_of(caller, session)
-        record = self._client.members.view.workers[worker].record
-        inspection = Inspection(0, ())
-        if session.ids:
-            question = AdminRequest(AdminCommand.INSPECT, caller.tenant, session.ids)
-            inspection = codec.decode(Inspection, await self._ask(worker, question))
+        question = AdminRequest(AdminCommand.INSPECT, caller.tenant, session.ids)
+        place: dict[str, Any] = {"cached_tokens": 0, "blocks": [], "worker_id": None, "address": None}
+        with contextlib.suppress(Unavailable):
+            worker = self._worker_of(caller, session)
+            found = codec.decode(Inspection, await self._ask(worker, question))
+            place = {"cached_tokens": found.cached_tokens, "blocks": list(found.blocks), **self._located(worker)}
         await _json(
             exchange,
             {
                 **_described(head),
                 "busy": self._sessions.is_busy(session),
                 "tokens": len(session.ids),
-                "cached_tokens": inspection.cached_tokens,
-                "blocks": list(inspection.blocks),
-                "block_size": record.block_size,
-                **self._located(worker),
+                **place,
             },
         )
 
@@ -174,12 +175,12 @@ class FleetRoutes:
     def _authenticate(self, exchange: Exchange) -> ApiKey:
         return self._tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
 
-    def _worker_of(self, caller: ApiKey, session: Session) -> str:
+    def _worker_of(self, caller: ApiKey, session: Session, said_model: str | None = None) -> str:
         members = self._client.members
         head = session.head
         if head is not None and head.worker and members.view.is_alive(head.worker):
             return head.worker
-        model = head.model if head is not None else self._models.default_name(self._config.default_model)
+        model = head.model if head else said_model or self._models.default_name(self._config.default_model)
         worker = members.ring(model).owner(ring_key(caller.tenant, session=session.key))
         if worker is None:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)

@@ -99,14 +99,15 @@ class Models:
         return served if served is not None else await asyncio.shield(self._fetch(record))
 
     def _prefetch(self, record: WorkerRecord) -> None:
-        if (record.model, record.bundle) not in self._served:
-            self._fetch(record).add_done_callback(_log_failure)
+        if record.bundle and (record.model, record.bundle) not in self._served:
+            self._fetch(record)
 
     def _fetch(self, record: WorkerRecord) -> asyncio.Task[ServedModel]:
         key = (record.model, record.bundle)
         task = self._fetching.get(key)
         if task is None:
             task = self._fetching[key] = asyncio.create_task(self._load(record), name=f"bundle-{record.model}")
+            task.add_done_callback(_log_failure)
             task.add_done_callback(lambda _: self._fetching.pop(key, None))
         return task
 

@@ -98,7 +98,8 @@ class RequestFlow:
             generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation)
             head = _answer_head(exchange, model, chat=True)
             async with contextlib.AsyncExitStack() as stack:
-                turn = await self._try_turn(stack, session, caller, model, exchange.request_id)
+                longest = len(prompt.ids) + sampling.max_tokens
+                turn = await self._try_turn(stack, session, caller, model, exchange.request_id, longest)
                 stream_ids: list[int] = []
 
                 async def keep(transcript: Transcript) -> None:
@@ -131,8 +132,7 @@ class RequestFlow:
         arrived_at, caller = _now(), self.authenticate(exchange)
         ask = read_generate(parse_body(await exchange.read_body(self._config.max_body_bytes)))
         with self._admitted(caller):
-            seq_id = ask.seq_id if ask.seq_id is not None else new_seq_id()
-            session = await self._sessions.read(caller.tenant, seq_id)
+            session = await self._session_of(caller, ask.seq_id)
             model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
             tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids)
             ids = session.ids + tail
@@ -141,7 +141,7 @@ class RequestFlow:
             if session.head is None:
                 await self._session_index.admit(caller.tenant)
             generation = self._generation(exchange, caller, model, ids, sampling, session.key)
-            writer = NativeEvents(exchange.request_id, seq_id, ask.prompt)
+            writer = NativeEvents(exchange.request_id, session.seq_id, ask.prompt)
             async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
                 stream_ids: list[int] = []
 
@@ -199,6 +199,11 @@ class RequestFlow:
             traceparent=_traceparent(exchange),
         )
 
+    async def _session_of(self, caller: ApiKey, seq_id: str | None) -> Session:
+        if seq_id is None:
+            return self._sessions.fresh(caller.tenant, new_seq_id())
+        return await self._sessions.read(caller.tenant, seq_id)
+
     def _model_of_turn(self, session: Session, said: str | None) -> str:
         if session.head is None:
             return said or self._models.default_name(self._config.default_model)
@@ -216,9 +221,10 @@ class RequestFlow:
         caller: ApiKey,
         model: ServedModel,
         request: str,
+        longest: int,
     ) -> OpenTurn | None:
-        """A chat's `seq_id` only offers ids: while another turn runs, this one is a fork that is not kept."""
-        if session is None:
+        """A chat's `seq_id` only offers ids: while another turn runs, or when it grows too long, it is not kept."""
+        if session is None or not self._sessions.fits(longest):
             return None
         if session.head is None:
             await self._session_index.admit(caller.tenant)

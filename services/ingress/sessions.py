@@ -123,6 +123,10 @@ class Sessions:
                     return Session(key, seq_id, entry.revision, head, ids[: head.length], revisions)
         raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
 
+    def fresh(self, tenant: str, seq_id: str) -> Session:
+        """A session under a name that was drawn just now: there is nothing to read."""
+        return Session(session_key(tenant, seq_id), seq_id, 0)
+
     async def find(self, tenant: str, seq_id: str) -> Session:
         """As `read`. Raises SessionNotFound when there is none, or it belongs to somebody else."""
         session = await self.read(tenant, seq_id)
@@ -133,9 +137,13 @@ class Sessions:
     def is_busy(self, session: Session) -> bool:
         return session.head is not None and is_busy(session.head.turn, self._unix_ms(), self._alive)
 
+    def fits(self, tokens: int) -> bool:
+        """Whether a history of this length is kept."""
+        return tokens <= self._limits.max_tokens
+
     def check_length(self, tokens: int, field: str) -> None:
         """Raises InvalidRequest for a turn that would make a history longer than is kept."""
-        if tokens > self._limits.max_tokens:
+        if not self.fits(tokens):
             raise InvalidRequest(
                 f"the session would grow to {tokens} tokens, at most {self._limits.max_tokens} are kept", field=field
             )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvproto.errors import KvfleetError
+from kvproto.ids import is_token
 from kvproto.messages import Finished, Started, Tokens
 from kvproto.stream import Event, Stream
 from services.ingress.error_bodies import Headers
@@ -158,10 +159,10 @@ async def gather(
 
 def placement_headers(started: Started | None) -> Headers:
     """Which worker serves it and what was cached, for whoever debugs with curl."""
-    if started is None:
+    if started is None or not is_token(started.worker):
         return []
     return [
-        (b"x-kvfleet-worker", started.worker.encode("latin-1", "replace")),
+        (b"x-kvfleet-worker", started.worker.encode()),
         (b"x-kvfleet-cached-tokens", b"%d" % started.cached_tokens),
     ]
 

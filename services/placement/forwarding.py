@@ -12,7 +12,7 @@
        restarted or   ▼ │
        silent       lost ──0.1 s──▶ Failed(worker_lost)
 
-Every arrow to "over" or to a Failed ends the request here, so the producer gets at most one terminal frame from
+The 50 ms grow with a long text, which the worker tokenises before it accepts. Every arrow to "over" or to a Failed ends the request here, so the producer gets at most one terminal frame from
 placement, and none once the worker's own was seen. Each offer is one attempt; a worker that accepts an attempt nobody
 waits for any more is told to cancel it.
 """
@@ -42,6 +42,7 @@ from services.placement.events import GenerateAsked
 from services.placement.fleet import Fleet
 
 ACKNOWLEDGE_S = 0.05  # an offer not accepted by then goes to the next worker
+TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
 LOST_GRACE_S = 0.1  # a terminal notice may still be on its way when its worker is seen to leave
 ASK_AGAIN_S = 15.0  # a notice lost in an outage would be waited for for ever
 ASKS_LIMIT = 4
@@ -71,7 +72,10 @@ class _Forwarded:
 
 
 class Forwarding:
-    """Owned by the core. Each table is ordered by `due`: entries are added at the end, with one constant delay."""
+    """Owned by the core. Tables of watched and lost requests are ordered by `due`: each has one constant delay.
+
+    Offers are not, as their patience grows with the text; but they are few and live for milliseconds.
+    """
 
     def __init__(
         self, placement: str, inbox_prefix: str, fleet: Fleet, bookings: Bookings, decider: Decider, limit: int
@@ -102,7 +106,9 @@ class Forwarding:
 
     def wake_at(self) -> float | None:
         """When the earliest offer or grace is due; questions are not urgent enough to count."""
-        due = [next(iter(table.values())).due for table in (self._offered, self._lost) if table]
+        due = [offered.due for offered in self._offered.values()]
+        if self._lost:
+            due.append(next(iter(self._lost.values())).due)
         return min(due, default=None)
 
     # ------------------------------------------------------------------ a request comes
@@ -150,7 +156,7 @@ class Forwarding:
         except KvfleetError as error:
             return self._fail(forwarded, error)
         forwarded.tried.append(placement.worker)
-        forwarded.due = now + ACKNOWLEDGE_S
+        forwarded.due = now + ACKNOWLEDGE_S + TOKENISE_S * len(ask.prompt or "")
         self._offered[asked.request] = forwarded
         self.retried_offers_total += attempt > 0
         request = GenerateRequest(
@@ -265,7 +271,7 @@ class Forwarding:
 
     def tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for unanswered in _due(self._offered, now):
+        for unanswered in [offered for offered in self._offered.values() if offered.due <= now]:
             del self._offered[unanswered.asked.request]
             actions += self._offer(unanswered, now)
         for lost in _due(self._lost, now):
@@ -340,9 +346,10 @@ class Forwarding:
         """Every request is in one state, offered to nobody twice; tables are in order. Raises AssertionError."""
         tables = (self._offered, self._watched, self._lost)
         assert len({*self._offered, *self._watched, *self._lost}) == self.in_flight
-        for table in tables:
+        for table in tables[1:]:
             dues = [f.due for f in table.values()]
             assert dues == sorted(dues)
+        for table in tables:
             assert all(f.tried and len(set(f.tried)) == len(f.tried) for f in table.values())
         assert all(f.epoch for table in tables[1:] for f in table.values())
         assert all(self._orphans.values())

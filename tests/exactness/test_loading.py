@@ -29,13 +29,16 @@ from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.kv_pool import KvPool, KvShape, blocks_that_fit, free_bytes
 from services.worker.model.loader import adopt_model, load_model
 from services.worker.model.runner import TorchRunner
-from services.worker.model.support import unsupported_feature
+from services.worker.model.support import supported_context
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
 }  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+    "long_factor": [1.0] * 8, "short_factor": [1.0] * 8,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -54,20 +57,12 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         (lambda: FalconConfig(alibi=True), "ALiBi"),
         (lambda: GPT2Config(reorder_and_upcast_attn=True), "reorder_and_upcast_attn"),
         (lambda: GPT2Config(add_cross_attention=True), "cross-attention"),
-        (
-            lambda: LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, **TINY),
-            "rotary",
-        ),
+        (lambda: LlamaConfig(rope_parameters=LONGROPE, **TINY), "longrope beyond its original context of 128"),
     ],
 )
 def test_refused_by_feature_and_model(config: Any, feature: str, tmp_path: Path) -> None:
     made: PreTrainedConfig = config()
     made.save_pretrained(tmp_path)
-    if made.model_type in ("t5", "mamba", "bloom", "jamba"):  # no context length in some of them: named all the same
-        assert feature in str(unsupported_feature(made, 128))
-        with pytest.raises(UnsupportedModel):
-            load_model(tmp_path, load_format="dummy")
-        return
     with pytest.raises(UnsupportedModel, match=feature) as raised:
         load_model(tmp_path, load_format="dummy")
     assert made.model_type in str(raised.value)
@@ -80,7 +75,7 @@ def test_window_as_long_as_the_served_context_is_no_window() -> None:
     with pytest.raises(UnsupportedModel, match=r"sliding_window 64, context 256"):
         adopt_model(model)
     assert adopt_model(model, context_length=64).context_length == 64
-    assert unsupported_feature(Qwen2Config(use_sliding_window=False, sliding_window=32, **TINY), CONTEXT) is None
+    assert supported_context(Qwen2Config(use_sliding_window=False, sliding_window=32, **TINY)) == CONTEXT
 
 
 def test_attention_that_asks_for_more_is_found_by_the_probe() -> None:
@@ -107,10 +102,18 @@ def test_folder_computes_what_transformers_computes(name: str, tmp_path: Path) -
     assert rig.differences()["r"] < TOLERANCE
 
 
+def test_unknown_context_is_refused() -> None:
+    config = LlamaConfig(**TINY)
+    config.max_position_embeddings = None
+    with pytest.raises(UnsupportedModel, match="does not tell the context length"):
+        supported_context(config)
+
+
 def test_stop_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     assert load_model(tmp_path).eos_ids == (3, 5)
+    assert load_model(tmp_path, load_format="dummy").eos_ids == (3, 5)
 
 
 def test_dummy_weights_are_the_same_everywhere_and_leave_randomness_alone(tmp_path: Path) -> None:

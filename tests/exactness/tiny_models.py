@@ -64,6 +64,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         },
         **_COMMON,
     ),
+    "llama-dynamic-rope": lambda: LlamaConfig(
+        num_key_value_heads=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, **_COMMON
+    ),
     "qwen2": lambda: Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **_COMMON),
     "qwen3": lambda: Qwen3Config(num_key_value_heads=2, head_dim=24, **_COMMON),
     "mistral": lambda: MistralConfig(num_key_value_heads=1, sliding_window=None, **_COMMON),

@@ -153,12 +153,13 @@ def _prepare(image: str, spec: ServerSpec, address: str, port: int) -> tuple[str
         config = folder / "plain.conf"
         container.with_copy_into_container(PLAIN_CONFIG.encode(), str(config))
     else:
-        config = folder / spec.config.parent.name / spec.config.name
-        container.with_copy_into_container(spec.config.parent, str(folder))
+        source = spec.config.resolve()
+        config = folder / source.parent.name / source.name
+        container.with_copy_into_container(source.parent, str(folder))
     container.with_envs(**spec.environment)
     container.with_command(["-c", str(config), "-n", name, "-a", address, "-p", str(port), "-sd", "/store"])
     container.tmpfs["/store"] = "rw"
-    container.with_kwargs(labels={LABEL: _owner()}, cap_drop=["ALL"])
+    container.with_kwargs(labels={LABEL: _owner()}, cap_drop=["ALL"], working_dir=str(config.parent))
     return name, container
 
 

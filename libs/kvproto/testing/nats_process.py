@@ -26,7 +26,7 @@ class NatsProcess:
     kind = "process"
 
     def __init__(self, directory: Path, spec: ServerSpec | None = None) -> None:
-        self.directory = directory
+        self.directory = directory.resolve()
         self._spec = spec or ServerSpec()
         self._name = f"test-{uuid.uuid4().hex[:12]}"
         self._port = -1  # chosen by the server at its first start, so there is no race for it; then kept
@@ -60,12 +60,14 @@ class NatsProcess:
         if config is None:
             config = self.directory / "plain.conf"
             config.write_text(PLAIN_CONFIG)
+        config = config.resolve()
         arguments = [str(find_nats_server()), "-c", str(config), "-n", self._name, "-a", "127.0.0.1"]
         arguments += ["-p", str(self._port), "-sd", str(self.store)]
         arguments += ["-l", str(self.directory / "nats.log"), "--ports_file_dir", str(self.directory)]
         with (self.directory / "output.log").open("ab") as output:
             self._process = subprocess.Popen(
                 arguments,
+                cwd=config.parent,
                 env=dict(self._spec.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -22,9 +22,9 @@ class ServerFailed(RuntimeError):
 class ServerSpec:
     """What to start.
 
-    `config` may include files beside it, so its whole folder goes along. Address, port and store are set from outside,
-    so it names no `store_dir`. `environment` holds the variables that it refers to. Without `config`: JetStream, no
-    accounts.
+    `config` may name files beside it: its whole folder goes along and is the server's working directory. Address, port
+    and store are set from outside, so it names no `store_dir`. `environment` holds the variables that it refers to.
+    Without `config`: JetStream, no accounts.
     """
 
     config: Path | None = None

@@ -17,7 +17,7 @@ from kvproto.errors import InvalidRequest, UnsupportedModel
 from services.worker.model.attention.interface import NAME, register
 from services.worker.model.kv_pool import KvShape
 from services.worker.model.probe import probe
-from services.worker.model.support import context_length_of, name_of, refuse_unsupported
+from services.worker.model.support import name_of, supported_context
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +55,12 @@ def load_model(
     there is no such model or no such device.
     """
     config = _read_config(source, revision)
-    context_length = _served_context(config, max_context)
-    refuse_unsupported(config, context_length)
+    context_length = supported_context(config, max_context)
     where = _device(device)
     what = _dtype(dtype, config, where)
     if load_format == "dummy":
         model = _random_model(config, what, where)
-        generation = None
+        generation = _generation_config(source, revision)
     else:
         model = _trained_model(source, revision, what, where)
         generation = model.generation_config
@@ -73,8 +72,7 @@ def adopt_model(
 ) -> LoadedModel:
     """Take over a transformers model that is in memory already. Raises UnsupportedModel naming feature and model."""
     config = model.config
-    served = _served_context(config, context_length)
-    refuse_unsupported(config, served)
+    served = supported_context(config, context_length)
     model.eval().requires_grad_(False)
     kv_shape = probe(model, served)
     register()
@@ -97,11 +95,6 @@ def _read_config(source: str | Path, revision: str | None) -> Any:
         raise InvalidRequest(
             f"no model can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
         ) from error
-
-
-def _served_context(config: Any, limit: int | None) -> int:
-    own = context_length_of(config)
-    return min(own, limit) if limit else own
 
 
 def _device(device: Device) -> torch.device:
@@ -143,6 +136,13 @@ def _trained_model(source: str | Path, revision: str | None, dtype: torch.dtype,
             f"no weights can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
         ) from error
     return model.to(device)
+
+
+def _generation_config(source: str | Path, revision: str | None) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(str(source), revision=revision)
+    except OSError:
+        return None
 
 
 def _eos_ids(config: Any, generation: GenerationConfig | None) -> tuple[int, ...]:

@@ -14,16 +14,24 @@ FULL_ATTENTION = "full_attention"
 WINDOWED = {"sliding_attention": "sliding window attention", "chunked_attention": "chunked attention"}
 ALIBI_MODELS = {"bloom", "mpt"}
 RECURRENT_MODELS = {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-def context_length_of(config: Any) -> int:
-    """Positions the model was made for. Raises UnsupportedModel if the configuration does not say."""
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 1:
-            return value
-    raise UnsupportedModel(f"{name_of(config)}: the configuration does not tell its context length")
+def supported_context(config: Any, limit: int | None = None) -> int:
+    """The context that can be served exactly: the model's own, or `limit` if that is shorter.
+
+    Raises UnsupportedModel that names the feature and the model.
+    """
+    feature = _unsupported_architecture(config)
+    if feature is None:
+        own = _own_context(config)
+        if own is None:
+            feature = "a configuration that does not tell the context length"
+        else:
+            context_length = min(own, limit) if limit else own
+            feature = _windowed(config, context_length) or _length_dependent_rope(config, context_length)
+            if feature is None:
+                return context_length
+    raise UnsupportedModel(f"{name_of(config)}: {feature} is not supported", field="model")
 
 
 def name_of(config: Any) -> str:
@@ -33,15 +41,16 @@ def name_of(config: Any) -> str:
     return f"{path} ({kind})" if path else str(kind)
 
 
-def refuse_unsupported(config: Any, context_length: int) -> None:
-    """Raises UnsupportedModel that names the feature and the model. `context_length` is what will be served."""
-    feature = unsupported_feature(config, context_length)
-    if feature:
-        raise UnsupportedModel(f"{name_of(config)}: {feature} is not supported", field="model")
+def _own_context(config: Any) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 1:
+            return value
+    return None
 
 
-def unsupported_feature(config: Any, context_length: int) -> str | None:
-    """The first feature of the model that would be computed wrongly, in words; None if there is none."""
+def _unsupported_architecture(config: Any) -> str | None:
+    """The first feature, in words, that would be computed wrongly at any length; None if there is none."""
     kind = getattr(config, "model_type", "")
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder model"
@@ -61,7 +70,7 @@ def unsupported_feature(config: Any, context_length: int) -> str | None:
         return "reorder_and_upcast_attn"
     if getattr(config, "add_cross_attention", False):
         return "cross-attention"
-    return _windowed(config, context_length) or _length_dependent_rope(config, context_length)
+    return None
 
 
 def _recurrent_layers(config: Any) -> bool:
@@ -88,14 +97,17 @@ def _windowed(config: Any, context_length: int) -> str | None:
 
 
 def _length_dependent_rope(config: Any, context_length: int) -> str | None:
-    """Rotary frequencies that change with the longest sequence of a batch would change those of its other sequences."""
+    """`longrope` picks its frequencies by the longest sequence of the batch, and would change those of the others.
+
+    (`dynamic` does so only past `max_position_embeddings`, which is never served.)
+    """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    for parameters in nested:
-        kind = parameters.get("rope_type", parameters.get("type"))
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        if parameters.get("rope_type", parameters.get("type")) != "longrope":
+            continue
         original = parameters.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if kind in LENGTH_DEPENDENT_ROPE and not (original and context_length <= original):
-            return f"rotary embedding of type {kind} beyond its original context"
+        if not original or context_length > original:
+            return f"a rotary embedding of type longrope beyond its original context of {original} tokens"
     return None

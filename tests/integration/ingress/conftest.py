@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from ingress_rig import Serve, Served, serve
-from kvproto.subjects import Subjects
 from scripted_worker import ScriptedWorker
+
+from kvproto.subjects import Subjects
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ from typing import Any
 
 import httpx
 import uvicorn
+from prometheus_client import CollectorRegistry
+
 from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.ids import new_process_id
 from kvproto.subjects import INGRESS_INBOX, Subjects, inbox_prefix
-from prometheus_client import CollectorRegistry
 from services.ingress.app import create_app
 from services.ingress.config import IngressConfig
 from services.ingress.ingress import Ingress
@@ -48,7 +49,9 @@ async def serve(url: str, subjects: Subjects, *, keys: str = "", **changes: Any)
     config = replace(IngressConfig(id=member, keepalive_s=0.2, patience_s=1.0), **changes)
     ingress = await Ingress.open(client, config, Tenancy(parse_keys(keys)), CollectorRegistry())
     server = uvicorn.Server(
-        uvicorn.Config(create_app(ingress), port=0, http="httptools", access_log=False, log_level="warning", lifespan="off")
+        uvicorn.Config(
+            create_app(ingress), port=0, http="httptools", access_log=False, log_level="warning", lifespan="off"
+        )
     )
     serving = asyncio.create_task(server.serve())
     while not server.started:
@@ -61,6 +64,13 @@ async def serve(url: str, subjects: Subjects, *, keys: str = "", **changes: Any)
             break
         await asyncio.sleep(0.01)
     return Served(base, http, ingress, client, server, serving)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait for something that another task does; fails instead of hanging."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 Serve = Callable[..., Awaitable[Served]]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 import services.worker
 from kvproto import codec
 from kvproto.buckets import Bucket
@@ -39,7 +41,6 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
-from tokenizers import Tokenizer
 
 DEMO = Path(services.worker.__path__[0]) / "demo_model"
 PART_BYTES = 20_000  # small, so that a bundle takes several parts
@@ -88,7 +89,9 @@ class ScriptedWorker:
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     @classmethod
-    async def start(cls, url: str, subjects: Subjects, worker: str = "w1", bundle: Bundle | None = None) -> ScriptedWorker:
+    async def start(
+        cls, url: str, subjects: Subjects, worker: str = "w1", bundle: Bundle | None = None
+    ) -> ScriptedWorker:
         connection = await Connection.open(
             url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
         )

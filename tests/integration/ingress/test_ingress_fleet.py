@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from ingress_rig import Served
+from ingress_rig import Served, until
 from scripted_worker import ScriptedWorker
 
 
 async def test_workers_and_sums(served: Served, worker: ScriptedWorker) -> None:
-    while served.client.members.view.workers["w1"].heartbeat is None:
-        await asyncio.sleep(0.01)
+    await until(lambda: served.client.members.view.workers["w1"].heartbeat is not None)
     workers = (await served.http.get("/workers")).json()
     one = workers["w1"]
     assert list(workers) == ["w1"]
@@ -46,8 +45,7 @@ async def test_metrics_are_there_from_the_start_and_count(served: Served) -> Non
 async def test_without_workers_it_says_so(served: Served, worker: ScriptedWorker) -> None:
     assert (await served.http.get("/health")).json()["models"] == ["demo"]
     await worker._lease.release()
-    while served.client.members.view.is_alive("w1"):
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.client.members.view.is_alive("w1"))
     assert (await served.http.get("/livez")).status_code == 200
     ready = await served.http.get("/readyz")
     assert ready.status_code == 503

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import httpx
-from ingress_rig import Serve, Served
-from kvproto.subjects import Subjects
+from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
+
+from kvproto.subjects import Subjects
 from services.ingress.config import SessionLimits
 
 
@@ -74,16 +75,14 @@ async def test_a_session_continues_with_its_tokens_cached(served: Served, worker
 async def test_a_second_turn_at_the_same_time_is_refused(served: Served, worker: ScriptedWorker) -> None:
     worker.held.clear()
     first = asyncio.create_task(turn(served, "One", seq_id="busy"))
-    while not worker.requests:
-        await asyncio.sleep(0.005)
+    await until(lambda: worker.requests)
     refused = await served.http.post("/generate", json={"prompt": "Two", "seq_id": "busy"})
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "session_busy"
     assert (await served.http.delete("/sessions/busy")).status_code == 409
     chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "seq_id": "busy"}
     forked = asyncio.create_task(served.http.post("/v1/chat/completions", json=chat))
-    while len(worker.requests) < 2:
-        await asyncio.sleep(0.005)
+    await until(lambda: len(worker.requests) >= 2)
     worker.held.set()
     assert (await first)[-1]["type"] == "done"
     assert (await forked).status_code == 200  # a chat only takes ids from a session, it never fails on one
@@ -106,14 +105,13 @@ async def test_a_client_that_leaves_cancels_its_turn(served: Served, worker: Scr
     await turn(served, "One", seq_id="s")
     before = (await served.http.get("/sessions/s")).json()
     worker.reply, worker.token_s = [(50, "a")] * 1000, 0.01
-    async with served.http.stream("POST", "/generate", json={"prompt": "Two", "seq_id": "s", "max_tokens": 400}) as answer:
+    async with served.http.stream(
+        "POST", "/generate", json={"prompt": "Two", "seq_id": "s", "max_tokens": 400}
+    ) as answer:
         async for line in answer.aiter_lines():
             if "token_id" in line:
                 break
-    for _ in range(200):
-        if worker.cancels and not served.ingress.admission.running:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: worker.cancels and not served.ingress.admission.running)
     assert worker.cancels[0].request == worker.requests[1][1].request
     assert (await served.http.get("/sessions/s")).json() == before
     assert not served.client.streams
@@ -127,14 +125,10 @@ async def test_whole_answers_are_cancelled_too(served: Served, worker: ScriptedW
     body = {"model": "demo", "prompt": "x"}
     async with httpx.AsyncClient(base_url=served.url) as http:
         asking = asyncio.create_task(http.post("/v1/completions", json=body))
-        while not worker.requests:
-            await asyncio.sleep(0.005)
+        await until(lambda: worker.requests)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    for _ in range(200):
-        if worker.cancels:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: worker.cancels)
     assert worker.cancels
 
 
@@ -151,10 +145,7 @@ async def test_idle_sessions_expire(serving: Serve) -> None:
     served = await serving(sessions=limits)
     await turn(served, "One", seq_id="s")
     assert (await served.http.get("/sessions/s")).status_code == 200
-    for _ in range(100):
-        if served.ingress.session_index.table.total == 0:
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: served.ingress.session_index.table.total == 0)
     assert served.ingress.session_index.table.total == 0
     assert (await served.http.get("/sessions/s")).status_code == 404
 
@@ -163,18 +154,15 @@ async def test_a_tenant_has_at_most_its_number_of_sessions(serving: Serve) -> No
     served = await serving(sessions=SessionLimits(per_tenant=2))
     for seq_id in ("a", "b"):
         await turn(served, "One", seq_id=seq_id)
-    while served.ingress.session_index.table.total < 2:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.ingress.session_index.table.total >= 2)
     refused = await served.http.post("/generate", json={"prompt": "One", "seq_id": "c"})
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "60"
     await turn(served, "again", seq_id="a")
     await served.http.delete("/sessions/b")
-    while served.ingress.session_index.table.total > 1:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.ingress.session_index.table.total <= 1)
     unnamed = (await turn(served, "One"))[0]["seq_id"]
-    while served.ingress.session_index.table.total < 2:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.ingress.session_index.table.total >= 2)
     await turn(served, "One", seq_id="c")  # what nobody named gives way
     assert (await served.http.get(f"/sessions/{unnamed}")).status_code == 404
 
@@ -186,8 +174,7 @@ async def test_a_session_keeps_to_its_model_and_moves_between_ingresses(
     other = await ScriptedWorker.start(nats_url, fleet_buckets, "w2", demo_bundle("other"))
     try:
         for served in (one, two):
-            while len(served.client.members.view.models()) < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(served.client.members.view.models()) >= 2)
         await turn(one, "Once", seq_id="s", model_name="demo")
         await turn(two, " upon", seq_id="s")
         assert worker.requests[1][1].prompt_ids[: len(worker.sequences[0])] == worker.sequences[0]

@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from ingress_rig import Serve, Served
+from ingress_rig import Serve, Served, until
 from scripted_worker import CONTEXT, ScriptedWorker
+
 from services.ingress.tenancy import hash_key
 
 MESSAGE = [{"role": "user", "content": "x"}]
@@ -158,8 +159,7 @@ async def test_overload_is_refused_with_a_time_to_retry(serving: Serve, worker: 
     served = await serving(keys=KEYS, max_concurrent=1)
     worker.held.clear()
     first = asyncio.create_task(served.http.post(GENERATE, json={"prompt": "x"}, headers=ALICE))
-    while not worker.requests:
-        await asyncio.sleep(0.005)
+    await until(lambda: worker.requests)
     full = await served.http.post(GENERATE, json={"prompt": "x"}, headers=BOB)
     assert full.status_code == 503
     assert full.headers["retry-after"] == "1"

@@ -46,7 +46,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.worker_generate("w1", "other"): ({"ingress", "placement"}, {"worker"}),
     S.worker_generate_all("w1"): (NOBODY, {"worker"}),
     S.worker_cancel("w1"): ({"ingress", "placement", *PRODUCERS}, {"worker"}),
-    S.worker_resend("w1"): ({"ingress", *PRODUCERS}, {"worker"}),
+    S.worker_resend("w1"): ({"ingress", "placement", *PRODUCERS}, {"worker"}),
     S.worker_pause("w1"): ({"ingress", *PRODUCERS}, {"worker"}),
     S.worker_admin("w1"): ({"ingress", "placement"}, {"worker"}),
     "kvf.worker.w1.unheard_of": (NOBODY, NOBODY),

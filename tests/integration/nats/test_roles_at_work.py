@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import shutil
+import ssl
+import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from kvproto.members import Lease, Members
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ConfiguredNats
+from kvproto.testing.nats_server import NatsServer
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
 S = Subjects()
@@ -270,31 +274,132 @@ async def test_wrong_credentials_are_refused(roles: Any) -> None:
     )
 
 
-async def test_nkeys_instead_of_a_password(nats_with_config: ConfiguredNats, roles: Any, tmp_path: Path) -> None:
-    """The variant of README.md: the worker's user and password lines give way to its public nkey."""
+def dev_passwords() -> dict[str, str]:
+    lines = (DEPLOY / "dev.env").read_text().splitlines()
+    return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines if line[0] != "#")}
+
+
+@pytest.fixture
+def variant(
+    nats_with_config: ConfiguredNats, tmp_path: Path
+) -> Iterator[Callable[[Callable[[Path], None]], NatsServer]]:
+    """`variant(change)`: a server on a changed copy of deploy/nats, with the development passwords."""
+    servers = []
+
+    def start(change: Callable[[Path], None]) -> NatsServer:
+        folder = shutil.copytree(DEPLOY, tmp_path / "nats")
+        change(folder)
+        servers.append(nats_with_config(folder / "nats-server.conf", dev_passwords()))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+async def test_nkeys_instead_of_a_password(variant: Variant) -> None:
+    """README.md: the worker's user and password lines give way to its public nkey."""
     seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
     public = nkeys.from_seed(bytearray(seed)).public_key.decode()
-    shutil.copytree(DEPLOY, tmp_path / "nats")
-    role = tmp_path / "nats" / "roles" / "worker.conf"
-    text, replaced = re.subn(r"  user: worker\n  password: .*\n", f"  nkey: {public}\n", role.read_text())
-    assert replaced == 1
-    role.write_text(text)
-    environment = dict(line.split("=", 1) for line in (DEPLOY / "dev.env").read_text().splitlines() if "=" in line)
-    environment = {name: value.strip('"') for name, value in environment.items() if name.startswith("KVF_")}
-    server = nats_with_config(tmp_path / "nats" / "nats-server.conf", environment)
-    try:
-        connection = await Connection.open(
-            server.url, name="worker-w1", inbox_prefix="_wrk.w1", nkey_seed=seed.decode()
-        )
-        await connection.subscribe(S.worker_admin("w1"), _ignore)
-        await connection.synced()
-        assert connection.errors_total == 0
-        await connection.subscribe(S.events_all(), _ignore)
-        await connection.synced()
-        assert connection.errors_total == 1
+
+    def use_nkey(folder: Path) -> None:
+        role = folder / "roles" / "worker.conf"
+        text, replaced = re.subn(r"  user: worker\n  password: .*\n", f"  nkey: {public}\n", role.read_text())
+        assert replaced == 1
+        role.write_text(text)
+
+    server = variant(use_nkey)
+    connection = await Connection.open(server.url, name="worker-w1", inbox_prefix="_wrk.w1", nkey_seed=seed.decode())
+    await connection.subscribe(S.worker_admin("w1"), _ignore)
+    await connection.synced()
+    assert connection.errors_total == 0
+    await connection.subscribe(S.events_all(), _ignore)
+    await connection.synced()
+    assert connection.errors_total == 1
+    await connection.close()
+
+
+async def test_another_namespace(variant: Variant) -> None:
+    """README.md: its sed command, and nothing of the old namespace is left."""
+    (command,) = re.findall(r"`sed -i '(.*)' roles/\*`", (DEPLOY / "README.md").read_text())
+
+    def rename(folder: Path) -> None:
+        files = [str(path) for path in (folder / "roles").iterdir()]
+        subprocess.run(["sed", "-i", command.replace("NAME", "other"), *files], check=True)
+        assert not any("kvf" in Path(path).read_text() for path in files)
+
+    server = variant(rename)
+    other = Subjects("other")
+    opened = {
+        user: await Connection.open(server.url, name=user, inbox_prefix=f"{inbox}.t", user=user, password=user)
+        for user, inbox in (("admin", "_adm"), ("worker", "_wrk"), ("ingress", "_ing"))
+    }
+    await ensure_buckets(opened["admin"], other)
+    await Lease(await Bucket.open(opened["worker"], other.members_bucket), worker_record("w1")).register()
+    members = Members(opened["ingress"], other)
+    await members.start()
+    assert members.view.is_alive("w1")
+    await members.stop()
+    for connection in opened.values():
         await connection.close()
-    finally:
-        server.stop()
+
+
+async def test_without_the_system_account(variant: Variant) -> None:
+    def drop(folder: Path) -> None:
+        accounts = folder / "accounts.conf"
+        text = re.sub(r"  SYS \{.*?\n  \}\n", "", accounts.read_text(), flags=re.DOTALL)
+        accounts.write_text(text.replace("system_account: SYS\n", "").replace("include ./roles/sys.conf\n", ""))
+
+    server = variant(drop)
+    admin = await Connection.open(server.url, name="a", inbox_prefix="_adm.a", user="admin", password="admin")
+    assert await ensure_buckets(admin, S) == []
+    with pytest.raises(AuthenticationFailed):
+        await Connection.open(
+            server.url, name="s", inbox_prefix="_plc.s", user="sys", password="sys", connect_timeout_s=1.0
+        )
+    await admin.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+async def test_mutual_tls(variant: Variant, tmp_path: Path) -> None:
+    """README.md: the tls block as it stands there, with files of this test."""
+    (block,) = re.findall(r"^tls \{.*?^\}\n", (DEPLOY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    make_certificates(tmp_path)
+
+    def use_tls(folder: Path) -> None:
+        shutil.copytree(tmp_path / "tls", folder / "tls")
+        main = folder / "nats-server.conf"
+        main.write_text(main.read_text() + block.replace("/etc/nats/", ""))
+
+    server = variant(use_tls)
+    url = server.url.replace("nats://", "tls://")
+    context = ssl.create_default_context(cafile=tmp_path / "tls" / "ca.pem")
+    with pytest.raises(Unavailable):
+        await Connection.open(
+            url, name="w", inbox_prefix="_wrk.w", user="worker", password="worker", tls=context, connect_timeout_s=1.0
+        )
+    context.load_cert_chain(tmp_path / "tls" / "client.pem", tmp_path / "tls" / "client.key")
+    connection = await Connection.open(
+        url, name="w", inbox_prefix="_wrk.w", user="worker", password="worker", tls=context
+    )
+    assert connection.is_connected
+    await connection.close()
+
+
+def make_certificates(folder: Path) -> None:
+    """tls/{ca,server,client}.{pem,key}, good for the loopback address."""
+    files = folder / "tls"
+    files.mkdir()
+    new_key = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
+    run = functools.partial(subprocess.run, check=True, capture_output=True, cwd=files)
+    run([*new_key, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2"])
+    (files / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for name in ("server", "client"):
+        run([*new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"])
+        run(
+            ["openssl", "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+             "-out", f"{name}.pem", "-days", "2", "-extfile", "names"]
+        )  # fmt: skip
 
 
 def test_dev_env_names_every_variable_of_the_configuration() -> None:

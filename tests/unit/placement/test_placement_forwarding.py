@@ -29,9 +29,13 @@ from services.placement.forwarding import (
     ASKS_LIMIT,
     LOST_GRACE_S,
     ORPHANS_KEPT_S,
+    TOKENISE_S,
 )
 
 REPLY = request_inbox(PREFIX, "r1")
+
+
+A_LITTLE = 0.0005  # what a short text adds to the patience
 
 
 def the_forward(actions: list[Action]) -> Forward:
@@ -108,14 +112,28 @@ class TestNextWorker:
     def test_after_50_ms_of_silence(self) -> None:
         core = a_core("w1", "w2")
         first = offer(core)
-        assert core.wake_at() == pytest.approx(1.0 + ACKNOWLEDGE_S)
+        assert core.wake_at() == pytest.approx(1.0 + ACKNOWLEDGE_S, abs=A_LITTLE)
         assert core.handle(Tick(), 1.0 + ACKNOWLEDGE_S - 0.001) == []
-        second = the_forward(core.handle(Tick(), 1.0 + ACKNOWLEDGE_S))
+        second = the_forward(core.handle(Tick(), 1.0 + ACKNOWLEDGE_S + A_LITTLE))
         assert {first.worker, second.worker} == {"w1", "w2"}
         assert (second.request.attempt, second.reply) == (1, f"{REPLY}.1")
         assert second.request.sampling == first.request.sampling  # the seed too: the same tokens
         assert core.bookings.requests_at(first.worker) == 0
         assert core.forwarding.retried_offers_total == 1
+
+    def test_a_long_text_may_be_tokenised_first(self) -> None:
+        core = a_core("w1", "w2")
+        offer(core, request="long", prompt="x" * 500_000)
+        offer(core, request="short")
+        (retried,) = core.handle(Tick(), 1.06)
+        assert isinstance(retried, Forward)
+        assert retried.request.request == "short"
+        core.check_integrity()
+        core.handle(WorkerAnswered(accepted("short", 1, retried.worker)), 1.07)
+        for worker in ("w1", "w2"):
+            core.handle(HeartbeatHeard(a_beat(worker)), 1.5)
+        assert core.handle(Tick(), 1.04 + 500_000 * TOKENISE_S) == []
+        assert the_forward(core.handle(Tick(), 1.06 + 500_000 * TOKENISE_S)).request.request == "long"
 
     def test_at_once_if_nobody_listens_there_and_a_ping_follows(self) -> None:
         core = a_core("w1", "w2")
@@ -143,7 +161,7 @@ class TestNextWorker:
         while forwards := [a for a in actions if isinstance(a, Forward)]:
             tried.append(forwards[0].worker)
             attempt = forwards[0].request.attempt
-            now += ACKNOWLEDGE_S
+            now += ACKNOWLEDGE_S + A_LITTLE
             actions = core.handle(
                 {
                     "silence": Tick(),
@@ -177,7 +195,7 @@ class TestAcceptance:
     def test_a_late_one_is_cancelled_whatever_happened_since(self) -> None:
         core = a_core("w1", "w2")
         first = offer(core)
-        second = the_forward(core.handle(Tick(), 1.05))
+        second = the_forward(core.handle(Tick(), 1.051))
         (cancel,) = core.handle(WorkerAnswered(accepted("r1", 0, first.worker)), 1.06)
         assert isinstance(cancel, Cancel)
         assert (cancel.worker, cancel.cancel.request, cancel.cancel.attempt) == (first.worker, "r1", 0)

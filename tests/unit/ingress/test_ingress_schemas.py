@@ -1,0 +1,264 @@
+"""Bodies of requests: what is read, and every refusal by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvproto.errors import InvalidRequest
+from kvproto.messages import Bundle
+from services.ingress.fields import parse_body
+from services.ingress.native_schema import read_generate
+from services.ingress.openai_schema import ChatMessage, check_vocabulary, read_chat, read_completion
+from services.ingress.sampling_ask import SamplingAsk, resolve, room_after
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": MESSAGES, **fields}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "p", **fields}
+
+
+BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"temperature": -0.001}, "temperature"),
+    ({"temperature": 101}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_p": []}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+]
+BAD_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model"),
+    ({"model": ""}, "model"),
+    ({"model": 5}, "model"),
+    ({"model": "x" * 257}, "model"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": "1"}, "n"),
+    ({"seq_id": ""}, "seq_id"),
+    ({"seq_id": 5}, "seq_id"),
+    ({"seq_id": "x" * 1025}, "seq_id"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": 1}, "frequency_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {}}, "audio"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+]
+BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": [1, True]}, "prompt[1]"),
+    ({"prompt": [None]}, "prompt[0]"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "s"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"n": 3}, "n"),
+]
+BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": ["x"]}, "prompt"),
+    ({"seq_id": ""}, "seq_id"),
+    ({"seq_id": 1}, "seq_id"),
+    ({"model_name": 1}, "model_name"),
+]
+
+
+def refused(error: pytest.ExceptionInfo[InvalidRequest], field: str) -> None:
+    assert error.value.field == field
+    assert error.value.http_status == 400
+    assert str(error.value).startswith(field)
+
+
+@pytest.mark.parametrize(("fields", "field"), BAD_CHAT + BAD_SAMPLING)
+def test_a_bad_chat_is_refused_by_field(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        read_chat(chat(**fields))
+    refused(error, field)
+
+
+@pytest.mark.parametrize(("fields", "field"), BAD_COMPLETION + BAD_SAMPLING)
+def test_a_bad_completion_is_refused_by_field(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        read_completion(completion(**fields))
+    refused(error, field)
+
+
+@pytest.mark.parametrize(("fields", "field"), BAD_GENERATE + BAD_SAMPLING)
+def test_a_bad_generate_is_refused_by_field(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        read_generate({"prompt": "p", **fields})
+    refused(error, field)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":NaN}', b'{"a":1e999}', b"[" * 9999])
+def test_a_body_that_is_no_object(data: bytes) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse_body(data)
+    refused(error, "body")
+
+
+def test_what_asks_for_nothing_special_is_allowed() -> None:
+    neutral = {
+        "n": 1,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "logprobs": False,
+        "top_logprobs": None,
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "user": "somebody",
+        "metadata": {"any": "thing"},
+        "unknown_field": [1, 2],
+        "temperature": None,
+        "stop": None,
+        "stream_options": None,
+        "seq_id": None,
+        "max_tokens": None,
+    }
+    assert read_chat(chat(**neutral)) == read_chat(chat())
+
+
+def test_a_chat_is_read_whole() -> None:
+    ask = read_chat(
+        chat(
+            messages=[
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "u"},
+                {"role": "assistant"},
+            ],
+            max_tokens=5,
+            max_completion_tokens=7.0,
+            temperature=0,
+            top_k=-1,
+            stop="x",
+            stream=True,
+            stream_options={"include_usage": True},
+            seq_id="s",
+            ignore_eos=True,
+        )
+    )
+    assert ask.messages == (ChatMessage("system", "be brief"), ChatMessage("user", "ab", "u"), ChatMessage("assistant", ""))
+    assert ask.sampling == SamplingAsk(max_tokens=7, temperature=0.0, top_k=0, stop=("x",), ignore_eos=True)
+    assert (ask.stream, ask.include_usage, ask.seq_id) == (True, True, "s")
+
+
+def test_prompts_of_completions() -> None:
+    for prompt in ("text", ["text"]):
+        assert read_completion(completion(prompt=prompt)).prompt == "text"
+    for ids in ([1, 2], [[1, 2]]):
+        assert read_completion(completion(prompt=ids)).prompt_ids == (1, 2)
+    check_vocabulary((0, 9), 10)
+    for bad in ((0, 10), (0, -1)):
+        with pytest.raises(InvalidRequest) as error:
+            check_vocabulary(bad, 10)
+        refused(error, "prompt[1]")
+
+
+def test_generate_has_its_own_defaults() -> None:
+    ask = read_generate({"prompt": "p"})
+    assert ask.sampling == SamplingAsk(max_tokens=50, temperature=1.0, top_p=1.0, top_k=0)
+    assert (ask.seq_id, ask.model) == (None, None)
+
+
+BUNDLE = Bundle("m", "{}", None, None, None, (1, 2), 100, 10, default_temperature=0.7, default_top_k=40)
+
+
+def test_sampling_takes_the_models_defaults_and_the_room_that_is_left() -> None:
+    left = resolve(SamplingAsk(), BUNDLE, room=60, default_max_tokens=1024, seed=5)
+    assert (left.temperature, left.top_p, left.top_k, left.max_tokens, left.seed) == (0.7, 1.0, 40, 60, 5)
+    assert left.stop_ids == (1, 2)
+    said = SamplingAsk(max_tokens=10**7, temperature=0.0, top_k=0, seed=9, ignore_eos=True)
+    sampling = resolve(said, BUNDLE, room=60, default_max_tokens=8, seed=5)
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.0, 0, 60, 9)
+    assert sampling.stop_ids == ()
+
+
+def test_room() -> None:
+    assert room_after(99, 100, "prompt") == 1
+    with pytest.raises(InvalidRequest, match="prompt: 100 tokens, the model's context takes at most 99"):
+        room_after(100, 100, "prompt")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(
+    ["model", "messages", "prompt", "stop", "n", "stream", "stream_options", "temperature", "seed", "tools", "seq_id"]
+)
+
+
+@given(st.dictionaries(NAMES, JSON))
+def test_whatever_a_body_holds_it_is_read_or_refused(fields: dict[str, Any]) -> None:
+    for read, base in ((read_chat, chat()), (read_completion, completion()), (read_generate, {"prompt": "p"})):
+        try:
+            read({**base, **fields})
+        except InvalidRequest as error:
+            assert error.field
