@@ -286,6 +286,10 @@ def decode_plain(kind: type[T], data: bytes, *, as_json: bool) -> T:
         if data and is_map_marker(data[0]) and len(data) <= MAX_MESSAGE_BYTES:
             return _read_map(kind, _unpack(data))
         return decode(kind, data)
+    return _read_map(kind, _parse_json(data))
+
+
+def _parse_json(data: bytes) -> Any:
     if len(data) > MAX_MESSAGE_BYTES:
         raise CodecError(f"at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
     try:
@@ -294,7 +298,7 @@ def decode_plain(kind: type[T], data: bytes, *, as_json: bool) -> T:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CodecError(f"not JSON: {str(error)[:120]}") from None
-    return _read_map(kind, value)
+    return value
 
 
 def _no_constant(name: str) -> Any:
@@ -312,10 +316,11 @@ def encode_plain_frame(frame: m.Frame, *, as_json: bool) -> bytes:
 
 def decode_plain_frame(data: bytes, *, as_json: bool) -> m.Frame:
     """Inverse of `encode_plain_frame`."""
-    value = json.loads(data) if as_json else _unpack(data)
-    if not isinstance(value, dict) or value.get("type") not in _BY_TYPE:
+    value = _parse_json(data) if as_json else _unpack(data)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise CodecError("not a frame", field="type")
-    frame: m.Frame = _read_map(_BY_TYPE[value["type"]], value)
+    frame: m.Frame = _read_map(_BY_TYPE[kind], value)
     return frame
 
 

@@ -39,7 +39,11 @@ class Message(Protocol):
 
 
 class Subscription(Protocol):
-    async def unsubscribe(self) -> None: ...
+    async def unsubscribe(self) -> None:
+        """Stop at once; what is queued is discarded."""
+
+    async def drain(self) -> None:
+        """Stop, after what is queued."""
 
 
 Callback = Callable[[Message], Awaitable[None]]

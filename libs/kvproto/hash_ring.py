@@ -11,6 +11,7 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 
 VIRTUAL_NODES = 100
 
@@ -18,6 +19,12 @@ VIRTUAL_NODES = 100
 def point(key: str) -> int:
     """Position of a key on the ring: the first 32 bits of its MD5 (spread, not security)."""
     return int.from_bytes(hashlib.md5(key.encode(), usedforsecurity=False).digest()[:4], "big")
+
+
+@lru_cache(maxsize=8192)
+def _node_points(node: str, virtual_nodes: int) -> tuple[int, ...]:
+    """Of one node: a ring is rebuilt whenever somebody joins or leaves, the others' points stay."""
+    return tuple(point(f"{node}-vn-{i}") for i in range(virtual_nodes))
 
 
 class HashRing:
@@ -30,7 +37,7 @@ class HashRing:
 
     def __init__(self, nodes: Iterable[str] = (), *, virtual_nodes: int = VIRTUAL_NODES) -> None:
         self.nodes = tuple(sorted(set(nodes)))
-        placed = sorted((point(f"{node}-vn-{i}"), node) for node in self.nodes for i in range(virtual_nodes))
+        placed = sorted((at, node) for node in self.nodes for at in _node_points(node, virtual_nodes))
         self._points = [p for p, _ in placed]
         self._owners = [n for _, n in placed]
 

@@ -174,13 +174,17 @@ class Members:
             self._rings[model] = (self.view.version, ring)
         return ring
 
-    async def drop(self, worker: str) -> None:
-        """Delete a dead worker's record so that every watcher acts now; a living one simply registers again."""
+    async def drop(self, worker: str, revision: int | None = None) -> None:
+        """Delete a dead worker's record so that every watcher acts now; a living one simply registers again.
+
+        Only while the record is still at `revision` (default: the newest seen). Never raises.
+        """
         view = self.view.workers.get(worker)
-        if view is not None and view.revision:
-            bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
+        expected = revision if revision is not None else (view.revision if view is not None else 0)
+        if expected:
             with contextlib.suppress(KvfleetError):
-                await bucket.delete(member_key(Role.WORKER.value, worker), view.revision)
+                bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
+                await bucket.delete(member_key(Role.WORKER.value, worker), expected)
 
     # ------------------------------------------------------------------ tasks
 

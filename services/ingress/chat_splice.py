@@ -96,7 +96,8 @@ class SpliceIndex:
             lengths[len(key[1])] = lengths.get(len(key[1]), 0) + 1
             self.bytes_used += 4 * len(key[1])
         self._turns.move_to_end(key)
-        for old in [old for old in turns if old.ids == turn.ids] or turns[: len(turns) - TURNS_PER_PROMPT + 1]:
+        same = [old for old in turns if old.ids == turn.ids]
+        for old in same or turns[: max(0, len(turns) + 1 - TURNS_PER_PROMPT)]:
             turns.remove(old)
             self.bytes_used -= old.size
         turns.append(turn)

@@ -17,7 +17,7 @@ from services.ingress.error_bodies import error_body
 from services.ingress.sse import Transcript
 
 DONE = b"data: [DONE]\n\n"
-_MARK = "\x00text\x00"  # stands for the text while a template is cut; JSON escapes it, so no name can contain it
+_MARK = "\x00text\x00"  # stands for the text while a template is cut
 _MARK_JSON = orjson.dumps(_MARK)
 
 
@@ -95,7 +95,7 @@ class OpenAiEvents:
         self._head = head
         self._include_usage = include_usage
         template = self._chunk({"content": _MARK} if head.chat else _MARK)
-        self._before, self._after = template.split(_MARK_JSON)
+        self._before, _, self._after = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
 
     def _chunk(self, delta: Any, *, finish: str | None = None, **extra: Any) -> bytes:
         choice = {"index": 0, "delta" if self._head.chat else "text": delta, "logprobs": None, "finish_reason": finish}

@@ -12,9 +12,9 @@
        restarted or   ▼ │
        silent       lost ──0.1 s──▶ Failed(worker_lost)
 
-The 50 ms grow with a long text, which the worker tokenises before it accepts. Every arrow to "over" or to a Failed ends the request here, so the producer gets at most one terminal frame from
-placement, and none once the worker's own was seen. Each offer is one attempt; a worker that accepts an attempt nobody
-waits for any more is told to cancel it.
+The 50 ms grow with a long text, which the worker tokenises before it accepts. Every arrow to "over" or to a Failed
+ends the request here, so the producer gets at most one terminal frame from placement, and none once the worker's own
+was seen. Each offer is one attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it.
 """
 
 from __future__ import annotations

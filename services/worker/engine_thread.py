@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEASURE_PERIOD_S = 0.05
+CHECK_PERIOD_S = 10.0  # when idle
+CHECK_SHARE = 100  # a check that took t is not repeated within 100 t
 
 
 class EngineThread:
@@ -58,6 +60,7 @@ class EngineThread:
         self._stopping = False
         self._measured = engine.load(), engine.rates()
         self._measured_at = 0.0
+        self._check_due = 0.0
         self._over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -121,6 +124,7 @@ class EngineThread:
                     self._measure(MEASURE_PERIOD_S)
                 elif not self._stopping:
                     self._measure(0.0)
+                    self._check()
                     self._wake.wait()
             self._end(EngineFailure("the engine was stopped"))
         except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
@@ -165,6 +169,14 @@ class EngineThread:
         if now - self._measured_at >= period:
             self._measured = self._engine.load(), self._engine.rates()
             self._measured_at = now
+
+    def _check(self) -> None:
+        """Balance the books while there is nothing to do: better to crash on wrong ones than to serve wrong blocks."""
+        began = time.monotonic()
+        if began >= self._check_due:
+            self._engine.check_integrity()
+            took = time.monotonic() - began
+            self._check_due = began + max(CHECK_PERIOD_S, CHECK_SHARE * took)
 
     def _hand_over(self, result: StepResult | Callable[[], None]) -> None:
         self._results.append(result)

@@ -102,6 +102,8 @@ class Scheduler:
         A sequence whose next block another one computes in this very step waits for it instead of computing it too;
         those behind it may pass, it loses one step.
         """
+        if not self.waiting:
+            return
         computing = self._blocks_computed_by(plan)
         at = 0
         while budget > 0 and len(self.running) < self.slots and at < len(self.waiting):

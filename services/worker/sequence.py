@@ -99,10 +99,6 @@ class Sequence:
     def num_outputs(self) -> int:
         return len(self.ids) - self.num_prompt
 
-    @property
-    def outputs(self) -> list[int]:
-        return self.ids[self.num_prompt :]
-
     def append(self, token: int, block_size: int) -> None:
         """A generated token; completes the chain's next link where it ends a block."""
         self.ids.append(token)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONTEXT, TOLERANCE, VOCAB, Rig, make_model
+from tiny_models import CONTEXT, TOLERANCE, VOCAB, Rig, make_model, plain_logits
 
 REQUESTS = 32
 
@@ -82,7 +83,11 @@ def test_control_one_corrupted_cached_block_is_noticed(model: Any) -> None:
 def test_greedy_equals_generate(model: Any) -> None:
     prompt = tokens(random.Random(4), 37)
     expected = model.generate(
-        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([prompt], device=model.device),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )[0, len(prompt) :].tolist()
     rig = Rig(model, budget=11)
     for name in ("cold", "warm"):
@@ -134,3 +139,21 @@ def test_nan_of_one_request_does_not_spread() -> None:
         rig.add(f"r{at}", tokens(chance, 10 + 7 * at), 10)
     rig.run()
     assert_exact(rig)
+
+
+def test_bfloat16_errs_no_more_than_transformers(model: Any) -> None:
+    """Teacher-forced: both compute logits of the same tokens, the measure is the distance to an fp32 oracle."""
+    chance = random.Random(9)
+    history, new = tokens(chance, 90), tokens(chance, 40)
+    oracle = plain_logits(model, history + new)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    theirs = (plain_logits(half, history + new).float() - oracle).abs()[len(history) :].mean()
+    rig = Rig(half, budget=37)
+    rig.add("history", history, 1)
+    rig.run()
+    turn = rig.add("r", history + new, 1)
+    rig.run()
+    assert turn.cached == len(history)
+    noted = rig.logits["r"]
+    ours = torch.stack([(noted[at].float() - oracle[at]).abs().mean() for at in range(len(history), len(oracle))])
+    assert ours.mean() <= 1.2 * theirs

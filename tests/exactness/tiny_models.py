@@ -39,6 +39,7 @@ TOLERANCE = 1e-4
 VOCAB = 211
 CONTEXT = 256
 ROOT = b"tenant root 16 b"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
@@ -78,7 +79,7 @@ def make_model(name: str) -> Any:
     """A random fp32 model in evaluation mode; the same one each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval().to(DEVICE)
 
 
 @torch.inference_mode()
@@ -86,7 +87,7 @@ def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
     """What transformers computes for `ids` in one forward pass, `[len, vocab]`."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
-    logits: Tensor = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+    logits: Tensor = model(torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0].cpu()
     model.set_attn_implementation(ours)
     return logits
 
@@ -106,7 +107,7 @@ class NotingRunner(TorchRunner):
             batch = RaggedBatch.of(slices, self.block_size)
             logits = self.logits(batch, np.arange(len(batch.ids)))
             for first, part in zip(batch.first, slices, strict=True):
-                self.noted.append((part, logits[first : first + len(part.ids)]))
+                self.noted.append((part, logits[first : first + len(part.ids)].cpu()))
             drawn = iter(sample(logits[torch.from_numpy(batch.rows)], batch.draws))
         return [None if part.draw is None else next(drawn) for part in slices]
 

@@ -33,7 +33,8 @@ _USED = pytest.StashKey[list[str]]()
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the tests really ran against."""
-    for kind, count in Counter(terminalreporter.config.stash.get(_USED, [])).items():
+    used: list[str] = terminalreporter.config.stash.get(_USED, [])
+    for kind, count in Counter(used).items():
         terminalreporter.write_line(f"NATS: {count} server{'s' * (count > 1)}, {kind}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from ingress_rig import Served, until
 from scripted_worker import ScriptedWorker
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.subjects import Subjects
+from kvproto.testing import nats_container
 from kvproto.testing.backend import ServerSource
 from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory
 from kvproto.testing.nats_process import NatsProcess
@@ -136,3 +140,54 @@ def test_without_a_daemon_auto_falls_back_and_docker_is_an_error(
     )
     assert (run.returncode == 0) is passes, run.stdout + run.stderr
     assert words in run.stdout
+
+
+# ---------------------------------------------------------------------------------------------- containers
+
+
+@pytest.fixture
+def daemon() -> Iterator[Any]:
+    """A docker-py client, where the run may use containers."""
+    if os.environ.get("NATS_TEST_BACKEND") == "process":
+        pytest.skip("the run asks for processes")
+    try:
+        client = nats_container._client()
+    except Exception as error:  # noqa: BLE001 (docker's own, and only a reason to skip)
+        pytest.skip(f"no Docker daemon: {error}")
+    yield client
+    client.close()
+
+
+def test_container_on_an_own_network_leaves_nothing(daemon: Any) -> None:
+    """Where the host's network cannot be shared with the daemon."""
+
+    def present() -> set[str]:
+        return {found.id for found in [*daemon.containers.list(all=True), *daemon.networks.list()]}
+
+    before = present()
+    server = nats_container.NatsContainer._on_own_network(nats_container._image(daemon), ServerSpec())
+    try:
+        assert greeting(server.url)["jetstream"] is True
+        assert len(present() - before) == 2
+    finally:
+        server.stop()
+    assert present() == before
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else(daemon: Any) -> None:
+    image = nats_container._image(daemon)
+    gone, elsewhere = f"999999999@{socket.gethostname()}", "1@another-host"
+    made = {owner: daemon.containers.create(image, labels={nats_container.LABEL: owner}) for owner in (gone, elsewhere)}
+    try:
+        nats_container.NatsContainer.start(ServerSpec()).stop()
+        left = {found.id for found in daemon.containers.list(all=True)}
+        assert made[gone].id not in left
+        assert made[elsewhere].id in left
+    finally:
+        made[elsewhere].remove(force=True)
+
+
+def test_a_broken_configuration_is_told_from_inside_the_container(daemon: Any, tmp_path: Path) -> None:
+    (tmp_path / "main.conf").write_text("no_such_option: 1\n")
+    with pytest.raises(ServerFailed, match="no_such_option"):
+        nats_container.NatsContainer.start(ServerSpec(tmp_path / "main.conf"))

@@ -279,10 +279,11 @@ def dev_passwords() -> dict[str, str]:
     return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines if line[0] != "#")}
 
 
+Variant = Callable[[Callable[[Path], None]], NatsServer]
+
+
 @pytest.fixture
-def variant(
-    nats_with_config: ConfiguredNats, tmp_path: Path
-) -> Iterator[Callable[[Callable[[Path], None]], NatsServer]]:
+def variant(nats_with_config: ConfiguredNats, tmp_path: Path) -> Iterator[Variant]:
     """`variant(change)`: a server on a changed copy of deploy/nats, with the development passwords."""
     servers = []
 

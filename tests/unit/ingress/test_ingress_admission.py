@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvproto.errors import AuthenticationFailed, Draining, InvalidRequest, LimitExceeded, PermissionDenied, Unavailable
 from services.ingress.admission import Admission
 from services.ingress.error_bodies import error_body, error_headers, status_of

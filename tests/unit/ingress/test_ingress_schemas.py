@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Bundle
 from services.ingress.fields import parse_body
@@ -152,7 +153,9 @@ def test_a_bad_generate_is_refused_by_field(fields: dict[str, Any], field: str) 
     refused(error, field)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":NaN}', b'{"a":1e999}', b"[" * 9999])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":NaN}', b'{"a":1e999}', b"[" * 9999]
+)
 def test_a_body_that_is_no_object(data: bytes) -> None:
     with pytest.raises(InvalidRequest) as error:
         parse_body(data)
@@ -189,7 +192,11 @@ def test_a_chat_is_read_whole() -> None:
         chat(
             messages=[
                 {"role": "developer", "content": "be brief"},
-                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "u"},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    "name": "u",
+                },
                 {"role": "assistant"},
             ],
             max_tokens=5,
@@ -203,7 +210,11 @@ def test_a_chat_is_read_whole() -> None:
             ignore_eos=True,
         )
     )
-    assert ask.messages == (ChatMessage("system", "be brief"), ChatMessage("user", "ab", "u"), ChatMessage("assistant", ""))
+    assert ask.messages == (
+        ChatMessage("system", "be brief"),
+        ChatMessage("user", "ab", "u"),
+        ChatMessage("assistant", ""),
+    )
     assert ask.sampling == SamplingAsk(max_tokens=7, temperature=0.0, top_k=0, stop=("x",), ignore_eos=True)
     assert (ask.stream, ask.include_usage, ask.seq_id) == (True, True, "s")
 

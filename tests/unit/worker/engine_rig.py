@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from hypothesis import HealthCheck, settings
+
 from kvproto.errors import KvfleetError
 from kvproto.messages import FinishReason, Sampling
 from services.worker.block_pool import BlockPool
@@ -17,6 +19,7 @@ from services.worker.sequence import SequenceSpec
 from services.worker.step_plan import Draw, Slice
 
 ROOT = b"tenant root 16 b"
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other processes share the cores
 
 
 class Clock:

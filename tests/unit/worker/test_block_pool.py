@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,7 +158,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(relaxed, max_examples=300)
 @given(operations, st.integers(2, 9))
 def test_pool_equals_its_naive_twin(steps: list[tuple], num_blocks: int) -> None:
     pair = Pair(num_blocks)

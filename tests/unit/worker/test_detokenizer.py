@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -46,13 +47,13 @@ def pieces_of(detokenizer: TokenizerDetokenizer, ids: list[int], prompt: list[in
     return pieces
 
 
-@settings(max_examples=300, deadline=None)
+@settings(relaxed, max_examples=300)
 @given(st.lists(st.integers(0, 260), max_size=60))
 def test_byte_level_any_ids_even_invalid_utf8(ids: list[int]) -> None:
     assert "".join(pieces_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(relaxed, max_examples=200)
 @given(
     st.lists(
         st.one_of(st.sampled_from(["▁", "▁the", "the", "▁cat", "a", "<s>"]), st.characters(codec="utf-8")), max_size=30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -339,6 +340,21 @@ def test_step_out_of_memory_fails_its_largest_part_alone() -> None:
 
 
 # ---------------------------------------------------------------------- measured
+
+
+def test_long_prompts_are_cheap_to_keep_books_of() -> None:
+    """30,561 tokens: hashing, chunking, matching and releasing take milliseconds, not minutes."""
+    engine = make_engine(blocks=2048, block_size=16, token_budget=512, context_length=32_768)
+    prompt = [at % 997 for at in range(30_561)]
+    for cached in (0, 30_560):
+        began = time.perf_counter()
+        engine.add(spec("long", prompt, max_tokens=1))
+        transcript = Transcript()
+        while engine.has_work:
+            transcript.take(engine.step())
+        assert time.perf_counter() - began < 2.0
+        assert transcript.started["long", 0].cached_tokens == cached
+    engine.check_integrity()
 
 
 def test_load_counts() -> None:

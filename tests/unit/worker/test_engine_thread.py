@@ -142,3 +142,15 @@ async def test_stop_ends_what_runs() -> None:
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["r", 0], EngineFailure)
     desk.thread.stop()
+
+
+async def test_books_that_do_not_balance_are_a_crash() -> None:
+    engine = make_engine()
+    desk = Desk(engine)
+    engine.pool.allocate(1)  # nobody's
+    desk.thread.start()
+    async with asyncio.timeout(5):
+        while not desk.crashes:
+            await asyncio.sleep(0.001)
+    assert isinstance(desk.crashes[0], AssertionError)
+    desk.thread.stop()

@@ -1,0 +1,106 @@
+"""Tokens per second through one ingress process, with an engine of unlimited speed behind it.
+
+    python -m benchmarks.ingress_rate [--quick]
+
+64 streams of /v1/completions over SSE. Frames are encoded beforehand and sent as fast as NATS takes them. Where there
+are two cores the ingress has one for itself; NATS, the source and the load share the other. Value: median of the runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+from benchmarks._http import Connection
+from benchmarks._processes import cpu_seconds
+from benchmarks._report import finish, parse_quick, progress, spread
+from services.cli import embedded_nats
+from services.cli.init import create_buckets
+from tests.support.processes import free_port
+
+STREAMS, TOKENS, FLOOR = 64, 2000, 50_000.0
+MARK = b'"text":"'
+
+
+async def run(base: str, ingress: int) -> tuple[float, float]:
+    """Tokens/s from the first token that arrived to the last, and the ingress's CPU microseconds per token."""
+    body = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": TOKENS, "stream": True}
+    connections = [Connection(base) for _ in range(STREAMS)]
+    before, began = cpu_seconds(ingress), time.perf_counter()
+    done = await asyncio.gather(*(c.stream("/v1/completions", body, MARK) for c in connections))
+    seconds = time.perf_counter() - began - min(first for first, _ in done)
+    for connection in connections:
+        await connection.close()
+    total = sum(count for _, count in done)
+    assert total >= STREAMS * TOKENS, f"{total} tokens of {STREAMS * TOKENS}"
+    return STREAMS * TOKENS / seconds, (cpu_seconds(ingress) - before) / (STREAMS * TOKENS) * 1e6
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    if (os.cpu_count() or 1) >= 2:
+        os.sched_setaffinity(pid, cores)
+
+
+def main() -> None:
+    repeats = 3 if parse_quick(__doc__) else 7
+    rates, costs = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        nats = embedded_nats.start(Path(folder), Path(folder) / "nats.log")
+        children: list[subprocess.Popen[bytes]] = [nats.child.process]
+        try:
+            asyncio.run(create_buckets(nats.url, "kvf"))
+            port = free_port()
+            flags = [f"--nats-url={nats.url}", f"--port={port}", "--log-level=warning"]
+            ingress = subprocess.Popen([sys.executable, "-m", "services.ingress.main", *flags])
+            source = [sys.executable, "-m", "benchmarks._frame_source", nats.url, str(STREAMS), str(TOKENS)]
+            children += [ingress, subprocess.Popen(source)]
+            for child, cores in zip(children, ({0}, {1}, {0}), strict=True):
+                pin(child.pid, cores)
+            pin(0, {0})
+            base = f"http://127.0.0.1:{port}"
+            wait_ready(base)
+            for number in range(repeats + 1):
+                rate, cost = asyncio.run(run(base, ingress.pid))
+                if number:  # the first warms up
+                    rates.append(rate)
+                    costs.append(cost)
+                progress(f"run {number}: {rate:,.0f} tokens/s, {cost:.1f} us of ingress CPU per token")
+        finally:
+            for child in reversed(children):
+                child.terminate()
+                child.wait(10)
+    value = median(rates)
+    finish(
+        "ingress_rate",
+        round(value),
+        "tokens/s through one ingress",
+        floor=FLOOR,
+        ok=value >= FLOOR,
+        streams=STREAMS,
+        rates=spread(rates),
+        cpu_us_per_token=round(median(costs), 2),
+    )
+
+
+def wait_ready(base: str) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            if httpx.get(f"{base}/readyz", trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise SystemExit("the ingress did not become ready")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Events as bytes: valid JSON whatever a model writes, one write per read, and nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproto.errors import KvfleetError, WorkerLost
+from kvproto.messages import Finished, FinishReason, Started, Tokens
+from services.ingress.http_exchange import Exchange
+from services.ingress.native_events import NativeEvents
+from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body
+from services.ingress.sse import Transcript, relay
+
+HOSTILE = st.text() | st.sampled_from(['"}', "\\", "\n\ndata: [DONE]\n\n", "\x00text\x00", "\u2028", "🙂", "\r"])
+STARTED = Started("r", 0, "w1", 7, {"device": 5, "host": 1}, 0.25)
+FINISHED = Finished("r", 0, FinishReason.STOP, 7, 3, 6, "w1")
+
+
+def data_of(raw: bytes) -> list[Any]:
+    """Events by the letter of the standard: blocks between blank lines, each one `data:` line or a comment."""
+    blocks = raw.decode().split("\n\n")
+    assert blocks.pop() == ""
+    values = []
+    for block in blocks:
+        if not block.startswith(":"):
+            assert block.startswith("data: ")
+            assert "\n" not in block
+            values.append(block.removeprefix("data: "))
+    return values
+
+
+@given(model=HOSTILE, pieces=st.lists(HOSTILE, max_size=6), chat=st.booleans(), usage=st.booleans())
+def test_openai_chunks_are_json_whatever_the_text(model: str, pieces: list[str], chat: bool, usage: bool) -> None:
+    head = AnswerHead("r", model, 5, "fp", chat)
+    writer = OpenAiEvents(head, include_usage=usage)
+    transcript = Transcript(started=STARTED, finished=FINISHED, pieces=pieces)
+    out: list[bytes] = []
+    writer.started(STARTED, out)
+    for i, piece in enumerate(pieces):
+        writer.tokens(Tokens("r", 0, 0, i, (i,), (piece,)), out)
+    writer.finished(FINISHED, transcript, out)
+    *events, last = data_of(b"".join(out))
+    assert last == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    texts = [c["delta"].get("content", "") if chat else c["text"] for c in choices]
+    assert "".join(texts) == "".join(pieces)
+    assert all(chunk["model"] == model for chunk in chunks)
+    assert choices[-1]["finish_reason"] == "stop"
+    if usage:
+        assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    body = json.loads(answer_body(head, FINISHED, transcript))
+    choice = body["choices"][0]
+    assert (choice["message"]["content"] if chat else choice["text"]) == "".join(pieces)
+    assert body["usage"]["total_tokens"] == 10
+
+
+@given(seq_id=HOSTILE, prompt=HOSTILE, pieces=st.lists(HOSTILE, max_size=6))
+def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, pieces: list[str]) -> None:
+    writer = NativeEvents("r", seq_id, prompt)
+    out: list[bytes] = []
+    writer.started(STARTED, out)
+    writer.tokens(Tokens("r", 0, 0, 0, tuple(range(len(pieces))), tuple(pieces)), out)
+    writer.finished(FINISHED, Transcript(started=STARTED, pieces=pieces), out)
+    start, *tokens, done = [json.loads(event) for event in data_of(b"".join(out))]
+    assert (start["seq_id"], start["prompt"], start["cached_tokens"]) == (seq_id, prompt, 6)
+    assert tokens == [{"type": "token", "token": piece, "token_id": i} for i, piece in enumerate(pieces)]
+    assert done["generated_text"] == prompt + "".join(pieces)
+
+
+class ScriptedStream:
+    """What `relay` needs of a stream: batches, then an error or the end."""
+
+    request, worker = "r", "w1"
+
+    def __init__(self, batches: Sequence[Any], *, endless: bool = False) -> None:
+        self._batches = list(batches)
+        self._endless = endless
+        self.cancelled = asyncio.Event()
+
+    async def read(self) -> Any:
+        await asyncio.sleep(0)
+        if self._batches:
+            batch = self._batches.pop(0)
+            if isinstance(batch, KvfleetError):
+                raise batch
+            return batch
+        if self._endless:
+            await self.cancelled.wait()
+            raise KvfleetError("cancelled")
+        return []
+
+    async def cancel(self) -> None:
+        self.cancelled.set()
+
+    async def __aenter__(self) -> ScriptedStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.cancel()
+
+
+class Wire:
+    """An ASGI server's ends: what was sent, and a client that leaves when told."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.left = asyncio.Event()
+        self.exchange = Exchange({"type": "http", "headers": []}, self._receive, self._send, "r")
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def carry(wire: Wire, stream: ScriptedStream, keepalive_s: float = 60.0, finish: Any = None) -> Transcript:
+    transcript = Transcript()
+
+    async def kept(_: Transcript) -> None:
+        if finish is not None:
+            raise finish
+
+    await relay(
+        wire.exchange,
+        stream,  # type: ignore[arg-type]
+        NativeEvents("r", "s", "p"),
+        transcript,
+        keepalive_s=keepalive_s,
+        on_tokens=lambda count: None,
+        on_finish=kept,
+    )
+    return transcript
+
+
+def tokens(index: int, *pieces: str) -> Tokens:
+    return Tokens("r", 0, 0, index, tuple(range(index, index + len(pieces))), pieces)
+
+
+async def test_everything_that_was_read_is_one_send() -> None:
+    wire = Wire()
+    stream = ScriptedStream([[STARTED], [tokens(0, "a"), tokens(1, "b", "c")], [tokens(3, "d"), FINISHED]])
+    transcript = await carry(wire, stream)
+    assert transcript.text == "abcd"
+    assert len(wire.sent) == 1 + 3  # head, and one send per read
+    assert [message.get("more_body") for message in wire.sent[1:]] == [True, True, False]
+    assert (b"x-kvfleet-cached-tokens", b"6") in wire.sent[0]["headers"]
+    assert [json.loads(one)["type"] for one in data_of(wire.body)] == ["start", *["token"] * 4, "done"]
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_lost_start_frame_does_not_lose_the_start_event() -> None:
+    wire = Wire()
+    await carry(wire, ScriptedStream([[tokens(0, "a"), STARTED], [FINISHED]]))
+    assert [json.loads(one)["type"] for one in data_of(wire.body)] == ["start", "token", "done"]
+
+
+async def test_errors_before_and_after_the_first_byte() -> None:
+    wire = Wire()
+    with pytest.raises(WorkerLost):
+        await carry(wire, ScriptedStream([WorkerLost("gone")]))
+    assert not wire.sent
+    with pytest.raises(WorkerLost):
+        await carry(wire, ScriptedStream([[STARTED], WorkerLost("gone")]))
+    assert json.loads(data_of(wire.body)[-1]) == {"type": "error", "error": "gone", "code": "worker_lost"}
+    assert wire.sent[-1]["more_body"] is False
+
+
+async def test_what_cannot_be_committed_is_not_done() -> None:
+    wire = Wire()
+    with pytest.raises(WorkerLost):
+        await carry(wire, ScriptedStream([[STARTED], [tokens(0, "a"), FINISHED]]), finish=WorkerLost("no NATS"))
+    assert [json.loads(one)["type"] for one in data_of(wire.body)] == ["start", "error"]
+
+
+async def test_a_client_that_leaves_cancels_the_stream() -> None:
+    wire = Wire()
+    stream = ScriptedStream([[STARTED]], endless=True)
+    running = asyncio.create_task(carry(wire, stream))
+    await asyncio.sleep(0.01)
+    wire.left.set()
+    with pytest.raises(KvfleetError):
+        await running
+    assert stream.cancelled.is_set()
+    assert wire.exchange.gone
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_comments_while_nothing_comes() -> None:
+    wire = Wire()
+    stream = ScriptedStream([], endless=True)
+    running = asyncio.create_task(carry(wire, stream, keepalive_s=0.01))
+    while wire.body.count(b"\n\n") < 3:
+        await asyncio.sleep(0.005)
+    assert wire.body.startswith(b": queued\n\n: waiting\n\n")
+    assert data_of(wire.body) == []
+    stream.cancelled.set()
+    with pytest.raises(KvfleetError):
+        await running
+    assert json.loads(data_of(wire.body)[0])["type"] == "error"  # the status had been sent

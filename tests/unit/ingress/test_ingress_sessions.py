@@ -1,0 +1,277 @@
+"""Sessions over a bucket in memory, two ingresses and a clock that tests set."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ingress_build import MemoryBucket
+
+from kvproto import codec
+from kvproto.errors import (
+    InvalidRequest,
+    KvfleetError,
+    LimitExceeded,
+    SessionBusy,
+    SessionNotFound,
+    Unavailable,
+)
+from kvproto.messages import SessionHead, Turn
+from services.ingress.config import SessionLimits
+from services.ingress.session_index import SessionIndex, SessionTable, new_seq_id
+from services.ingress.sessions import CHUNK_IDS, Session, Sessions, is_busy, is_expired
+
+LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15)
+
+
+class Rig:
+    """One bucket, a clock, and as many ingresses as are asked for."""
+
+    def __init__(self) -> None:
+        self.bucket = MemoryBucket()
+        self.now_ms = 1_000_000
+        self.alive = {"one", "two"}
+        self.one, self.two = self.ingress("one"), self.ingress("two")
+
+    def ingress(self, name: str) -> Sessions:
+        return Sessions(
+            self.bucket, name, LIMITS, unix_ms=lambda: self.now_ms, is_ingress_alive=lambda other: other in self.alive
+        )
+
+    async def turn(self, sessions: Sessions, ids: tuple[int, ...], seq_id: str = "s") -> Session:
+        """One whole turn that appends `ids`."""
+        session = await sessions.read("t", seq_id)
+        async with sessions.turn(session, "m", f"r{self.bucket.sequence}") as turn:
+            await sessions.commit(turn, "m", session.ids + ids, "w1")
+        return await sessions.read("t", seq_id)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+async def test_turns_append_and_are_durable(rig: Rig) -> None:
+    await rig.turn(rig.one, (0, 1, 2))
+    session = await rig.turn(rig.two, (3,))
+    assert session.ids == (0, 1, 2, 3)
+    assert session.head is not None
+    assert (session.head.turns, session.head.worker, session.head.turn) == (2, "w1", None)
+    assert (await rig.one.read("other", "s")).head is None
+    with pytest.raises(SessionNotFound):
+        await rig.one.find("other", "s")
+
+
+@given(st.lists(st.integers(1, 3 * CHUNK_IDS), min_size=1, max_size=4))
+@settings(max_examples=40, deadline=None)
+def test_histories_over_many_chunks(lengths: list[int]) -> None:
+    async def run() -> None:
+        rig = Rig()
+        history: tuple[int, ...] = ()
+        for n, length in enumerate(lengths):
+            tail = tuple(range(n * 100_000, n * 100_000 + length))
+            history += tail
+            assert (await rig.turn(rig.one if n % 2 else rig.two, tail)).ids == history
+        assert len(rig.bucket.keys()) == 1 + -(-len(history) // CHUNK_IDS)
+        await rig.one.erase("t", "s")
+        assert not rig.bucket.keys()
+
+    asyncio.run(run())
+
+
+async def test_one_turn_at_a_time(rig: Rig) -> None:
+    await rig.turn(rig.one, (1,))
+    session = await rig.one.read("t", "s")
+    stale = await rig.two.read("t", "s")
+    async with rig.one.turn(session, "m", "r1") as turn:
+        with pytest.raises(SessionBusy):  # read before the first began
+            await rig.two.lock(stale, "m", "r2")
+        with pytest.raises(SessionBusy):
+            await rig.two.lock(await rig.two.read("t", "s"), "m", "r2")
+        with pytest.raises(SessionBusy):
+            await rig.two.erase("t", "s")
+        await rig.one.commit(turn, "m", (1, 2), "w")
+    assert (await rig.two.read("t", "s")).ids == (1, 2)
+    assert rig.one.running == rig.two.running == 0
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_turn_that_fails_leaves_the_session_as_it_was(rig: Rig, known: bool) -> None:
+    if known:
+        await rig.turn(rig.one, (1, 2))
+    before = await rig.one.read("t", "s")
+    with pytest.raises(KvfleetError):
+        async with rig.one.turn(before, "m", "r"):
+            raise KvfleetError("the worker is lost")
+    after = await rig.one.read("t", "s")
+    assert (after.head, after.ids) == (before.head, before.ids)
+    assert not rig.one.is_busy(after)
+
+
+async def test_a_lease_ends_with_its_ingress_or_its_time_and_renewal_keeps_it(rig: Rig) -> None:
+    held = await rig.one.lock(await rig.one.read("t", "s"), "m", "r1")
+    rig.now_ms += 14_000
+    await rig.one.renew()
+    rig.now_ms += 14_000
+    assert rig.two.is_busy(await rig.two.read("t", "s"))
+    rig.now_ms += 2_000
+    assert not rig.two.is_busy(await rig.two.read("t", "s"))
+    await rig.one.renew()
+    assert rig.two.is_busy(await rig.two.read("t", "s"))
+    rig.alive.remove("one")
+    await rig.turn(rig.two, (7,))  # it vanished: nobody waits for its lease
+    with pytest.raises(SessionBusy, match="lost its lease"):
+        await rig.one.commit(held, "m", (1, 2, 3), "w")
+    assert (await rig.two.read("t", "s")).ids == (7,)
+
+
+async def test_an_ingress_that_comes_back_overwrites_nothing(rig: Rig) -> None:
+    """It wakes with an old view at any moment of the turn that replaced it."""
+    await rig.turn(rig.one, (1, 2))
+    held = await rig.one.lock(await rig.one.read("t", "s"), "m", "r1")
+    rig.now_ms += 60_000
+    session = await rig.two.read("t", "s")
+    async with rig.two.turn(session, "m", "r2") as turn:
+        with pytest.raises(SessionBusy):
+            await rig.one.commit(held, "m", (1, 2, 66, 66), "zombie")  # writes its chunk, then loses at the head
+        await rig.two.commit(turn, "m", (1, 2, 3), "w")
+    assert (await rig.two.read("t", "s")).ids == (1, 2, 3)
+
+    late = replace(held, committed=False, lock=asyncio.Lock())
+    with pytest.raises(SessionBusy):
+        await rig.one.commit(late, "m", (1, 2, 66), "zombie")  # this time after the other has committed
+    assert (await rig.two.read("t", "s")).ids == (1, 2, 3)
+
+
+async def test_a_history_that_is_replaced_leaves_no_old_chunks(rig: Rig) -> None:
+    await rig.turn(rig.one, tuple(range(2 * CHUNK_IDS)))
+    session = await rig.one.read("t", "s")
+    async with rig.one.turn(session, "m", "r") as turn:
+        await rig.one.commit(turn, "other-model", (9, 8), "w")
+    session = await rig.one.read("t", "s")
+    assert session.ids == (9, 8)
+    assert session.head is not None
+    assert session.head.model == "other-model"
+    assert len(rig.bucket.keys()) == 2
+
+
+async def test_without_nats_a_turn_fails_and_is_not_half_committed(rig: Rig) -> None:
+    await rig.turn(rig.one, (1,))
+    session = await rig.one.read("t", "s")
+    with contextlib.suppress(Unavailable):
+        async with rig.one.turn(session, "m", "r") as turn:
+            rig.bucket.away = True
+            await rig.one.commit(turn, "m", (1, 2), "w")
+    rig.bucket.away = False
+    rig.now_ms += 20_000
+    assert (await rig.turn(rig.two, (5,))).ids == (1, 5)
+
+
+async def test_expiry(rig: Rig) -> None:
+    await rig.turn(rig.one, (1,))
+    rig.now_ms += 101_000
+    expired = await rig.two.read("t", "s")
+    assert expired.head is None
+    assert (await rig.turn(rig.two, (2,))).ids == (2,)  # a new session under the old name
+    assert len(rig.bucket.keys()) == 2  # and nothing of the old one
+
+
+def test_busy_and_expired_are_pure() -> None:
+    turn = Turn("r", "one", 1000)
+    assert is_busy(turn, 999, lambda _: True)
+    assert not is_busy(turn, 1000, lambda _: True)
+    assert not is_busy(turn, 999, lambda _: False)
+    assert not is_busy(None, 0, lambda _: True)
+    head = SessionHead("s", "m", 1, 1, 0, 0)
+    assert not is_expired(head, 100_000, LIMITS)
+    assert is_expired(head, 100_001, LIMITS)
+    assert not is_expired(replace(head, turn=turn), 10**9, LIMITS)
+
+
+async def test_length_is_limited(rig: Rig) -> None:
+    rig.one.check_length(50_000, "prompt")
+    with pytest.raises(InvalidRequest, match="at most 50000"):
+        rig.one.check_length(50_001, "prompt")
+
+
+async def test_an_unreadable_head_is_an_error_and_is_not_overwritten(rig: Rig) -> None:
+    key = (await rig.one.read("t", "s")).key
+    await rig.bucket.update(key, b"\x01garbage", 0)
+    with pytest.raises(Unavailable, match="unreadable"):
+        await rig.one.read("t", "s")
+
+
+# ---------------------------------------------------------------------------------------------- index
+
+
+@contextlib.asynccontextmanager
+async def indexed(rig: Rig):  # type: ignore[no-untyped-def]
+    index = SessionIndex(rig.bucket, rig.one, LIMITS, unix_ms=lambda: rig.now_ms)
+    running = asyncio.create_task(index.run())
+    await settle()
+    yield index
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_index_follows_and_sweeps(rig: Rig) -> None:
+    await rig.turn(rig.two, (1,), "old")
+    async with indexed(rig) as index:
+        rig.now_ms += 60_000
+        await rig.turn(rig.two, (1,), "new")
+        await settle()
+        assert index.table.count("t") == index.table.total == 2
+        assert await index.sweep() == 0
+        rig.now_ms += 60_000
+        assert await index.sweep() == 1
+        await settle()
+        assert index.table.count("t") == 1
+        assert (await rig.one.read("t", "new")).head is not None
+        rig.now_ms += 60_000
+        held = await rig.two.lock(await rig.two.read("t", "new"), "m", "r")
+        assert await index.sweep() == 0  # a running turn is use
+        await rig.two.abandon(held)
+        await rig.two.erase_key(held.session.key, only_expired=False)
+        assert not rig.bucket.keys()
+
+
+async def test_a_tenant_keeps_to_its_number_and_unnamed_sessions_give_way(rig: Rig) -> None:
+    async with indexed(rig) as index:
+        for seq_id in ("a", "b"):
+            await rig.turn(rig.one, (1,), seq_id)
+        unnamed = new_seq_id()
+        await rig.turn(rig.one, (1,), unnamed)
+        await settle()
+        await asyncio.gather(index.admit("t"), index.admit("t"))
+        await settle()
+        assert (await rig.one.read("t", unnamed)).head is None
+        await rig.turn(rig.one, (1,), "c")
+        await settle()
+        with pytest.raises(LimitExceeded):
+            await index.admit("t")
+        await index.admit("u")
+
+
+def test_the_table_counts() -> None:
+    table = SessionTable()
+    for n in range(5):
+        head = SessionHead(f"auto-{n}" if n % 2 else f"named-{n}", "m", 1, 1, 0, 100 - n)
+        table.put(f"t.{n}", head)
+        table.put(f"t.{n}", head)
+    assert (table.count("t"), table.count("u"), table.total) == (5, 0, 5)
+    assert table.surplus("t", 5) == ["t.3", "t.1"]
+    assert set(table.unused_since(98, 10)) == {"t.3", "t.4"}
+    assert len(table.unused_since(1000, 2)) == 2
+    table.remove("t.3")
+    table.remove("t.3")
+    assert table.total == 4
+    assert codec.decode(SessionHead, codec.encode(head)) == head
