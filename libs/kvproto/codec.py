@@ -293,8 +293,9 @@ def _parse_json(data: bytes) -> Any:
     if len(data) > MAX_MESSAGE_BYTES:
         raise CodecError(f"at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
     try:
-        value = json.loads(data, parse_constant=_no_constant)
-        if b"\\u" in data:  # an escaped lone surrogate is legal JSON and no text
+        text = data.decode("utf-8")  # json.loads would guess at UTF-16 and let surrogates in
+        value = json.loads(text, parse_constant=_no_constant)
+        if "\\u" in text:  # an escaped lone surrogate is legal JSON and no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CodecError(f"not JSON: {str(error)[:120]}") from None

@@ -80,7 +80,8 @@ class FleetView:
         known = self.workers.get(record.id)
         if known is None:
             view = WorkerView(record, revision, now)
-            if (early := self._early.pop(record.id, None)) is not None:
+            early = self._early.pop(record.id, None)
+            if early is not None and early[0].epoch == record.epoch:
                 view.heartbeat, view.heartbeat_at = early
             self.workers[record.id] = view
             self.version += 1

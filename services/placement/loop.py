@@ -22,7 +22,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Protocol, cast
+from typing import Any
 
 from kvproto import codec
 from kvproto.buckets import Bucket
@@ -350,7 +350,7 @@ class PlacementLoop:
         if self._lease is not None:
             await self._lease.release()
         for asked in self._asked:
-            await _quietly(cast("_Drainable", asked).drain(), 1.0)
+            await _quietly(asked.drain(), 1.0)
         end = self._now() + grace_s
         while self.in_flight and self._now() < end:
             await asyncio.sleep(0.02)
@@ -396,12 +396,6 @@ class PlacementLoop:
                 log.exception("placement: a message on %s was not handled", message.subject)
 
         return run
-
-
-class _Drainable(Protocol):
-    """A subscription that can end its interest and still handle what has arrived."""
-
-    async def drain(self) -> None: ...
 
 
 async def _quietly(work: Coroutine[Any, Any, None], timeout_s: float) -> None:

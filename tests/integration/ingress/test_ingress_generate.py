@@ -173,8 +173,8 @@ async def test_a_session_keeps_to_its_model_and_moves_between_ingresses(
     one, two = await serving(), await serving()
     other = await ScriptedWorker.start(nats_url, fleet_buckets, "w2", demo_bundle("other"))
     try:
-        for served in (one, two):
-            await until(lambda: len(served.client.members.view.models()) >= 2)
+        views = [served.client.members.view for served in (one, two)]
+        await until(lambda: all(len(view.models()) == 2 for view in views))
         await turn(one, "Once", seq_id="s", model_name="demo")
         await turn(two, " upon", seq_id="s")
         assert worker.requests[1][1].prompt_ids[: len(worker.sequences[0])] == worker.sequences[0]

@@ -46,12 +46,15 @@ def test_texts_equal_the_reference(reference: Any, text: str) -> None:
     assert len(ids) - 1 >= tokenizer.least_tokens(text)
 
 
-# Written as models' templates are: loops that break, macros, namespaces, JSON, marked generations, white-space control.
+# As models' templates are written: loops that break, macros, namespaces, JSON, marked generations, white space.
 TEMPLATES = [
-    "{%- for m in messages %}\n    {%- if loop.index > 3 %}{% break %}{% endif %}\n[{{ m.role }}] {{ m['content'] }}\n{% endfor %}",
-    "{% macro line(m) %}{{ m.role | upper }}: {{ m.content | trim }}{% endmacro %}{% for m in messages %}{{ line(m) }}\n{% endfor %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ m | tojson }}{% endfor %}",
-    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ bos_token }}{{ eos_token }}",
+    "{%- for m in messages %}\n    {%- if loop.index > 3 %}{% break %}{% endif %}\n[{{ m.role }}] {{ m['content'] }}\n"
+    "{% endfor %}",
+    "{% macro line(m) %}{{ m.role | upper }}: {{ m.content | trim }}{% endmacro %}"
+    "{% for m in messages %}{{ line(m) }}\n{% endfor %}",
+    "{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ m | tojson }}{% endfor %}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ bos_token }}",
     "{{ messages | tojson(indent=2) }}{% if tools is not none %}tools{% endif %}{{ dict(a=1)['a'] }}",
     "   {% if add_generation_prompt %}\n  go\n{% endif %}\n{{ messages[0].content[:2] }}{{ strftime_now('%Y') }}",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,7 +144,6 @@ def test_a_heartbeat_heard_before_the_record_counts_from_then() -> None:
     assert fleet.view.heartbeat_of("w1") == beat(state=State.DRAINING)
 
 
-@pytest.mark.xfail(strict=True, reason="an early heartbeat is kept whatever its epoch")
 def test_a_heartbeat_of_an_older_life_heard_before_the_record_does_not_count() -> None:
     fleet = Clocked()
     fleet.beat(epoch=OLD)
