@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import nats
@@ -79,6 +79,7 @@ class Connection:
         self.reconnects_total = 0
         self.errors_total = 0
         self._nc = NatsClient()
+        self._refused = asyncio.Event()
         self._closing = False
         self._connected_at = 0.0
         self._told_disconnected = False
@@ -129,7 +130,7 @@ class Connection:
             **options,
         )
         try:
-            await asyncio.wait_for(connecting, connect_timeout_s)
+            await self._connect_or_refused(connecting, connect_timeout_s)
         except (
             nats.errors.AuthorizationError,
             nats.errors.NoServersError,
@@ -141,14 +142,26 @@ class Connection:
             with contextlib.suppress(Exception):
                 await self._nc.close()
             where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
-            if "authorization" in str(error).lower() or self._refused:
+            if "authorization" in str(error).lower() or self._refused.is_set():
                 raise AuthenticationFailed(f"NATS at {where} refuses user {user or 'anonymous'}") from None
             raise Unavailable(f"no NATS server answers at {where} ({type(error).__name__})") from None
         self._connected_at = asyncio.get_running_loop().time()
         self._watchdog = asyncio.create_task(self._abort_hung_transport(), name="nats-abort-watchdog")
         return self
 
-    _refused = False
+    async def _connect_or_refused(self, connecting: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """nats-py goes on trying after a refused password; here that is final. Raises what ended it."""
+        trying = asyncio.ensure_future(connecting)
+        refused = asyncio.ensure_future(self._refused.wait())
+        try:
+            await asyncio.wait({trying, refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not trying.done():
+                raise TimeoutError
+            trying.result()
+        finally:
+            trying.cancel()
+            refused.cancel()
+            await asyncio.gather(trying, refused, return_exceptions=True)
 
     # ------------------------------------------------------------------ state
 
@@ -244,7 +257,7 @@ class Connection:
         self.errors_total += 1
         text = f"{type(error).__name__}: {error}"
         if "authorization" in text.lower():
-            self._refused = True
+            self._refused.set()
         if not self._closing:
             log.warning("nats: %s", text[:300])
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kvproto.errors import Cancelled, KvfleetError
 from kvproto.messages import Accepted, Failed, Finished, Frame, Moved, Placement, Progress, Started, Tokens
 from kvproto.stream_assembly import StreamAssembly
-
-if TYPE_CHECKING:
-    from kvproto.client import Client
 
 Event = Started | Tokens | Finished
 
@@ -43,7 +39,7 @@ class Stream:
     the request at the worker.
     """
 
-    def __init__(self, client: Client, request: str, buffer_tokens: int, now: float) -> None:
+    def __init__(self, request: str, buffer_tokens: int, clock: Callable[[], float]) -> None:
         self.request = request
         self.assembly = StreamAssembly()
         self.placement: Placement | None = None
@@ -51,11 +47,11 @@ class Stream:
         self.worker_epoch: str | None = None
         self.accepted = False
         self.attempts = 0
-        self.last_frame_at = now
-        self.last_probe_at = now
+        self.last_frame_at = clock()
+        self.last_probe_at = self.last_frame_at
         self.gap_since: float | None = None
         self.paused_since: float | None = None
-        self._client = client
+        self._clock = clock
         self._limit = buffer_tokens
         self._ready: deque[Event] = deque()
         self._buffered = 0
@@ -121,7 +117,7 @@ class Stream:
         if frame.attempt != self.assembly.attempt or self.closed:
             self.assembly.fenced += 1
             return
-        self.last_frame_at = self._client.now()
+        self.last_frame_at = self._clock()
         if type(frame) is Tokens:
             self._deliver(self.assembly.accept(frame))
         elif isinstance(frame, Accepted):

@@ -126,3 +126,8 @@ def request_inbox(prefix: str, request: str) -> str:
 def batch_inbox(prefix: str) -> str:
     """Where a worker sends one frame per step with all sequences of one ingress."""
     return f"{prefix}.b"
+
+
+def is_inbox(subject: str) -> bool:
+    """Whether answers may be sent there: inboxes begin with `_`, so that no requester can choose a fleet subject."""
+    return subject.startswith("_") and ".." not in subject and not any(c in subject for c in "*> \t\r\n")

@@ -69,8 +69,10 @@ class Endpoint:
         try:
             await self._handler(exchange)
         except KvfleetError as error:
-            if not exchange.started and not exchange.gone:
-                await exchange.refuse(error)  # else a stream has already said so, or nobody listens
+            if exchange.started:
+                self._metrics.tally.stream_errors += 1
+            if not exchange.gone:
+                await exchange.refuse(error)
         except Exception:
             log.exception("request %s on %s failed", exchange.request_id, self._route)
             if exchange.started:

@@ -6,6 +6,7 @@ write being one send. What was refused is answered in OpenAI's error form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import parse_qs
 
 from starlette.types import Receive, Scope, Send
@@ -24,7 +25,18 @@ _EVENT_STREAM: Headers = [
 class Exchange:
     """One request. Owned by the task that serves it; `gone` once the client has left."""
 
-    __slots__ = ("_receive", "_scope", "_send", "ended", "gone", "request_id", "started", "status", "writes")
+    __slots__ = (
+        "_receive",
+        "_scope",
+        "_send",
+        "ended",
+        "error_event",
+        "gone",
+        "request_id",
+        "started",
+        "status",
+        "writes",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         self._scope = scope
@@ -36,6 +48,7 @@ class Exchange:
         self.ended = False
         self.gone = False
         self.writes = 0
+        self.error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
 
     # ------------------------------------------------------------------ request
 
@@ -91,6 +104,10 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def refuse(self, error: KvfleetError) -> None:
+        """The error as the whole answer, or as the last event of a stream that has begun."""
+        if self.started:
+            await self.end(self.error_event(error) if self.error_event is not None else b"")
+            return
         await self.respond(status_of(error), error_body(error), headers=error_headers(error))
 
     async def start_events(self, headers: Headers = []) -> None:  # noqa: B006  never changed

@@ -58,5 +58,5 @@ class NativeEvents:
             )
         )
 
-    def failed(self, error: KvfleetError, out: list[bytes]) -> None:
-        out.append(_event({"type": "error", "error": str(error), "code": error.code}))
+    def failed(self, error: KvfleetError) -> bytes:
+        return _event({"type": "error", "error": str(error), "code": error.code})

@@ -68,8 +68,10 @@ def fleet_map(request: str, finished: Finished, transcript: Transcript) -> dict[
     }
 
 
-def answer_body(head: AnswerHead, finished: Finished, transcript: Transcript) -> bytes:
+def answer_body(head: AnswerHead, transcript: Transcript) -> bytes:
     """The whole answer of a request that does not stream."""
+    finished = transcript.finished
+    assert finished is not None
     text = transcript.text
     content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
     choice = {
@@ -122,5 +124,5 @@ class OpenAiEvents:
             out.append(b"data: " + orjson.dumps(value) + b"\n\n")
         out.append(DONE)
 
-    def failed(self, error: KvfleetError, out: list[bytes]) -> None:
-        out.append(b"data: " + error_body(error) + b"\n\n")
+    def failed(self, error: KvfleetError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"

@@ -57,7 +57,9 @@ class Prompts:
         _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
         return await self._run(text[splice.chars :] if splice else text, lambda: _encode(text, splice, model))
 
-    def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: list[int], conversation: str) -> None:
+    def remember(
+        self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...], conversation: str
+    ) -> None:
         """A chat's turn has finished: its ids are known from now on."""
         if prompt.exact and ids:
             self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, conversation, model.tokenizer)

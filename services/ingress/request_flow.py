@@ -1,9 +1,11 @@
 """**Read this first.** The life of a generating request, from its bytes to its last event.
 
-    authenticate ─▶ read and validate ─▶ admit ─▶ tokenise once ─▶ client.generate ─▶ write
+    authenticate ─▶ read and validate ─▶ admit ─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
 
-Each public method is one route and reads as that line. Refusals are raised as `KvfleetError` and answered by `app`; all
-promises about workers that vanish are kept by `kvproto.Client`, this file only carries its events to the caller.
+Each public method is one route and reads as that line. The end is sent when all is let go, so that a caller who sends
+its next request at once finds its session free and its own limit unused. Refusals are raised as `KvfleetError` and
+answered by `app`, as the last event if a stream has begun. All promises about workers that vanish are kept by
+`kvproto.Client`, this file only carries its events to the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from services.ingress.prompts import Prompts
 from services.ingress.sampling_ask import SamplingAsk, resolve, room_after
 from services.ingress.session_index import SessionIndex, new_seq_id
 from services.ingress.sessions import OpenTurn, Session, Sessions
-from services.ingress.sse import EventWriter, OnFinish, Transcript, gather, placement_headers, relay
+from services.ingress.sse import EventWriter, Transcript, complete, gather, placement_headers, relay
 from services.ingress.tenancy import ApiKey, Tenancy
 
 log = logging.getLogger(__name__)
@@ -40,18 +42,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that was admitted and tokenised: all that is left is to run it. `head` None: not OpenAI's form."""
+    """A request that was admitted and tokenised: all that is left is to run it."""
 
     route: str
     generation: Generation
     arrived_at: float
-    writer: EventWriter | None  # None: the answer is sent whole
-    on_finish: OnFinish
-    head: AnswerHead | None = None
-
-
-async def nothing_to_keep(transcript: Transcript) -> None:
-    """What a request that is no turn of anything does when it finishes."""
+    form: EventWriter | AnswerHead  # events as they come, or one answer
 
 
 class RequestFlow:
@@ -97,19 +93,16 @@ class RequestFlow:
             conversation = session.key if session is not None else prompt.conversation or exchange.request_id
             generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation)
             head = _answer_head(exchange, model, chat=True)
+            form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
+            job = Job("chat_completions", generation, arrived_at, form)
             async with contextlib.AsyncExitStack() as stack:
                 longest = len(prompt.ids) + sampling.max_tokens
                 turn = await self._try_turn(stack, session, caller, model, exchange.request_id, longest)
-                stream_ids: list[int] = []
-
-                async def keep(transcript: Transcript) -> None:
-                    self._prompts.remember(model, caller.tenant, prompt, stream_ids, conversation)
-                    if turn is not None:
-                        await self._commit(turn, model, (*prompt.ids, *stream_ids), transcript)
-
-                writer = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else None
-                job = Job("chat_completions", generation, arrived_at, writer, keep, head)
-                await self._run(exchange, job, stream_ids)
+                done = await self._run(exchange, job)
+                self._prompts.remember(model, caller.tenant, prompt, done.ids, conversation)
+                if turn is not None:
+                    await self._commit(turn, model, prompt.ids + done.ids, done)
+        await self._end(exchange, job, done)
 
     async def completions(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
@@ -124,8 +117,10 @@ class RequestFlow:
             sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
             generation = self._generation(exchange, caller, model, ids, sampling, None)
             head = _answer_head(exchange, model, chat=False)
-            writer = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else None
-            await self._run(exchange, Job("completions", generation, arrived_at, writer, nothing_to_keep, head), [])
+            form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
+            job = Job("completions", generation, arrived_at, form)
+            done = await self._run(exchange, job)
+        await self._end(exchange, job, done)
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
@@ -141,14 +136,12 @@ class RequestFlow:
             if session.head is None:
                 await self._session_index.admit(caller.tenant)
             generation = self._generation(exchange, caller, model, ids, sampling, session.key)
-            writer = NativeEvents(exchange.request_id, session.seq_id, ask.prompt)
+            form = NativeEvents(exchange.request_id, session.seq_id, ask.prompt)
+            job = Job("generate", generation, arrived_at, form)
             async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
-                stream_ids: list[int] = []
-
-                async def keep(transcript: Transcript) -> None:
-                    await self._commit(turn, model, (*ids, *stream_ids), transcript)
-
-                await self._run(exchange, Job("generate", generation, arrived_at, writer, keep), stream_ids)
+                done = await self._run(exchange, job)
+                await self._commit(turn, model, ids + done.ids, done)
+        await self._end(exchange, job, done)
 
     def authenticate(self, exchange: Exchange) -> ApiKey:
         """The caller's key. Raises AuthenticationFailed."""
@@ -239,40 +232,33 @@ class RequestFlow:
 
     # ------------------------------------------------------------------ running
 
-    async def _run(self, exchange: Exchange, job: Job, ids: list[int]) -> None:
-        """Start the generation and carry it to the caller; `ids` receives what was generated, before `on_finish`."""
+    async def _run(self, exchange: Exchange, job: Job) -> Transcript:
+        """Start the generation and carry it to the caller, all but its end. Raises the stream's KvfleetError."""
         transcript = Transcript()
         stream = self._client.generate(job.generation)
-
-        async def on_finish(done: Transcript) -> None:
-            ids.extend(stream.ids)
-            await job.on_finish(done)
-
         self._tally.active_streams += 1
         try:
-            if job.writer is not None:
-                await relay(
-                    exchange,
-                    stream,
-                    job.writer,
-                    transcript,
-                    keepalive_s=self._config.keepalive_s,
-                    on_tokens=self._count_tokens,
-                    on_finish=on_finish,
-                )
+            if isinstance(job.form, AnswerHead):
+                await gather(exchange, stream, transcript, on_tokens=self._count_tokens)
             else:
-                finished = await gather(exchange, stream, transcript, on_tokens=self._count_tokens, on_finish=on_finish)
-                assert job.head is not None
-                body = answer_body(job.head, finished, transcript)
-                await exchange.respond(200, body, headers=placement_headers(transcript.started))
+                keepalive_s = self._config.keepalive_s
+                await relay(
+                    exchange, stream, job.form, transcript, keepalive_s=keepalive_s, on_tokens=self._count_tokens
+                )
         except KvfleetError as error:
-            if exchange.started:
-                self._tally.stream_errors += 1
             log.info("request %s ended: %s", exchange.request_id, error)
             raise
         finally:
             self._tally.active_streams -= 1
             self._observe(job, transcript)
+        return transcript
+
+    async def _end(self, exchange: Exchange, job: Job, done: Transcript) -> None:
+        """The last events, or the whole answer."""
+        if isinstance(job.form, AnswerHead):
+            await exchange.respond(200, answer_body(job.form, done), headers=placement_headers(done.started))
+        else:
+            await complete(exchange, job.form, done)
 
     def _count_tokens(self, count: int) -> None:
         self._tally.generated_tokens += count

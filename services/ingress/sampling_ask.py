@@ -75,7 +75,10 @@ def room_after(prompt_tokens: int, context_length: int, field: str) -> int:
 
 
 def resolve(ask: SamplingAsk, bundle: Bundle, *, room: int, default_max_tokens: int, seed: int) -> Sampling:
-    """The request's sampling: said by the caller, else by the model's generation defaults, else neutral."""
+    """The request's sampling: said by the caller, else by the model's generation defaults, else neutral.
+
+    The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise.
+    """
     temperature = _first(ask.temperature, bundle.default_temperature, 1.0)
     top_p = _first(ask.top_p, bundle.default_top_p, 1.0)
     top_k = ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0)
@@ -86,7 +89,6 @@ def resolve(ask: SamplingAsk, bundle: Bundle, *, room: int, default_max_tokens: 
         top_k=top_k,
         seed=ask.seed if ask.seed is not None else seed,
         stop=ask.stop,
-        stop_ids=() if ask.ignore_eos else bundle.stop_ids,
         ignore_eos=ask.ignore_eos,
     )
 

@@ -64,7 +64,7 @@ class OpenTurn:
     session: Session
     head: SessionHead
     revision: int
-    committed: bool = False
+    ended: bool = False  # committed or abandoned
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -187,7 +187,7 @@ class Sessions:
         try:
             yield held
         finally:
-            if not held.committed:
+            if not held.ended:
                 await self.abandon(held)
 
     async def commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str) -> None:
@@ -219,7 +219,7 @@ class Sessions:
                 await self._bucket.update(session.key, codec.encode(head), turn.revision)
             except StaleRevision:
                 raise _lost(session) from None
-            turn.committed = True
+            turn.ended = True
         if session.head is not None and generation != session.head.generation:
             await self._erase_chunks(session.key, session.head)
 

@@ -4,7 +4,7 @@ Everything `Stream.read` returns becomes ONE send: costs nothing when tokens com
 process when they come faster than it can send. Formats are writers (`openai_events`, `native_events`) that append
 ready bytes; no object is made per token.
 
-    read ──▶ Started ──▶ Tokens... ──▶ Finished ──▶ on_finish (commit) ──▶ last events, end
+    read ──▶ Started ──▶ Tokens... ──▶ Finished        the last events are the caller's to send, after its commit
       │  nothing for a while: a comment keeps the connection; client gone: the stream is cancelled
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class Transcript:
     announced: bool = False
     finished: Finished | None = None
     pieces: list[str] = field(default_factory=list)
+    ids: tuple[int, ...] = ()  # what was generated, once it has finished
+    unsent: list[bytes] = field(default_factory=list)  # events of the read that brought the end
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -49,10 +51,9 @@ class EventWriter(Protocol):
     def started(self, started: Started, out: list[bytes]) -> None: ...
     def tokens(self, tokens: Tokens, out: list[bytes]) -> None: ...
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None: ...
-    def failed(self, error: KvfleetError, out: list[bytes]) -> None: ...
+    def failed(self, error: KvfleetError) -> bytes: ...
 
 
-OnFinish = Callable[[Transcript], Awaitable[None]]
 OnTokens = Callable[[int], None]
 
 
@@ -64,33 +65,29 @@ async def relay(
     *,
     keepalive_s: float,
     on_tokens: OnTokens,
-    on_finish: OnFinish,
 ) -> None:
-    """Write a stream as events until its end. An error before the first byte is raised, later it is the last event."""
+    """Write a stream as events up to the read that brings its end. Raises the stream's KvfleetError."""
+    exchange.error_event = writer.failed
     async with _watched(exchange, stream), _KeptAlive(exchange, keepalive_s):
-        try:
-            while batch := await stream.read():
-                out: list[bytes] = []
-                _take(batch, stream, transcript, out, writer, on_tokens)
-                if transcript.finished is not None:
-                    await on_finish(transcript)
-                    writer.finished(transcript.finished, transcript, out)
-                elif not out:
-                    continue
+        while batch := await stream.read():
+            out: list[bytes] = []
+            _take(batch, stream, transcript, out, writer, on_tokens)
+            if transcript.finished is not None:
+                transcript.unsent = out
+            elif out:
                 if not exchange.started:
                     await exchange.start_events(placement_headers(transcript.started))
-                data = out[0] if len(out) == 1 else b"".join(out)
-                if transcript.finished is None:
-                    await exchange.write(data)
-                else:
-                    await exchange.end(data)
-        except KvfleetError as error:
-            if not exchange.started or exchange.gone:
-                raise
-            out = []
-            writer.failed(error, out)
-            await exchange.end(b"".join(out))
-            raise
+                await exchange.write(out[0] if len(out) == 1 else b"".join(out))
+
+
+async def complete(exchange: Exchange, writer: EventWriter, transcript: Transcript) -> None:
+    """Send what is left of a finished stream and end it."""
+    assert transcript.finished is not None  # a stream ends with Finished or raises
+    out = transcript.unsent
+    writer.finished(transcript.finished, transcript, out)
+    if not exchange.started:
+        await exchange.start_events(placement_headers(transcript.started))
+    await exchange.end(b"".join(out))
 
 
 def _take(
@@ -120,6 +117,7 @@ def _take(
                 writer.started(event, out)
         elif isinstance(event, Finished):
             transcript.finished = event
+            transcript.ids = tuple(stream.ids)
     if count:
         now = asyncio.get_running_loop().time()
         if transcript.first_token_at is None:
@@ -140,21 +138,16 @@ class _Silent:
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         pass
 
-    def failed(self, error: KvfleetError, out: list[bytes]) -> None:
-        pass
+    def failed(self, error: KvfleetError) -> bytes:
+        return b""
 
 
-async def gather(
-    exchange: Exchange, stream: Stream, transcript: Transcript, *, on_tokens: OnTokens, on_finish: OnFinish
-) -> Finished:
+async def gather(exchange: Exchange, stream: Stream, transcript: Transcript, *, on_tokens: OnTokens) -> None:
     """Read a stream to its end for an answer that is sent whole. Raises the stream's KvfleetError."""
     writer = _Silent()
     async with _watched(exchange, stream):
         while batch := await stream.read():
             _take(batch, stream, transcript, [], writer, on_tokens)
-        await on_finish(transcript)
-    assert transcript.finished is not None  # a stream ends with Finished or raises
-    return transcript.finished
 
 
 def placement_headers(started: Started | None) -> Headers:

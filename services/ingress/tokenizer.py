@@ -11,19 +11,22 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from kvproto.errors import InvalidRequest
+from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.messages import Bundle
 from services.ingress.chat_template import ChatTemplate
 
 
 class ModelTokenizer:
-    """Text to ids and back as the worker does it, and chats to text. Immutable.
+    """Text to ids and back as the worker does it, and chats to text. Immutable. Raises Unavailable for a bad bundle.
 
     `special_texts` are the spellings of special tokens, `special_ids` their ids.
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+        try:
+            tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+        except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+            raise Unavailable(f"the tokenizer of {bundle.model!r} cannot be read: {str(error)[:200]}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -46,6 +49,8 @@ class ModelTokenizer:
         """A chat with the generation prompt. Raises InvalidRequest when there is no template or it refuses."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template, use /v1/completions", field="model")
+        if isinstance(self._template, InvalidRequest):  # completions work all the same
+            raise self._template
         return self._template.render(messages)
 
     def least_tokens(self, text: str) -> int:
@@ -53,14 +58,17 @@ class ModelTokenizer:
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_chars) if self._max_token_chars else 0
 
 
-def _template_of(bundle: Bundle) -> ChatTemplate | None:
+def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest | None:
     if not bundle.chat_template:
         return None
     special = dict(bundle.special_tokens)
     for name, token in (("bos_token", bundle.bos_token), ("eos_token", bundle.eos_token)):
         if token is not None:
             special.setdefault(name, token)
-    return ChatTemplate(bundle.chat_template, special)
+    try:
+        return ChatTemplate(bundle.chat_template, special)
+    except InvalidRequest as error:
+        return error
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:

@@ -29,6 +29,7 @@ from kvproto.messages import (
     WorkerRecord,
     WorkerStats,
 )
+from kvproto.subjects import is_inbox
 from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
@@ -65,11 +66,11 @@ class AdminDesk:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def on_admin(self, message: Message) -> None:
-        if message.reply:
+        if is_inbox(message.reply):
             self._spawn(self._answer(message))
 
     async def on_snapshot(self, message: Message, events: CacheEvents) -> None:
-        if message.reply:
+        if is_inbox(message.reply):
             self._spawn(self._snapshot(message, events))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -39,7 +39,7 @@ from services.worker.sequence import Sequence, SequenceSpec, State
 from services.worker.step_plan import StepPlan
 from services.worker.step_rates import StepRates
 from services.worker.stopping import StopStrings
-from services.worker.text_stream import Released, TextStream
+from services.worker.text_stream import NOTHING, Released, TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,6 @@ class Engine:
         """
         self._validate(spec)
         room = self.runner.context_length - len(spec.prompt_ids)
-        stream = TextStream(self._detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
-        stream.replay(spec.output_ids, spec.text_sent)
         eos_ids: frozenset[int] = frozenset() if spec.sampling.ignore_eos else self._eos_ids
         sequence = Sequence(
             spec,
@@ -88,13 +86,13 @@ class Engine:
             enqueued=self._clock(),
             max_outputs=min(spec.sampling.max_tokens, room),
             stop_ids=eos_ids.union(spec.sampling.stop_ids),
-            text=stream,
+            text=self._text(spec),
         )
         self._sequences[sequence.key] = sequence
         self.scheduler.enqueue(sequence)
-        if stream.stopped or sequence.num_outputs >= sequence.max_outputs:  # the earlier attempt had all of it
+        if (reason := sequence.end) is not None:  # the earlier attempt had all of it
             self._start(sequence, self._clock())
-            self._finish(sequence, FinishReason.STOP if stream.stopped else FinishReason.LENGTH)
+            self._finish(sequence, reason)
 
     def cancel(self, request: str, attempt: int | None = None) -> None:
         """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored."""
@@ -179,22 +177,23 @@ class Engine:
 
     def _advance(self, sequence: Sequence, token: int) -> None:
         """A token was drawn: emit what may leave, and see whether the sequence ends."""
-        if token in sequence.stop_ids:
-            self._finish(sequence, FinishReason.STOP)
-            return
-        sequence.append(token, self.pool.block_size)
-        self._generated_tokens += 1
+        stopped = token in sequence.stop_ids
+        if not stopped:
+            sequence.append(token, self.pool.block_size)
+            self._generated_tokens += 1
         try:
-            released = sequence.text.push(token)
+            released = NOTHING if stopped else sequence.text.push(token)
+            reason = FinishReason.STOP if stopped else sequence.end
+            if reason is not None:
+                released = released.then(sequence.text.finish())
+                reason = FinishReason.STOP if sequence.text.stopped else reason
         except Exception as error:  # a tokenizer's bug is that request's alone
             logger.exception("request %s: token %d could not be made text", sequence.spec.request, token)
             self._fail(sequence, EngineFailure(f"token {token} could not be made text: {error}"))
             return
         self._emit(sequence, released)
-        if sequence.text.stopped:
-            self._finish(sequence, FinishReason.STOP)
-        elif sequence.num_outputs >= sequence.max_outputs:
-            self._finish(sequence, FinishReason.LENGTH)
+        if reason is not None:
+            self._finish(sequence, reason)
 
     # ------------------------------------------------------------------ outputs
 
@@ -216,9 +215,6 @@ class Engine:
             self._outputs.append(SequenceTokens(request, attempt, index, released.ids, released.text))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._emit(sequence, sequence.text.finish())
-        if sequence.text.stopped:
-            reason = FinishReason.STOP
         self._leave(sequence)
         request, attempt = sequence.key
         self._outputs.append(
@@ -304,6 +300,16 @@ class Engine:
         assert queued | paused == set(self._sequences)
 
     # ------------------------------------------------------------------ inside
+
+    def _text(self, spec: SequenceSpec) -> TextStream:
+        """The sequence's text, rebuilt from what an earlier attempt generated. Raises EngineFailure if it cannot be."""
+        try:
+            text = TextStream(self._detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
+            text.replay(spec.output_ids, spec.text_sent)
+        except Exception as error:  # a tokenizer's bug is that request's alone
+            logger.exception("request %s: its tokens could not be made text", spec.request)
+            raise EngineFailure(f"the request's tokens could not be made text: {error}") from error
+        return text
 
     def _find(self, request: str, attempt: int | None) -> list[Sequence]:
         if attempt is not None:

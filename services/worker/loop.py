@@ -43,7 +43,7 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
-from kvproto.subjects import Subjects
+from kvproto.subjects import Subjects, is_inbox
 from services.worker.admin import AdminDesk
 from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
@@ -201,7 +201,7 @@ class WorkerLoop:
         self.requests_total += 1
         self.frames.open(request, reply)
         accepted = Accepted(request.request, request.attempt, self.record.id, self.record.epoch)
-        if reply:
+        if is_inbox(reply):
             self.outbox.send(reply, codec.encode_frames([accepted]))
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
         self._engine.submit(
@@ -220,7 +220,7 @@ class WorkerLoop:
         )
 
     def _check(self, request: GenerateRequest) -> None:
-        if not request.inbox.startswith("_") or any(c in request.inbox for c in "*> \t\r\n") or ".." in request.inbox:
+        if not is_inbox(request.inbox):
             raise InvalidRequest("must be an inbox: it begins with _ and has no wildcard", field="inbox")
         if bool(request.prompt_ids) == (request.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
@@ -239,7 +239,7 @@ class WorkerLoop:
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
-        if not message.reply or not message.reply.startswith("_"):
+        if not is_inbox(message.reply):
             return
         failed = Failed(
             request.request if request else message.reply.rsplit(".", 1)[-1],
@@ -277,7 +277,7 @@ class WorkerLoop:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
         try:
             asked = codec.decode(ResendRequest, message.data)
-            if not asked.inbox.startswith("_") or any(c in asked.inbox for c in "*> \t\r\n"):
+            if not is_inbox(asked.inbox):
                 raise CodecError("must be an inbox", field="inbox")
         except CodecError as error:
             self._malformed(message, error)

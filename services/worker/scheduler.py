@@ -14,7 +14,7 @@ from bisect import insort
 from operator import attrgetter
 
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
-from services.worker.block_pool import BlockPool
+from services.worker.block_pool import BlockPool, Match
 from services.worker.sequence import Sequence, State
 from services.worker.step_plan import Draw, Slice, StepPlan
 
@@ -108,36 +108,46 @@ class Scheduler:
         at = 0
         while budget > 0 and len(self.running) < self.slots and at < len(self.waiting):
             sequence = self.waiting[at]
-            needed = self.pool.blocks_for(len(sequence.ids))
-            if needed > self.pool.num_blocks:
+            if self.pool.blocks_for(len(sequence.ids)) > self.pool.num_blocks:
                 self._fail(plan, sequence, self._out_of_memory(len(sequence.ids)))
                 continue
-            match = self.pool.match(
-                sequence.spec.root, sequence.hashes, sequence.ids, limit=len(sequence.ids) - 1
-            )  # at least one token is run again: its logits are needed
+            match = self._match(sequence)
             full = len(match.blocks)
             if full < len(sequence.hashes) and sequence.hashes[full] in computing:
                 at += 1
                 continue
-            reserve = len(self.running)  # a block to grow for each, so that admitting does not mean preempting
-            if needed - full + reserve > self.pool.available - self.pool.idle_among(match.blocks):
+            if not self._fits(sequence, match):
                 break
             del self.waiting[at]
-            self.pool.acquire(match.blocks)
-            sequence.blocks = match.blocks + self.pool.allocate(needed - full)
-            if match.donor is not None:
-                plan.copies.append((match.donor, sequence.blocks[full]))
-            sequence.computed = match.tokens
-            sequence.filled = full
-            if not sequence.started:
-                sequence.started = True
-                sequence.cached_tokens = match.tokens
-                plan.started.append(sequence)
-            sequence.state = State.RUNNING
-            insort(self.running, sequence, key=_rank)
+            self._hold(plan, sequence, match)
             chunk = self._plan_chunk(plan, sequence, budget)
             computing.update(self._completed_by(sequence, chunk))
             budget -= chunk
+
+    def _match(self, sequence: Sequence) -> Match:
+        """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
+        return self.pool.match(sequence.spec.root, sequence.hashes, sequence.ids, limit=len(sequence.ids) - 1)
+
+    def _fits(self, sequence: Sequence, match: Match) -> bool:
+        """Whether all known tokens fit beside what runs, each of which may need a block to grow soon."""
+        needed = self.pool.blocks_for(len(sequence.ids)) - len(match.blocks)
+        return needed + len(self.running) <= self.pool.available - self.pool.idle_among(match.blocks)
+
+    def _hold(self, plan: StepPlan, sequence: Sequence, match: Match) -> None:
+        """Make a sequence a running one on the blocks that it matched and new ones for the rest."""
+        full = len(match.blocks)
+        self.pool.acquire(match.blocks)
+        sequence.blocks = match.blocks + self.pool.allocate(self.pool.blocks_for(len(sequence.ids)) - full)
+        if match.donor is not None:
+            plan.copies.append((match.donor, sequence.blocks[full]))
+        sequence.computed = match.tokens
+        sequence.filled = full
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=_rank)
+        if not sequence.started:
+            sequence.started = True
+            sequence.cached_tokens = match.tokens
+            plan.started.append(sequence)
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         chunk = min(sequence.remaining, budget)

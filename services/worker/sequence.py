@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvproto.block_hash import chain, child
-from kvproto.messages import Sampling
+from kvproto.messages import FinishReason, Sampling
 from services.worker.text_stream import TextStream
 
 
@@ -98,6 +98,13 @@ class Sequence:
     @property
     def num_outputs(self) -> int:
         return len(self.ids) - self.num_prompt
+
+    @property
+    def end(self) -> FinishReason | None:
+        """Why generation ends with the tokens there are, stop tokens aside; None if it goes on."""
+        if self.text.stopped:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_outputs >= self.max_outputs else None
 
     def append(self, token: int, block_size: int) -> None:
         """A generated token; completes the chain's next link where it ends a block."""

@@ -20,6 +20,9 @@ class Released(NamedTuple):
     ids: tuple[int, ...]
     text: tuple[str, ...]
 
+    def then(self, other: Released) -> Released:
+        return Released(self.ids + other.ids, self.text + other.text)
+
 
 NOTHING = Released((), ())
 

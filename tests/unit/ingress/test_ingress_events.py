@@ -16,7 +16,7 @@ from kvproto.messages import Finished, FinishReason, Started, Tokens
 from services.ingress.http_exchange import Exchange
 from services.ingress.native_events import NativeEvents
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body
-from services.ingress.sse import Transcript, relay
+from services.ingress.sse import Transcript, complete, relay
 
 HOSTILE = st.text() | st.sampled_from(['"}', "\\", "\n\ndata: [DONE]\n\n", "\x00text\x00", "\u2028", "🙂", "\r"])
 STARTED = Started("r", 0, "w1", 7, {"device": 5, "host": 1}, 0.25)
@@ -57,7 +57,7 @@ def test_openai_chunks_are_json_whatever_the_text(model: str, pieces: list[str],
     if usage:
         assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
         assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    body = json.loads(answer_body(head, FINISHED, transcript))
+    body = json.loads(answer_body(head, transcript))
     choice = body["choices"][0]
     assert (choice["message"]["content"] if chat else choice["text"]) == "".join(pieces)
     assert body["usage"]["total_tokens"] == 10
@@ -79,7 +79,7 @@ def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, piec
 class ScriptedStream:
     """What `relay` needs of a stream: batches, then an error or the end."""
 
-    request, worker = "r", "w1"
+    request, worker, ids = "r", "w1", (5, 6)
 
     def __init__(self, batches: Sequence[Any], *, endless: bool = False) -> None:
         self._batches = list(batches)
@@ -128,22 +128,25 @@ class Wire:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def carry(wire: Wire, stream: ScriptedStream, keepalive_s: float = 60.0, finish: Any = None) -> Transcript:
+async def carry(wire: Wire, stream: ScriptedStream, keepalive_s: float = 60.0) -> Transcript:
+    """As a route and the application around it do."""
     transcript = Transcript()
-
-    async def kept(_: Transcript) -> None:
-        if finish is not None:
-            raise finish
-
-    await relay(
-        wire.exchange,
-        stream,  # type: ignore[arg-type]
-        NativeEvents("r", "s", "p"),
-        transcript,
-        keepalive_s=keepalive_s,
-        on_tokens=lambda count: None,
-        on_finish=kept,
-    )
+    writer = NativeEvents("r", "s", "p")
+    try:
+        await relay(
+            wire.exchange,
+            stream,  # type: ignore[arg-type]
+            writer,
+            transcript,
+            keepalive_s=keepalive_s,
+            on_tokens=lambda count: None,
+        )
+        assert not wire.exchange.ended  # so that a commit may still fail
+        await complete(wire.exchange, writer, transcript)
+    except KvfleetError as error:
+        if not wire.exchange.gone:
+            await wire.exchange.refuse(error)
+        raise
     return transcript
 
 
@@ -156,6 +159,7 @@ async def test_everything_that_was_read_is_one_send() -> None:
     stream = ScriptedStream([[STARTED], [tokens(0, "a"), tokens(1, "b", "c")], [tokens(3, "d"), FINISHED]])
     transcript = await carry(wire, stream)
     assert transcript.text == "abcd"
+    assert transcript.ids == (5, 6)
     assert len(wire.sent) == 1 + 3  # head, and one send per read
     assert [message.get("more_body") for message in wire.sent[1:]] == [True, True, False]
     assert (b"x-kvfleet-cached-tokens", b"6") in wire.sent[0]["headers"]
@@ -173,18 +177,13 @@ async def test_errors_before_and_after_the_first_byte() -> None:
     wire = Wire()
     with pytest.raises(WorkerLost):
         await carry(wire, ScriptedStream([WorkerLost("gone")]))
-    assert not wire.sent
+    assert wire.sent[0]["status"] == 503
+    assert json.loads(wire.body)["error"]["code"] == "worker_lost"
+    wire = Wire()
     with pytest.raises(WorkerLost):
         await carry(wire, ScriptedStream([[STARTED], WorkerLost("gone")]))
     assert json.loads(data_of(wire.body)[-1]) == {"type": "error", "error": "gone", "code": "worker_lost"}
     assert wire.sent[-1]["more_body"] is False
-
-
-async def test_what_cannot_be_committed_is_not_done() -> None:
-    wire = Wire()
-    with pytest.raises(WorkerLost):
-        await carry(wire, ScriptedStream([[STARTED], [tokens(0, "a"), FINISHED]]), finish=WorkerLost("no NATS"))
-    assert [json.loads(one)["type"] for one in data_of(wire.body)] == ["start", "error"]
 
 
 async def test_a_client_that_leaves_cancels_the_stream() -> None:

@@ -141,7 +141,7 @@ async def test_an_ingress_that_comes_back_overwrites_nothing(rig: Rig) -> None:
         await rig.two.commit(turn, "m", (1, 2, 3), "w")
     assert (await rig.two.read("t", "s")).ids == (1, 2, 3)
 
-    late = replace(held, committed=False, lock=asyncio.Lock())
+    late = replace(held, ended=False, lock=asyncio.Lock())
     with pytest.raises(SessionBusy):
         await rig.one.commit(late, "m", (1, 2, 66), "zombie")  # this time after the other has committed
     assert (await rig.two.read("t", "s")).ids == (1, 2, 3)

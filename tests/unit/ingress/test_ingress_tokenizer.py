@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import DEMO, demo_bundle, demo_tokenizer
 
-from kvproto.errors import InvalidRequest
+from kvproto.errors import InvalidRequest, Unavailable
 from services.ingress.chat_template import ChatTemplate
 from services.ingress.tokenizer import ModelTokenizer
 
@@ -91,5 +91,9 @@ def test_what_a_template_refuses_is_the_messages_fault(source: str) -> None:
 def test_models_without_a_template_or_with_a_broken_one() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         ModelTokenizer(replace(demo_bundle(), chat_template=None)).render([])
+    broken = ModelTokenizer(replace(demo_bundle(), chat_template="{% if %}"))
+    assert broken.encode("x", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="does not compile"):
-        ModelTokenizer(replace(demo_bundle(), chat_template="{% if %}"))
+        broken.render([])
+    with pytest.raises(Unavailable, match="tokenizer of 'demo' cannot be read"):
+        ModelTokenizer(replace(demo_bundle(), tokenizer_json="{}"))

@@ -302,6 +302,25 @@ def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
     assert engine.pool.used == 0
 
 
+class BrokenEnd(IdDetokenizer):
+    def stream(self, prompt_ids: Sequence[int]) -> IdStream:
+        stream = IdStream()
+        stream.pending = True
+        stream.flush = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+        return stream
+
+
+def test_text_that_cannot_be_ended_or_rebuilt_fails_its_request_alone() -> None:
+    engine = make_engine(detokenizer=BrokenEnd())
+    engine.add(spec("end", [1]))
+    assert isinstance(Transcript().run(engine).ends["end", 0], EngineFailure)
+    engine = make_engine(detokenizer=BrokenText())
+    with pytest.raises(EngineFailure, match="could not be made text"):
+        engine.add(spec("rebuilt", [13], output_ids=(1, 2, 3)))
+    assert not engine.has_work
+    engine.check_integrity()
+
+
 class BrokenRunner(FakeRunner):
     """Cannot draw for sequences that begin with 13, and has memory for `most` tokens a step."""
 

@@ -1,0 +1,45 @@
+"""What a caller asks a client for, and what the client counts. Plain values."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kvproto.ids import DEFAULT_TENANT
+from kvproto.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a caller asks for. Either `prompt_ids` or `prompt` (the worker then tokenises it)."""
+
+    model: str
+    sampling: Sampling
+    prompt_ids: tuple[int, ...] = ()
+    prompt: str | None = None
+    tenant: str = DEFAULT_TENANT
+    session: str | None = None
+    priority: int = 0
+    deadline_s: float = 600.0
+    patience_s: float = 10.0  # how long to look for a worker when there is none
+    attempts: int = 8
+    policy: str | None = None
+    worker: str | None = None
+    request: str | None = None
+    traceparent: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What this client has seen, since its start."""
+
+    requests_total: int = 0
+    placed_total: int = 0
+    fallback_total: int = 0  # placed by the ring because placement did not answer in time
+    lost_total: int = 0  # attempts that ended because their worker was lost
+    resends_total: int = 0
+
+
+def draw_seed() -> int:
+    """A seed for a request that names none: stored in the request, so that a later attempt draws the same tokens."""
+    return int.from_bytes(os.urandom(8), "little") >> 1

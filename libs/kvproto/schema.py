@@ -1,0 +1,209 @@
+"""A message's fields, read from its annotations: how each is checked, read and written. Pure.
+
+Built once per message type. Readers raise CodecError or UnknownEnumValue with the path of the field.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from kvproto.block_hash import pack_ids, unpack_ids
+from kvproto.codec_types import Ids, MaxLength, Range
+from kvproto.errors import CodecError, UnknownEnumValue
+
+T = TypeVar("T")
+_Read = Callable[[Any, str], Any]
+_Write = Callable[[Any, bool], Any]  # (value, packed ids?) -> msgpack or JSON value
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    read: _Read
+    write: _Write | None  # None: the value stands for itself
+    default: Any
+    factory: Callable[[], Any] | None
+    required: bool
+
+
+def type_error(path: str, expected: str, value: Any) -> CodecError:
+    return CodecError(f"expected {expected}, got {type(value).__name__}", field=path or "message")
+
+
+def _scalar(kind: type[Any], bounds: tuple[Any, ...]) -> _Read:
+    low, high = -math.inf, math.inf
+    limit: int | None = None
+    for bound in bounds:
+        if isinstance(bound, Range):
+            low, high = bound.low, bound.high
+        elif isinstance(bound, MaxLength):
+            limit = bound.limit
+
+    def read(value: Any, path: str) -> Any:
+        if kind is float and type(value) is int:
+            try:
+                value = float(value)
+            except OverflowError:
+                raise CodecError(f"must be within [{low}, {high}]", field=path) from None
+        if type(value) is not kind:
+            raise type_error(path, kind.__name__, value)
+        if kind in (int, float) and not low <= value <= high:
+            raise CodecError(f"must be within [{low}, {high}], got {value}", field=path)
+        if kind is float and not math.isfinite(value):
+            raise CodecError("must be finite", field=path)
+        if limit is not None and len(value) > limit:
+            raise CodecError(
+                f"at most {limit} {'bytes' if kind is bytes else 'characters'}, got {len(value)}", field=path
+            )
+        return value
+
+    return read
+
+
+def _ids(bound: Ids) -> tuple[_Read, _Write]:
+    def read(value: Any, path: str) -> tuple[int, ...]:
+        if isinstance(value, bytes):
+            if len(value) % 4:
+                raise CodecError("packed ids must be a multiple of 4 bytes", field=path)
+            if len(value) > 4 * bound.max_items:
+                raise CodecError(f"at most {bound.max_items} ids", field=path)
+            return unpack_ids(value)
+        if not isinstance(value, list | tuple):
+            raise type_error(path, "token ids", value)
+        if len(value) > bound.max_items:
+            raise CodecError(f"at most {bound.max_items} ids, got {len(value)}", field=path)
+        for i, item in enumerate(value):
+            if type(item) is not int or not 0 <= item < 2**32:
+                raise CodecError("must be an integer within [0, 4294967295]", field=f"{path}[{i}]")
+        return tuple(value)
+
+    return read, lambda value, packed: pack_ids(value) if packed else list(value)
+
+
+def enum_reader(kind: type[StrEnum]) -> _Read:
+    known = {member.value: member for member in kind}
+
+    def read(value: Any, path: str) -> StrEnum:
+        if type(value) is not str:
+            raise type_error(path, "str", value)
+        if value not in known:
+            raise UnknownEnumValue(f"{value[:64]!r} is none of {', '.join(known)}", field=path)
+        return known[value]
+
+    return read
+
+
+def _sequence(item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
+    read_item, write_item = _compile(item)
+    limit = next((b.limit for b in bounds if isinstance(b, MaxLength)), None)
+
+    def read(value: Any, path: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise type_error(path, "list", value)
+        if limit is not None and len(value) > limit:
+            raise CodecError(f"at most {limit} items, got {len(value)}", field=path)
+        return tuple(read_item(element, f"{path}[{i}]") for i, element in enumerate(value))
+
+    def write(value: Any, packed: bool) -> list[Any]:
+        return [write_item(element, packed) for element in value] if write_item else list(value)
+
+    return read, write
+
+
+def _mapping(item: Any) -> tuple[_Read, _Write]:
+    read_item, write_item = _compile(item)
+
+    def read(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise type_error(path, "map", value)
+        for key in value:
+            if type(key) is not str:
+                raise type_error(f"{path} key", "str", key)
+        return {key: read_item(element, f"{path}.{key}") for key, element in value.items()}
+
+    def write(value: Any, packed: bool) -> dict[str, Any]:
+        return {key: write_item(element, packed) if write_item else element for key, element in value.items()}
+
+    return read, write
+
+
+def _compile(hint: Any) -> tuple[_Read, _Write | None]:
+    """Reader and writer for one annotation."""
+    bounds: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *extra = get_args(hint)
+        bounds = tuple(extra)
+        ids = next((b for b in bounds if isinstance(b, Ids)), None)
+        if ids is not None:
+            return _ids(ids)
+        if get_origin(hint) is Annotated:  # a bounded alias, bounded again
+            return _compile(hint)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = [arg for arg in get_args(hint) if arg is not type(None)]
+        read_inner, write_inner = _compile(inner)
+        return (
+            lambda value, path: None if value is None else read_inner(value, path),
+            (lambda value, packed: None if value is None else write_inner(value, packed)) if write_inner else None,
+        )
+    if origin is tuple:
+        return _sequence(get_args(hint)[0], bounds)
+    if origin is dict:
+        return _mapping(get_args(hint)[1])
+    if is_dataclass(hint) and isinstance(hint, type):
+        kind = hint
+        return lambda value, path: read_map(kind, value, path), lambda value, packed: to_map(value, packed=packed)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return enum_reader(hint), lambda value, packed: value.value
+    if hint in (int, float, str, bytes, bool):
+        return _scalar(hint, bounds), None
+    raise TypeError(f"the codec cannot carry {hint!r}")
+
+
+_SCHEMAS: dict[type[Any], tuple[Field, ...]] = {}
+
+
+def schema_of(kind: type[Any]) -> tuple[Field, ...]:
+    known = _SCHEMAS.get(kind)
+    if known is None:
+        known = _SCHEMAS[kind] = _build(kind)
+    return known
+
+
+def _build(kind: type[Any]) -> tuple[Field, ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    out = []
+    for f in fields(kind):
+        read, write = _compile(hints[f.name])
+        factory = None if f.default_factory is MISSING else f.default_factory
+        default = None if f.default is MISSING else f.default
+        out.append(Field(f.name, read, write, default, factory, f.default is MISSING and factory is None))
+    return tuple(out)
+
+
+def to_map(message: Any, *, packed: bool = True) -> dict[str, Any]:
+    """A message as a map of plain values, fields at their default left out. `packed`: token ids as u32le bytes."""
+    out: dict[str, Any] = {}
+    for f in schema_of(type(message)):
+        value = getattr(message, f.name)
+        if f.required or value != (f.factory() if f.factory else f.default):
+            out[f.name] = f.write(value, packed) if f.write else value
+    return out
+
+
+def read_map(kind: type[T], value: Any, path: str = "") -> T:
+    if not isinstance(value, dict):
+        raise type_error(path, f"a map ({kind.__name__})", value)
+    out: dict[str, Any] = {}
+    for f in schema_of(kind):
+        name = f"{path}.{f.name}" if path else f.name
+        if f.name in value:
+            out[f.name] = f.read(value[f.name], name)
+        elif f.required:
+            raise CodecError("missing", field=name)
+    return kind(**out)

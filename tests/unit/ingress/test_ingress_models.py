@@ -1,0 +1,121 @@
+"""Bundles: fetched once per hash, from whoever has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from ingress_build import demo_bundle
+
+from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
+from kvproto.fleet_view import FleetView
+from kvproto.messages import Bundle, State, WorkerRecord
+from services.ingress.fleet_report import models_report, stats_report, workers_report
+from services.ingress.models import KEPT_UNNAMED, Models
+
+
+class Source:
+    """Workers that hand their bundle over, but for those that are lost."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.lost: set[str] = set()
+
+    async def bundle(self, worker: str) -> Bundle:
+        self.asked.append(worker)
+        await asyncio.sleep(0)
+        if worker in self.lost:
+            raise WorkerLost(f"{worker} is gone")
+        return demo_bundle()
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def record(worker: str, model: str = "m", bundle: str = "h1", state: State = State.READY) -> WorkerRecord:
+    return WorkerRecord(worker, "e", "l", state, model, f"tcp://{worker}", "host", 1, (1, 1), bundle)
+
+
+def view_of(*records: WorkerRecord) -> FleetView:
+    view = FleetView()
+    for one in records:
+        view.on_worker_record(one, 1, 0.0)
+    return view
+
+
+async def test_a_bundle_is_fetched_once_for_all_who_wait(executor: ThreadPoolExecutor) -> None:
+    source, view = Source(), view_of(record("a"), record("b"))
+    models = Models(source, view, executor)
+    assert not models.is_ready()
+    served = await asyncio.gather(*(models.get("m") for _ in range(5)))
+    assert len({id(one) for one in served}) == 1
+    assert source.asked == ["a"]
+    assert models.is_ready()
+    assert served[0].fingerprint == "fp_h1"
+
+
+async def test_the_next_holder_is_asked_when_one_is_lost(executor: ThreadPoolExecutor) -> None:
+    source, view = Source(), view_of(record("a"), record("b"), record("c", bundle="h2"))
+    source.lost = {"a"}
+    models = Models(source, view, executor)
+    await models.get("m")
+    assert source.asked == ["a", "b"]
+    source.lost = {"a", "b"}
+    with pytest.raises(Unavailable, match="no worker hands over"):
+        await Models(source, view, executor).get("m")
+
+
+async def test_a_new_hash_is_a_new_bundle_before_its_first_request(executor: ThreadPoolExecutor) -> None:
+    source, view = Source(), view_of(record("a"))
+    models = Models(source, view, executor)
+    models.start()
+    await models.get("m")
+    for n in range(2, KEPT_UNNAMED + 5):
+        newer = replace(record("a"), bundle=f"h{n}", epoch=f"e{n}")
+        change = view.on_worker_record(newer, n, 0.0)
+        models.on_member(change, view.workers["a"])
+        assert (await models.get("m")).hash == f"h{n}"
+    assert len(source.asked) == KEPT_UNNAMED + 4
+    assert len(models._served) == KEPT_UNNAMED + 1
+    await models.stop()
+
+
+async def test_models_nobody_serves(executor: ThreadPoolExecutor) -> None:
+    view = view_of(record("a"), record("b", "starting", state=State.STARTING))
+    models = Models(Source(), view, executor)
+    with pytest.raises(ModelNotFound) as error:
+        await models.get("other", field="model_name")
+    assert error.value.field == "model_name"
+    with pytest.raises(NoWorkers):
+        await models.get("starting")
+
+
+def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) -> None:
+    view = FleetView()
+    models = Models(Source(), view, executor)
+    with pytest.raises(NoWorkers):
+        models.default_name(None)
+    view.on_worker_record(record("a"), 1, 0.0)
+    assert models.default_name(None) == "m"
+    view.on_worker_record(record("b", "n"), 1, 0.0)
+    with pytest.raises(InvalidRequest, match="m, n"):
+        models.default_name(None)
+    assert models.default_name("n") == "n"
+    assert [one.model for one in models.served()] == ["m", "n"]
+
+
+def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
+    assert stats_report(FleetView())["hit_rate"] == 0.0
+    assert workers_report(FleetView()) == {}
+    view = view_of(record("a"), record("b"))
+    view.on_worker_gone("b", 1.0, expired=False)
+    assert {worker: one["state"] for worker, one in workers_report(view).items()} == {"a": "ready", "b": "dead"}
+    stats = stats_report(view)
+    assert (stats["workers"], stats["ready"], stats["load"]["running"]) == (1, 1, 0)
+    assert models_report(view.models().values())["data"][0]["id"] == "m"
