@@ -12,6 +12,7 @@ from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
 from kvproto.subjects import Subjects
 from services.ingress.config import SessionLimits
+from services.ingress.tenancy import hash_key
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -187,3 +188,26 @@ async def test_a_session_keeps_to_its_model_and_moves_between_ingresses(
         assert "demo, other" in unclear.json()["error"]["message"]
     finally:
         await other.stop()
+
+
+async def test_a_turn_that_cannot_be_committed_is_not_done(served: Served, worker: ScriptedWorker) -> None:
+    worker.token_s = 0.02
+    running = asyncio.create_task(turn(served, "One", seq_id="s"))
+    await until(lambda: served.ingress.metrics.tally.generated_tokens)
+    key = worker.requests[0][1].session
+    assert key is not None
+    await served.ingress.sessions._bucket.delete(key)  # as if its lease had run out and somebody else had come
+    *_, last = await running
+    assert (last["type"], last["code"]) == ("error", "session_busy")
+    assert (await served.http.get("/sessions/s")).status_code == 404
+
+
+async def test_turns_may_follow_at_once(serving: Serve) -> None:
+    """When the end of a turn has arrived, its session and its key's limit are free again."""
+    served = await serving(keys=f'[[keys]]\nsha256 = "{hash_key("k")}"\nmax_concurrent = 1\n')
+    served.http.headers["x-api-key"] = "k"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    for n in range(15):
+        assert (await turn(served, "again", seq_id="s"))[-1]["type"] == "done"
+        answer = await served.http.post("/v1/chat/completions", json={**chat, "stream": n % 2 == 0})
+        assert answer.status_code == 200
