@@ -13,6 +13,7 @@ import hmac
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgpack
 
@@ -29,6 +30,32 @@ def root(model_revision: str, block_size: int, salt: bytes, *, lora: str = "", l
     """Start of every chain: the hash of canonical msgpack of a fixed tuple, 16 bytes."""
     packed: bytes = msgpack.packb([model_revision, layout, block_size, lora, salt], use_bin_type=True)
     return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedRoot:
+    """Root of a sequence that begins with a registered public prefix: `blocks` full blocks that all tenants share.
+
+    They are chained under the public root; the first block past them mixes the tenant's own root in, so that nothing a
+    tenant adds is ever found by another.
+    """
+
+    public: bytes
+    own: bytes
+    blocks: int
+
+
+Root = bytes | ForkedRoot
+
+
+def parent_of(root: Root, hashes: Sequence[bytes], index: int) -> bytes:
+    """What the `index`-th block of a chain is hashed onto: the block before it, the root, or both at a fork."""
+    if isinstance(root, bytes):
+        return hashes[index - 1] if index else root
+    if index == root.blocks:
+        before = hashes[index - 1] if index else root.public
+        return hashlib.blake2b(before + root.own, digest_size=HASH_BYTES).digest()
+    return hashes[index - 1] if index else root.public
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -53,14 +80,18 @@ def child(parent: bytes, ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + pack_ids(ids), digest_size=HASH_BYTES).digest()
 
 
-def chain(root: bytes, ids: Sequence[int], block_size: int) -> list[bytes]:
+def chain(root: Root, ids: Sequence[int], block_size: int) -> list[bytes]:
     """Hashes of the full blocks of `ids`, in order; a partial last block has none."""
     packed = pack_ids(ids)
     step = 4 * block_size
+    fork = -1 if isinstance(root, bytes) else root.blocks
     hashes: list[bytes] = []
-    parent = root
-    for start in range(0, len(ids) // block_size * step, step):
-        parent = hashlib.blake2b(parent + packed[start : start + step], digest_size=HASH_BYTES).digest()
+    parent = parent_of(root, hashes, 0)
+    for index in range(len(ids) // block_size):
+        if index == fork:
+            parent = parent_of(root, hashes, index)
+        block = packed[index * step : (index + 1) * step]
+        parent = hashlib.blake2b(parent + block, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes
 

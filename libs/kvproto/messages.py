@@ -347,6 +347,7 @@ class Load:
     generated_tokens_total: Count = 0
     preemptions_total: Count = 0
     evictions_total: Count = 0
+    blocks_addressed: Count = 0  # full blocks in the content index, held or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,6 +480,7 @@ class Bundle:
     model_revision: Name = ""
     block_size: Count = 16
     special_tokens: dict[str, str] = field(default_factory=dict)
+    public_prefixes: tuple[Tokens32, ...] = ()  # shared by all tenants: whole blocks of registered system prompts
 
 
 # ---------------------------------------------------------------------------------------------- sessions

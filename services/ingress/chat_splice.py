@@ -41,14 +41,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """Ids that stand for the first `chars` characters of a text.
-
-    `conversation` is that of the turn they came from if the text goes on from it; "" if only the prompt is the same.
-    """
+    """Ids that stand for the first `chars` characters of a text."""
 
     ids: tuple[int, ...]
     chars: int
-    conversation: str = ""
 
 
 @dataclass(slots=True)
@@ -56,7 +52,6 @@ class _Turn:
     prompt_ids: array[int]
     ids: array[int]
     text: str  # what `ids` decode to, exactly
-    conversation: str
 
     @property
     def size(self) -> int:
@@ -80,12 +75,10 @@ class SpliceIndex:
     _turns: OrderedDict[_Key, list[_Turn]] = field(default_factory=OrderedDict)
     _tails: dict[bytes, dict[int, int]] = field(default_factory=dict)  # stride digest -> tail length -> prompts
 
-    def remember(
-        self, scope: str, prompt: str, prompt_ids: Sequence[int], ids: Sequence[int], conversation: str, codec: Codec
-    ) -> None:
+    def remember(self, scope: str, prompt: str, prompt_ids: Sequence[int], ids: Sequence[int], codec: Codec) -> None:
         """Keep a finished turn. `prompt` is the rendered text that `prompt_ids` decode to, exactly."""
         text = text_after(codec, prompt_ids, ids)
-        turn = _Turn(array("I", prompt_ids), array("I", ids), text, conversation)
+        turn = _Turn(array("I", prompt_ids), array("I", ids), text)
         key = (_digests(scope, prompt)[-1], prompt[len(prompt) // STRIDE * STRIDE :])
         if turn.size + 4 * len(key[1]) > self.max_bytes:
             return
@@ -177,7 +170,7 @@ def join(splice: Splice, text: str, codec: Codec) -> tuple[int, ...] | None:
 
 def match_history(ids: Sequence[int], text: str, codec: Codec) -> Splice | None:
     """How much of a known history `text` starts with, for a session whose text was not kept."""
-    return _match(_Turn(array("I"), array("I", ids), codec.decode(ids), ""), text, 0, codec)
+    return _match(_Turn(array("I"), array("I", ids), codec.decode(ids)), text, 0, codec)
 
 
 def text_after(codec: Codec, before: Sequence[int], ids: Sequence[int]) -> str:
@@ -214,17 +207,16 @@ def _match(turn: _Turn, text: str, prompt_chars: int, codec: Codec) -> Splice | 
     """The part of a turn that `text` starts with, cut where tokenising the rest alone is natural."""
     if text.startswith(turn.text, prompt_chars):
         ids = (*turn.prompt_ids, *turn.ids)
-        return Splice(ids, prompt_chars + len(turn.text), turn.conversation) if ids else None
+        return Splice(ids, prompt_chars + len(turn.text)) if ids else None
     kept, chars = _longest_cut(turn, text, prompt_chars, codec)
     ids = (*turn.prompt_ids, *turn.ids[:kept])
-    conversation = turn.conversation if kept else ""
     end = prompt_chars + chars
     if end < len(text) and not text.startswith(codec.special_texts, end):
         # It diverges inside a stretch of text: tokenise that stretch anew, from the last special token on.
         special = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in codec.special_ids), -1)
         removed = text_after(codec, ids[: special + 1], ids[special + 1 :])
         ids, chars = ids[: special + 1], chars - len(removed)
-    return Splice(ids, prompt_chars + chars, conversation) if ids else None
+    return Splice(ids, prompt_chars + chars) if ids else None
 
 
 def _longest_cut(turn: _Turn, text: str, start: int, codec: Codec) -> tuple[int, int]:

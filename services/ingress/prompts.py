@@ -6,12 +6,14 @@ Long texts are tokenised in an executor, so that one caller's document does not 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvproto.errors import ContextLengthExceeded
+from kvproto.ids import base32
 from services.ingress.chat_splice import Splice, SpliceIndex, join, match_history
 from services.ingress.models import ServedModel
 from services.ingress.openai_schema import ChatMessage
@@ -27,7 +29,6 @@ class ChatPrompt:
     ids: tuple[int, ...]
     exact: bool
     spliced: int = 0  # ids taken from earlier turns
-    conversation: str = ""  # of the turn they were taken from
 
 
 class Prompts:
@@ -57,17 +58,29 @@ class Prompts:
         _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
         return await self._run(text[splice.chars :] if splice else text, lambda: _encode(text, splice, model))
 
-    def remember(
-        self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...], conversation: str
-    ) -> None:
+    def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...]) -> None:
         """A chat's turn has finished: its ids are known from now on."""
         if prompt.exact and ids:
-            self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, conversation, model.tokenizer)
+            self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, model.tokenizer)
 
     async def _run(self, text: str, work: Callable[[], T]) -> T:
         if len(text) <= self._inline_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def conversation_of(messages: tuple[ChatMessage, ...]) -> str:
+    """What all turns of one chat have in common: its opening, up to and with the first message that is no instruction.
+
+    Any ingress derives the same key from any turn, with no memory of earlier ones, so that a chat stays where its
+    blocks are; callers who open with the same words share blocks as well as a place.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        hashed.update(f"{message.role}\0{len(message.content)}\0{message.content}".encode("utf-8", "surrogatepass"))
+        if message.role != "system":
+            break
+    return "chat-" + base32(hashed.digest())
 
 
 def scope_of(model: ServedModel, tenant: str) -> str:
@@ -80,7 +93,7 @@ def _encode(text: str, splice: Splice | None, model: ServedModel) -> ChatPrompt:
     if splice is not None:
         joined = join(splice, text, tokenizer)
         if joined is not None:
-            return ChatPrompt(text, joined, True, len(splice.ids), splice.conversation)
+            return ChatPrompt(text, joined, True, len(splice.ids))
     ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written BOS where the model wants it
     return ChatPrompt(text, ids, tokenizer.decode(ids) == text)
 

@@ -30,7 +30,7 @@ from services.ingress.native_events import NativeEvents
 from services.ingress.native_schema import read_generate
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
 from services.ingress.openai_schema import check_vocabulary, read_chat, read_completion
-from services.ingress.prompts import Prompts
+from services.ingress.prompts import Prompts, conversation_of
 from services.ingress.sampling_ask import SamplingAsk, resolve, room_after
 from services.ingress.session_index import SessionIndex, new_seq_id
 from services.ingress.sessions import OpenTurn, Session, Sessions
@@ -90,7 +90,7 @@ class RequestFlow:
             prompt = await self._prompts.chat(model, caller.tenant, ask.messages, history)
             self._tally.spliced_tokens += prompt.spliced
             sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
-            conversation = session.key if session is not None else prompt.conversation or exchange.request_id
+            conversation = session.key if session is not None else conversation_of(ask.messages)
             generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation)
             head = _answer_head(exchange, model, chat=True)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
@@ -99,7 +99,7 @@ class RequestFlow:
                 longest = len(prompt.ids) + sampling.max_tokens
                 turn = await self._try_turn(stack, session, caller, model, exchange.request_id, longest)
                 done = await self._run(exchange, job)
-                self._prompts.remember(model, caller.tenant, prompt, done.ids, conversation)
+                self._prompts.remember(model, caller.tenant, prompt, done.ids)
                 if turn is not None:
                     await self._commit(turn, model, prompt.ids + done.ids, done)
         await self._end(exchange, job, done)

@@ -33,6 +33,7 @@ from kvproto.subjects import is_inbox
 from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
+from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class AdminDesk:
         record: WorkerRecord,
         engine: EngineThread,
         bundle: Bundle,
-        root_of: Callable[[str], bytes],
+        roots: TenantRoots,
         heartbeat: Callable[[], Heartbeat],
         begin_drain: Callable[[], None],
     ) -> None:
@@ -59,7 +60,7 @@ class AdminDesk:
         self._record = record
         self._engine = engine
         self._bundle = codec.encode(bundle)
-        self._root_of = root_of
+        self._roots = roots
         self._heartbeat = heartbeat
         self._begin_drain = begin_drain
         self._kept: dict[str, tuple[float, bytes]] = {}
@@ -109,18 +110,19 @@ class AdminDesk:
         tenant = request.tenant or DEFAULT_TENANT
         if not is_token(tenant):
             raise InvalidRequest("is no tenant", field="tenant")
-        root = self._root_of(tenant)
+        root = self._roots.of(tenant, request.ids)
         if request.command is AdminCommand.INSPECT:
             cached, blocks = await self._engine.call(lambda engine: engine.locate(root, request.ids))
             return codec.encode(Inspection(cached, tuple(blocks)))
-        return await self._kv(request, root)
+        return await self._kv(request, tenant)
 
-    async def _kv(self, request: AdminRequest, root: bytes) -> bytes:
+    async def _kv(self, request: AdminRequest, tenant: str) -> bytes:
         """One layer's K and V as safetensors, kept for the fetching of its parts."""
+        root = self._roots.of(tenant, request.ids)
         now = asyncio.get_running_loop().time()
         self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_ANSWER_S}
         ids = hashlib.blake2b(repr(request.ids).encode(), digest_size=16).hexdigest()
-        key = f"{root.hex()}/{ids}/{request.layer}"
+        key = f"{tenant}/{ids}/{request.layer}"
         if request.part and key in self._kept:
             return self._kept[key][1]
         try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvproto.block_hash import digest_term
+from kvproto.block_hash import Root, digest_term, parent_of
 from services.worker.content_index import Content, ContentIndex
 from services.worker.eviction.base import EvictionPolicy
 from services.worker.eviction.lru import LruEviction
@@ -85,6 +85,11 @@ class BlockPool:
         """Blocks nobody holds that still have content."""
         return self._idle
 
+    @property
+    def addressed(self) -> int:
+        """Full blocks with a content address, held or not: what a snapshot lists."""
+        return self._index.addressed
+
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` count as available now and would not once acquired."""
         return sum(1 for block in blocks if not self._refs[block])
@@ -99,7 +104,7 @@ class BlockPool:
 
     # ------------------------------------------------------------------ finding
 
-    def match(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int], limit: int) -> Match:
+    def match(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int) -> Match:
         """Longest cached prefix of `ids[:limit]`, exact to the token; changes nothing.
 
         `hashes` is the chain over the full blocks of `ids` under `root`.
@@ -113,7 +118,7 @@ class BlockPool:
             blocks.append(block)
         full = len(blocks)
         start = full * size
-        parent = hashes[full - 1] if full else root
+        parent = parent_of(root, hashes, full)
         donor, donor_tokens = self._index.longest_child(parent, ids[start : min(start + size, limit)])
         return Match(blocks, donor, donor_tokens, start + donor_tokens)
 

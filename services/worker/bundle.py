@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from kvproto import codec
-from kvproto.errors import UnsupportedModel
+from kvproto.errors import InvalidRequest, UnsupportedModel
 from kvproto.ids import base32
 from kvproto.messages import Bundle
 
@@ -88,7 +91,15 @@ def model_revision(folder: Path, load_format: str, dtype: str) -> str:
     return base32(digest.digest())
 
 
-def read_bundle(folder: Path, name: str, *, load_format: str, dtype: str, block_size: int) -> Bundle:
+def read_bundle(
+    folder: Path,
+    name: str,
+    *,
+    load_format: str,
+    dtype: str,
+    block_size: int,
+    public_prefixes: Sequence[str] = (),
+) -> Bundle:
     """Raises UnsupportedModel naming the file that is missing or wrong."""
     config_path = folder / "config.json"
     if not config_path.exists():
@@ -104,9 +115,10 @@ def read_bundle(folder: Path, name: str, *, load_format: str, dtype: str, block_
         for key, value in {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}.items()
         if key.endswith("_token") and (text := _token_text(value)) is not None
     }
+    tokenizer_json = _tokenizer_json(folder)
     return Bundle(
         model=name,
-        tokenizer_json=_tokenizer_json(folder),
+        tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),
         bos_token=special.get("bos_token"),
         eos_token=special.get("eos_token"),
@@ -119,7 +131,31 @@ def read_bundle(folder: Path, name: str, *, load_format: str, dtype: str, block_
         model_revision=model_revision(folder, load_format, dtype),
         block_size=block_size,
         special_tokens=special,
+        public_prefixes=_whole_blocks(tokenizer_json, public_prefixes, block_size),
     )
+
+
+def read_public_prefixes(path: Path | None) -> list[str]:
+    """The operator's list of texts whose cache all tenants may share, as a JSON list of strings."""
+    if path is None:
+        return []
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", field="public_prefixes_file") from None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{path} must hold a JSON list of strings", field="public_prefixes_file")
+    return texts
+
+
+def _whole_blocks(tokenizer_json: str, texts: Sequence[str], block_size: int) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each text, floored to whole blocks; texts shorter than a block are of no use."""
+    if not texts:
+        return ()
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    floored = (tuple(one[: len(one) // block_size * block_size]) for one in ids)
+    return tuple(one for one in floored if one)
 
 
 def _number(value: Any) -> float | None:

@@ -48,6 +48,11 @@ class ContentIndex:
     def blocks(self) -> Iterator[int]:
         return iter(self._contents)
 
+    @property
+    def addressed(self) -> int:
+        """How many full blocks there are."""
+        return len(self._by_hash)
+
     def hashes(self) -> list[bytes]:
         """Hashes of all full blocks, parents before children."""
         return list(self._by_hash)

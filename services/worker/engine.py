@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from itertools import count
 from typing import Any
 
-from kvproto.block_hash import chain
+from kvproto.block_hash import Root, chain
 from kvproto.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -77,14 +77,13 @@ class Engine:
         Raises InvalidRequest or ContextLengthExceeded, naming the field and its limit, or OutOfMemory.
         """
         self._validate(spec)
-        room = self.runner.context_length - len(spec.prompt_ids)
         eos_ids: frozenset[int] = frozenset() if spec.sampling.ignore_eos else self._eos_ids
         sequence = Sequence(
             spec,
             self.pool.block_size,
             arrival=next(self._arrivals),
             enqueued=self._clock(),
-            max_outputs=min(spec.sampling.max_tokens, room),
+            max_outputs=spec.sampling.max_tokens,
             stop_ids=eos_ids.union(spec.sampling.stop_ids),
             text=self._text(spec),
         )
@@ -255,6 +254,7 @@ class Engine:
             blocks_used=pool.used,
             blocks_cached=pool.cached,
             blocks_total=pool.num_blocks,
+            blocks_addressed=pool.addressed,
             queued_prefill_tokens=queued,
             prompt_tokens_total=self._prompt_tokens,
             hit_tokens_total=self._hit_tokens,
@@ -277,12 +277,12 @@ class Engine:
         """Content addresses of all full blocks, parents before children."""
         return self.pool.hashes()
 
-    def locate(self, root: bytes, ids: Items[int]) -> tuple[int, list[int]]:
+    def locate(self, root: Root, ids: Items[int]) -> tuple[int, list[int]]:
         """How many leading tokens of `ids` are cached, and the blocks that hold them."""
         match = self.pool.match(root, chain(root, ids, self.pool.block_size), ids, limit=len(ids))
         return match.tokens, match.blocks + ([match.donor] if match.donor is not None else [])
 
-    def read_kv(self, root: bytes, ids: Items[int], layer: int) -> tuple[Any, Any]:
+    def read_kv(self, root: Root, ids: Items[int], layer: int) -> tuple[Any, Any]:
         """K and V `[len, kv_heads, head_dim]` of the cached part of `ids` in one layer, copied.
 
         Raises IndexError if the model has no such layer.
@@ -323,11 +323,18 @@ class Engine:
             raise InvalidRequest("this attempt is running already", field="request")
         if not spec.prompt_ids:
             raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
-        if len(spec.prompt_ids) >= runner.context_length:
+        room = runner.context_length - len(spec.prompt_ids)
+        if room < 1:
             raise ContextLengthExceeded(
                 f"the prompt has {len(spec.prompt_ids)} tokens, the context of {runner.context_length} tokens "
                 f"leaves room for at most {runner.context_length - 1}",
                 field="prompt_ids",
+            )
+        if sampling.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"{sampling.max_tokens} is more than the {room} tokens that the context of {runner.context_length} "
+                f"leaves after a prompt of {len(spec.prompt_ids)}",
+                field="max_tokens",
             )
         for field, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
             if ids and not (min(ids) >= 0 and max(ids) < runner.vocab_size):

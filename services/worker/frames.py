@@ -89,7 +89,9 @@ class FrameBook:
         if record is None or record.terminal is not None:
             return None
         if isinstance(output, SequenceStarted):
-            cached = {Tier.DEVICE.value: output.cached_tokens} if output.cached_tokens else {}
+            # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
+            hit = min(output.cached_tokens, output.prompt_tokens)
+            cached = {Tier.DEVICE.value: hit} if hit else {}
             record.started = Started(
                 output.request, output.attempt, self._worker, output.prompt_tokens, cached, output.queue_seconds
             )
@@ -101,7 +103,7 @@ class FrameBook:
                 output.reason,
                 output.prompt_tokens,
                 output.output_tokens,
-                output.cached_tokens,
+                min(output.cached_tokens, output.prompt_tokens),
                 self._worker,
             )
             return self.end(record, finished, now)

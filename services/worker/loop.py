@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvproto import block_hash, codec
+from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import (
     CodecError,
@@ -51,11 +51,11 @@ from services.worker.frames import FrameBook, Record
 from services.worker.outbox import Outbox
 from services.worker.outputs import StepResult
 from services.worker.sequence import SequenceSpec
+from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 0.5
-MAX_SALTED_TENANTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class WorkerLoop:
         self._limits = limits
         self._on_fatal = on_fatal
         self._events = events
-        self._roots: dict[str, bytes] = {}
+        self._roots = TenantRoots(bundle, limits.fleet_key)
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._state = State.READY
@@ -102,7 +102,7 @@ class WorkerLoop:
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
-        self.desk = AdminDesk(connection, self.record, engine, bundle, self._root, self.heartbeat, self.begin_drain)
+        self.desk = AdminDesk(connection, self.record, engine, bundle, self._roots, self.heartbeat, self.begin_drain)
 
     # ------------------------------------------------------------------ life
 
@@ -210,7 +210,7 @@ class WorkerLoop:
                 attempt=request.attempt,
                 prompt_ids=ids,
                 sampling=request.sampling,
-                root=self._root(tenant),
+                root=self._roots.of(tenant, ids),
                 output_ids=request.output_ids,
                 text_sent=request.text_sent,
                 tenant=tenant,
@@ -269,9 +269,9 @@ class WorkerLoop:
             return
         if pause.attempt in self.frames.attempts(pause.request):
             if pause.paused:
-                self._engine.pause(pause.request)
+                self._engine.pause(pause.request, pause.attempt)
             else:
-                self._engine.resume(pause.request)
+                self._engine.resume(pause.request, pause.attempt)
 
     async def _on_resend(self, message: Message) -> None:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
@@ -295,17 +295,6 @@ class WorkerLoop:
     def _malformed(self, message: Message, error: CodecError) -> None:
         self.malformed_total += 1
         log.debug("%s: %s", message.subject, error)
-
-    def _root(self, tenant: str) -> bytes:
-        """The tenant's root of the hash chain, salted by the fleet's key; the tenant comes from the subject."""
-        root = self._roots.get(tenant)
-        if root is None:
-            if len(self._roots) >= MAX_SALTED_TENANTS:
-                self._roots.clear()
-            salt = block_hash.tenant_salt(self._limits.fleet_key, tenant)
-            root = block_hash.root(self._bundle.model_revision, self._bundle.block_size, salt)
-            self._roots[tenant] = root
-        return root
 
     # ------------------------------------------------------------------ results
 
@@ -342,5 +331,5 @@ class WorkerLoop:
             rates=self._rates,
             event_seq=self._events.seq,
             digest=self._events.digest,
-            held=self._load.blocks_cached,
+            held=self._load.blocks_addressed,
         )

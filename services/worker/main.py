@@ -26,7 +26,7 @@ from kvservice.membership import open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
-from services.worker.bundle import bundle_hash, read_bundle
+from services.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
 from services.worker.cache_events import CacheEvents
 from services.worker.engine import Engine
 from services.worker.engine_factory import build_engine
@@ -93,7 +93,12 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     folder = await loop.run_in_executor(None, resolve_model, settings.model)
     name = settings.served_model_name or served_name(settings.model)
     bundle = read_bundle(
-        folder, name, load_format=settings.load_format, dtype=settings.dtype, block_size=settings.block_size
+        folder,
+        name,
+        load_format=settings.load_format,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        public_prefixes=read_public_prefixes(settings.public_prefixes_file),
     )
     record = worker_record(settings, member, name, bundle)
     lease = Lease(bucket, record)

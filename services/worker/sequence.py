@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvproto.block_hash import chain, child
+from kvproto.block_hash import Root, chain, child, parent_of
 from kvproto.messages import FinishReason, Sampling
 from services.worker.text_stream import TextStream
 
@@ -30,7 +30,7 @@ class SequenceSpec:
     attempt: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
-    root: bytes
+    root: Root
     output_ids: tuple[int, ...] = ()
     text_sent: int = 0
     tenant: str = "public"
@@ -114,7 +114,7 @@ class Sequence:
 
     def parent_of(self, block_index: int) -> bytes:
         """Hash before the `block_index`-th block of the chain."""
-        return self.hashes[block_index - 1] if block_index else self.spec.root
+        return parent_of(self.spec.root, self.hashes, block_index)
 
     def block_ids(self, block_index: int, block_size: int) -> Items[int]:
         """Tokens of the `block_index`-th block that have KV."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -32,5 +33,8 @@ class WorkerSettings(ServiceSettings):
     )
     workers_on_host: int = Field(1, ge=1, description="how many workers share this host's cores")
     fleet_key: str = Field("", description="secret from which tenants' cache salts are derived; equal in all processes")
+    public_prefixes_file: Path | None = Field(
+        None, description="JSON list of texts (a rendered system prompt) whose cache all tenants share"
+    )
     drain_s: float = Field(8.0, ge=0, description="how long SIGTERM waits for running sequences")
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

@@ -117,7 +117,7 @@ def test_sampled_tokens_do_not_depend_on_company_or_chunks() -> None:
 
 def test_up_to_the_last_position_of_the_context(model: Any) -> None:
     rig = Rig(model, budget=100)
-    turn = rig.add("r", tokens(random.Random(6), CONTEXT - 4), 1_000)
+    turn = rig.add("r", tokens(random.Random(6), CONTEXT - 4), 4)
     rig.run()
     assert len(turn.ids) == CONTEXT
     assert_exact(rig)

@@ -34,7 +34,7 @@ async def test_a_chat_streams_to_the_openai_client(served: Served, worker: Scrip
     assert len({chunk.id for chunk in chunks}) == 1
     (_, request), *_ = worker.requests
     assert request.sampling.temperature == 0.8  # the model's default
-    assert request.session == request.request  # the first turn names the conversation
+    assert request.session is not None  # so that the next turn goes to the same worker
 
 
 async def test_a_whole_chat_answer(served: Served, worker: ScriptedWorker) -> None:

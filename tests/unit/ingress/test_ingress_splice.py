@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from ingress_build import demo_model, demo_tokenizer
 
 from services.ingress.chat_splice import STRIDE, SpliceIndex, join, match_history
+from services.ingress.openai_schema import ChatMessage
+from services.ingress.prompts import conversation_of, scope_of
 
 TOKENIZER = demo_tokenizer()
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]
@@ -38,9 +40,8 @@ def test_a_growing_chat_keeps_every_id_it_ever_generated(turns: list[tuple[str, 
         assert ids is not None
         assert TOKENIZER.decode(ids) == text
         if splice is not None:
-            assert splice.conversation == "talk"
             assert ids[: len(history)] == history
-        index.remember("s", text, ids, generated, "talk", TOKENIZER)
+        index.remember("s", text, ids, generated, TOKENIZER)
         history = (*ids, *generated)
         text = TOKENIZER.decode(history) + "<|end|>"
         index.check_integrity()
@@ -55,7 +56,7 @@ def test_whatever_is_spliced_decodes_to_the_text(known: list[tuple[str, list[int
     for prompt, generated in known:
         ids = encode(prompt)
         if ids:
-            index.remember("s", prompt, ids, generated, "c", TOKENIZER)
+            index.remember("s", prompt, ids, generated, TOKENIZER)
             texts.append(TOKENIZER.decode([*ids, *generated]))
         index.check_integrity()
     for text in [*(text[:cut] + tail for text in texts), tail]:
@@ -86,17 +87,16 @@ def test_a_stop_string_and_trimmed_space_still_find_the_turn() -> None:
     index = SpliceIndex(10**6)
     prompt = chat_text("Speak.")
     generated = [*(TOKENIZER.encode("Hello", add_special_tokens=False)), *encode(" STOP")]
-    index.remember("s", prompt, encode(prompt), generated, "c", TOKENIZER)
+    index.remember("s", prompt, encode(prompt), generated, TOKENIZER)
     splice = index.find("s", chat_text("Speak.", "Hello", "More."), TOKENIZER)
     assert splice is not None
     assert splice.ids == (*encode(prompt), *encode("Hello"))
-    assert splice.conversation == "c"
 
 
 def test_text_that_diverges_inside_words_is_tokenised_anew_from_the_last_mark() -> None:
     index = SpliceIndex(10**6)
     prompt = chat_text("Speak.")
-    index.remember("s", prompt, encode(prompt), encode("Hello there"), "c", TOKENIZER)
+    index.remember("s", prompt, encode(prompt), encode("Hello there"), TOKENIZER)
     edited = chat_text("Speak.", "Hello themes", "More.")
     splice = index.find("s", edited, TOKENIZER)
     assert splice is not None
@@ -107,24 +107,23 @@ def test_text_that_diverges_inside_words_is_tokenised_anew_from_the_last_mark() 
 def test_of_several_answers_to_one_prompt_the_right_one_is_found() -> None:
     index = SpliceIndex(10**6)
     prompt = chat_text("Choose.")
-    for n, answer in enumerate(["red", "green", "blue", "grey", "gold"]):
-        index.remember("s", prompt, encode(prompt), encode(answer), f"c{n}", TOKENIZER)
-    index.remember("s", prompt, encode(prompt), encode("gold"), "c9", TOKENIZER)
+    for answer in ("red", "green", "blue", "grey", "gold"):
+        index.remember("s", prompt, encode(prompt), encode(answer), TOKENIZER)
+    index.remember("s", prompt, encode(prompt), encode("gold"), TOKENIZER)
     assert len(index) == 4
-    for answer, conversation in (("blue", "c2"), ("gold", "c9")):
+    for answer in ("blue", "gold"):
         splice = index.find("s", chat_text("Choose.", answer, "Why?"), TOKENIZER)
         assert splice is not None
-        assert splice.conversation == conversation
+        assert splice.ids == (*encode(prompt), *encode(answer))
     again = index.find("s", prompt, TOKENIZER)
     assert again is not None
     assert again.ids == encode(prompt)
-    assert again.conversation == ""  # the same question is not the same conversation
 
 
 def test_scopes_never_meet() -> None:
     index = SpliceIndex(10**6)
     prompt = chat_text("Mine.")
-    index.remember("a", prompt, encode(prompt), [9], "c", TOKENIZER)
+    index.remember("a", prompt, encode(prompt), [9], TOKENIZER)
     assert index.find("b", prompt, TOKENIZER) is None
     assert (index.hits_total, index.misses_total) == (0, 1)
 
@@ -133,14 +132,14 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
     index = SpliceIndex(20_000)
     prompts = [chat_text(f"{n} " + "word " * 40) for n in range(30)]
     for prompt in prompts:
-        index.remember("s", prompt, encode(prompt), [9, 10], "c", TOKENIZER)
+        index.remember("s", prompt, encode(prompt), [9, 10], TOKENIZER)
         index.find("s", prompts[0], TOKENIZER)
         index.check_integrity()
     assert index.find("s", prompts[0], TOKENIZER) is not None
     assert index.find("s", prompts[1], TOKENIZER) is None
     assert index.find("s", prompts[29], TOKENIZER) is not None
     huge = "word " * 20_000
-    index.remember("s", huge, encode(huge), [9], "c", TOKENIZER)
+    index.remember("s", huge, encode(huge), [9], TOKENIZER)
     assert index.find("s", huge, TOKENIZER) is None
 
 
@@ -149,14 +148,20 @@ def test_a_look_up_does_not_visit_the_entries() -> None:
     index = SpliceIndex(10**8)
     system = "You are a poet. " * (STRIDE // 16 + 1)
     for n in range(2000):
-        index.remember("s", system + f"{n:05d}", (1, n), [9], "c", TOKENIZER)
+        index.remember("s", system + f"{n:05d}", (1, n), [9], TOKENIZER)
     found = index._candidates("s", system + "01234" + "and so on")
     assert len(found) == 1
 
 
-def test_the_scope_of_a_prompt_is_tenant_model_and_tokenizer() -> None:
-    from services.ingress.prompts import scope_of
+def test_all_turns_of_a_chat_have_one_key() -> None:
+    system, first, second = ChatMessage("system", "Be."), ChatMessage("user", "One"), ChatMessage("user", "Two")
+    key = conversation_of((system, first))
+    assert key == conversation_of((system, first, ChatMessage("assistant", "x"), second))
+    others = [(first,), (system, second), (ChatMessage("system", "Be"), ChatMessage("user", ".One")), (system,)]
+    assert len({key, *map(conversation_of, others)}) == 5
 
+
+def test_the_scope_of_a_prompt_is_tenant_model_and_tokenizer() -> None:
     model = demo_model()
     assert scope_of(model, "a") != scope_of(model, "b")
     assert "hash" in scope_of(model, "a")

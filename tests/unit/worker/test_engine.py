@@ -68,9 +68,12 @@ def test_same_attempt_twice_is_refused_and_the_first_goes_on() -> None:
     assert Transcript().run(engine).ends == {("r", 0): FinishReason.LENGTH, ("r", 1): FinishReason.LENGTH}
 
 
-def test_max_tokens_is_clipped_to_the_context() -> None:
+def test_more_tokens_than_the_context_leaves_are_refused() -> None:
     engine = make_engine(context_length=10)
-    engine.add(spec("r", [1, 2, 3, 4], max_tokens=1_000_000))
+    with pytest.raises(ContextLengthExceeded, match="the 6 tokens that the context of 10 leaves") as caught:
+        engine.add(spec("r", [1, 2, 3, 4], max_tokens=7))
+    assert caught.value.field == "max_tokens"
+    engine.add(spec("r", [1, 2, 3, 4], max_tokens=6))
     transcript = Transcript().run(engine)
     assert len(transcript.tokens["r", 0]) == 6
     assert transcript.ends["r", 0] is FinishReason.LENGTH
