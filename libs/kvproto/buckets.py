@@ -20,6 +20,7 @@ from kvproto.errors import KvfleetError, Unavailable
 from kvproto.subjects import Subjects
 
 MEMBER_TTL_S = 3.0
+MARKER_TTL_S = 60.0
 
 
 class StaleRevision(KvfleetError):
@@ -45,15 +46,17 @@ _BUSY = (nats.errors.Error, TimeoutError, js_errors.Error)
 class Bucket:
     """One bucket. All methods raise Unavailable when JetStream does not answer in time."""
 
-    def __init__(self, name: str, store: Any) -> None:
+    def __init__(self, name: str, jetstream: Any, store: Any) -> None:
         self.name = name
+        self._js = jetstream
         self._kv = store
 
     @classmethod
     async def open(cls, connection: Connection, name: str) -> Bucket:
         """Raises Unavailable if the bucket does not exist or JetStream is off."""
         try:
-            return cls(name, await connection.raw.jetstream(timeout=2).key_value(name))
+            jetstream = connection.raw.jetstream(timeout=2)
+            return cls(name, jetstream, await jetstream.key_value(name))
         except js_errors.BucketNotFoundError:
             raise Unavailable(f"the bucket {name} does not exist; `kvfleet init` creates it") from None
         except _BUSY as error:
@@ -86,15 +89,19 @@ class Bucket:
             raise Unavailable(f"cannot write {key}: {type(error).__name__}") from None
 
     async def delete(self, key: str, revision: int | None = None) -> None:
-        """Delete; with a revision only if it is still the last one (raises StaleRevision)."""
+        """Delete; with a revision only if it is still the last one (raises StaleRevision).
+
+        Watchers see a marker, which goes by itself after a while: a key that never comes back leaves nothing.
+        """
+        headers = {"KV-Operation": "DEL"}
+        if revision:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(revision)
         try:
-            await self._kv.delete(key, last=revision)
-        except js_errors.KeyWrongLastSequenceError:
+            await self._js.publish(f"$KV.{self.name}.{key}", b"", headers=headers, msg_ttl=MARKER_TTL_S)
+        except (js_errors.KeyWrongLastSequenceError, js_errors.BadRequestError) as error:
+            if "sequence" not in str(error):
+                raise Unavailable(f"cannot delete {key}: {error}") from None
             raise StaleRevision(f"{key} is no longer at revision {revision}") from None
-        except js_errors.BadRequestError as error:
-            if "sequence" in str(error):
-                raise StaleRevision(f"{key} is no longer at revision {revision}") from None
-            raise Unavailable(f"cannot delete {key}: {error}") from None
         except _BUSY as error:
             raise Unavailable(f"cannot delete {key}: {type(error).__name__}") from None
 

@@ -182,7 +182,8 @@ class Client:
 
     async def bundle(self, worker: str) -> Bundle:
         """Tokenizer, template and defaults of the model this worker serves."""
-        return codec.decode(Bundle, await self.admin(worker, AdminRequest(AdminCommand.BUNDLE)))
+        data = await self.admin(worker, AdminRequest(AdminCommand.BUNDLE))
+        return codec.decode(Bundle, data, limit=codec.MAX_BUNDLE_BYTES)
 
 
 __all__ = ["Client", "Counters", "Generation", "draw_seed", "read_placement"]

@@ -26,6 +26,7 @@ from kvproto.schema import enum_reader, read_map, schema_of, to_map, type_error
 VERSION = 1
 MIN_VERSION = max(1, VERSION - 1)
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+MAX_BUNDLE_BYTES = 96 * 1024 * 1024  # comes in parts, put together before it is read
 
 T = TypeVar("T")
 
@@ -42,12 +43,12 @@ def _unpack(data: bytes | memoryview) -> Any:
         raise CodecError(f"not msgpack: {str(error)[:120] or type(error).__name__}") from None
 
 
-def _open(data: bytes) -> Any:
+def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Any:
     """Version byte checked, rest unpacked."""
     if not data:
         raise CodecError("empty message")
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise CodecError(f"at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
+    if len(data) > limit:
+        raise CodecError(f"at most {limit} bytes, got {len(data)}")
     if not MIN_VERSION <= data[0] <= VERSION:
         raise VersionMismatch(f"version {data[0]}, this reader accepts {MIN_VERSION} to {VERSION}")
     return _unpack(memoryview(data)[1:])
@@ -59,9 +60,9 @@ def encode(message: Any, version: int = VERSION) -> bytes:
     return bytes((version,)) + packed
 
 
-def decode(kind: type[T], data: bytes) -> T:
+def decode(kind: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
     """Read one message in wire form. Raises CodecError (field named), VersionMismatch or UnknownEnumValue."""
-    return read_map(kind, _open(data))
+    return read_map(kind, _open(data, limit))
 
 
 def common_version(versions: tuple[int, ...]) -> int:

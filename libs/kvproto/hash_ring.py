@@ -59,16 +59,23 @@ class HashRing:
         return next((node for node in self.walk(key) if node not in excluded), None)
 
     def bounded_owner(
-        self, key: str, loads: Mapping[str, int], *, factor: float = 1.25, excluded: Collection[str] = ()
+        self,
+        key: str,
+        loads: Mapping[str, int],
+        *,
+        factor: float = 1.25,
+        least: int = 1,
+        excluded: Collection[str] = (),
     ) -> str | None:
         """The first node whose load, with this request, stays within `ceil(factor * mean)`.
 
         `loads` counts requests per node (absent: 0). The mean counts this request too, so some node always has room.
+        Nobody is passed over for a load of at most `least`: with few requests the mean says little.
         """
         candidates = [node for node in self.nodes if node not in excluded]
         if not candidates:
             return None
         mean = (sum(loads.get(node, 0) for node in candidates) + 1) / len(candidates)
-        bound = math.ceil(factor * mean)
+        bound = max(math.ceil(factor * mean), least)
         admitted = (n for n in self.walk(key) if n not in excluded and loads.get(n, 0) + 1 <= bound)
         return next(admitted, None)

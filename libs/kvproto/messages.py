@@ -19,6 +19,7 @@ Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, pa
 Hashes = Annotated[tuple[bytes, ...], MaxLength(4_194_304)]
 Name = Annotated[str, MaxLength(256)]  # ids, roles, model names
 Text = Annotated[str, MaxLength(8_388_608)]
+File = Annotated[str, MaxLength(67_108_864)]  # a tokenizer.json may have tens of megabytes
 Count = Annotated[int, Range(0, 2**63 - 1)]
 U64 = Annotated[int, Range(0, 2**64 - 1)]
 Seconds = Annotated[float, Range(0.0, 1e12)]
@@ -467,7 +468,7 @@ class Bundle:
     """What an ingress needs of a model: it holds no model files, so both always agree."""
 
     model: Name
-    tokenizer_json: Text
+    tokenizer_json: File
     chat_template: Text | None
     bos_token: Name | None
     eos_token: Name | None

@@ -1,7 +1,8 @@
 """Puts one request's frames in order, across attempts. Pure.
 
 Every token is delivered once: frames of another attempt are dropped (fenced), repeats are cut off, and frames after a
-gap wait until the missing ones have been sent again. A terminal frame is held back until all tokens it counts are here.
+gap wait until the missing ones have been sent again. `Started` comes first, whatever NATS lost; `Finished` is held back
+until all tokens it counts are here.
 
     index   0 1 2 3 4 5 6            next_index = 4
     have    x x x x . w w            w waits; missing() = 4
@@ -54,7 +55,7 @@ class StreamAssembly:
                 return []
             first = self.started is None
             self.started = frame
-            return [frame] if first else []
+            return self._release(self._ripen([frame])) if first else []
         if isinstance(frame, Finished | Failed | Moved):
             self._held = frame
             return self._release([])
@@ -68,10 +69,10 @@ class StreamAssembly:
 
     def _counts_more(self, frame: Finished | Failed | Moved) -> bool:
         # A failed or moved attempt ends anyway: what it had not delivered is generated again.
-        return isinstance(frame, Finished) and frame.output_tokens > self.next_index
+        return isinstance(frame, Finished) and (self.started is None or frame.output_tokens > self.next_index)
 
     def _tokens(self, frame: Tokens) -> list[Frame]:
-        if frame.index > self.next_index:
+        if frame.index > self.next_index or self.started is None:
             if len(self._waiting) < MAX_WAITING:
                 known = self._waiting.get(frame.index)
                 if known is None or len(known.ids) < len(frame.ids):
@@ -79,9 +80,12 @@ class StreamAssembly:
             return []
         out: list[Frame] = []
         self._deliver(frame, out)
+        return self._release(self._ripen(out))
+
+    def _ripen(self, out: list[Frame]) -> list[Frame]:
         while self._waiting and (later := self._ripe()) is not None:
             self._deliver(later, out)
-        return self._release(out)
+        return out
 
     def _ripe(self) -> Tokens | None:
         frame = self._waiting.pop(self.next_index, None)

@@ -116,11 +116,11 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("client", client.close)
     ingress = await Ingress.open(client, config_of(settings, member), tenancy, CollectorRegistry())
     life.closing("ingress", ingress.close)
-    await _listen(settings, ingress, life)
     lease = Lease(bucket, record)
-    await lease.register()
+    await lease.register()  # first: others take the turns of an ingress that is no member as free
     life.closing("lease", lease.release)
     life.spawn(lease.run(lambda error: life.fatal(str(error))), "lease")
+    await _listen(settings, ingress, life)
 
 
 def main(argv: list[str] | None = None) -> None:

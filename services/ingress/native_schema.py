@@ -29,7 +29,6 @@ def read_generate(body: Body) -> GenerateAsk:
         prompt=required_text(body, "prompt", MAX_PROMPT_CHARS),
         sampling=replace(
             said,
-            max_tokens=said.max_tokens if said.max_tokens is not None else DEFAULT_MAX_TOKENS,
             temperature=said.temperature if said.temperature is not None else 1.0,
             top_p=said.top_p if said.top_p is not None else 1.0,
             top_k=said.top_k if said.top_k is not None else 0,

@@ -27,7 +27,7 @@ from services.ingress.http_exchange import Exchange
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models, ServedModel
 from services.ingress.native_events import NativeEvents
-from services.ingress.native_schema import read_generate
+from services.ingress.native_schema import DEFAULT_MAX_TOKENS, read_generate
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
 from services.ingress.openai_schema import check_vocabulary, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
@@ -131,7 +131,7 @@ class RequestFlow:
             model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
             tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids)
             ids = session.ids + tail
-            sampling = self._sampling(ask.sampling, model, len(ids), "prompt")
+            sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=DEFAULT_MAX_TOKENS)
             self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
             if session.head is None:
                 await self._session_index.admit(caller.tenant)

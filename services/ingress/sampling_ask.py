@@ -1,7 +1,7 @@
 """What a caller said about sampling, and what it becomes for one prompt of one model. Pure.
 
-`max_tokens` larger than what the context leaves is clipped to it (a caller cannot know the prompt's length in tokens);
-the terminal frame then says `length`. A prompt that leaves no room at all is an error.
+A `max_tokens` that the caller names and the context cannot hold is an error, as is a prompt that leaves no room at all;
+where none is named, what the context leaves bounds the default.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class SamplingAsk:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    max_tokens_field: str = "max_tokens"  # what the caller called it
 
 
 def read_sampling(body: Body, *, max_tokens_field: str = "max_tokens") -> SamplingAsk:
@@ -43,6 +44,7 @@ def read_sampling(body: Body, *, max_tokens_field: str = "max_tokens") -> Sampli
         seed=integer(body, "seed", _MIN_SEED, _MAX_SEED),
         stop=_read_stop(body),
         ignore_eos=boolean(body, "ignore_eos", False),
+        max_tokens_field=max_tokens_field,
     )
 
 
@@ -77,13 +79,20 @@ def room_after(prompt_tokens: int, context_length: int, field: str) -> int:
 def resolve(ask: SamplingAsk, bundle: Bundle, *, room: int, default_max_tokens: int, seed: int) -> Sampling:
     """The request's sampling: said by the caller, else by the model's generation defaults, else neutral.
 
-    The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise.
+    The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise. Raises
+    ContextLengthExceeded for a `max_tokens` beyond `room`.
     """
+    if ask.max_tokens is not None and ask.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"{ask.max_tokens} is more than the {room} tokens that the context of {bundle.context_length} leaves after "
+            "the prompt",
+            field=ask.max_tokens_field,
+        )
     temperature = _first(ask.temperature, bundle.default_temperature, 1.0)
     top_p = _first(ask.top_p, bundle.default_top_p, 1.0)
     top_k = ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0)
     return Sampling(
-        max_tokens=min(ask.max_tokens or default_max_tokens, room),
+        max_tokens=ask.max_tokens if ask.max_tokens is not None else min(default_max_tokens, room),
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

@@ -20,6 +20,12 @@ def finished(total: int, attempt: int = 0) -> Finished:
     return Finished("r", attempt, FinishReason.LENGTH, 3, total)
 
 
+def started_stream() -> StreamAssembly:
+    stream = StreamAssembly()
+    stream.accept(Started("r", 0, "w", 3, {}))
+    return stream
+
+
 def text_of(frames: list[Frame]) -> str:
     return "".join("".join(f.text) for f in frames if isinstance(f, Tokens))
 
@@ -35,7 +41,7 @@ def test_in_order() -> None:
 
 
 def test_terminal_waits_for_the_tokens_it_counts() -> None:
-    stream = StreamAssembly()
+    stream = started_stream()
     assert stream.accept(finished(2)) == []
     assert stream.missing() == 0
     assert stream.accept(tokens(1)) == []
@@ -45,7 +51,7 @@ def test_terminal_waits_for_the_tokens_it_counts() -> None:
 
 
 def test_failed_does_not_wait() -> None:
-    stream = StreamAssembly()
+    stream = started_stream()
     assert stream.accept(tokens(5)) == []
     assert stream.missing() == 0
     failed = Failed("r", 0, "worker_lost", "", retryable=True, output_tokens=9)
@@ -53,7 +59,7 @@ def test_failed_does_not_wait() -> None:
 
 
 def test_old_attempts_are_fenced_off() -> None:
-    stream = StreamAssembly()
+    stream = started_stream()
     stream.accept(tokens(0))
     stream.begin(1)
     assert stream.accept(tokens(1)) == []
@@ -65,7 +71,7 @@ def test_old_attempts_are_fenced_off() -> None:
 
 
 def test_nothing_after_the_terminal() -> None:
-    stream = StreamAssembly()
+    stream = started_stream()
     stream.accept(finished(0))
     assert stream.accept(tokens(0)) == []
 
@@ -85,7 +91,7 @@ def test_any_order_with_repeats_and_overlaps(data: st.DataObject, total: int) ->
     frames: list[Frame] = [tokens(i) for i in range(total)]
     frames += [tokens(a, min(n, total - a)) for a, n in cuts if a < total]
     frames += [tokens(i, attempt=3) for i in range(0, total, 5)]  # of another attempt
-    frames.append(finished(total))
+    frames += [Started("r", 0, "w", 3, {}), finished(total)]
     order = data.draw(st.permutations(frames))
     stream = StreamAssembly()
     out: list[Frame] = []
@@ -94,5 +100,15 @@ def test_any_order_with_repeats_and_overlaps(data: st.DataObject, total: int) ->
         assert stream.missing() is None or stream.missing() == len(stream.ids)
     assert text_of(out) == "".join(f"<{i}>" for i in range(total))
     assert stream.ids == list(range(total))
+    assert isinstance(out[0], Started)
     assert isinstance(out[-1], Finished)
     assert sum(isinstance(f, Finished) for f in out) == 1
+
+
+def test_a_lost_started_is_asked_for_before_anything_is_delivered() -> None:
+    stream = StreamAssembly()
+    assert stream.accept(tokens(0)) == []
+    assert stream.accept(finished(1)) == []
+    assert stream.missing() == 0
+    out = stream.accept(Started("r", 0, "w", 3, {}))
+    assert [type(f).__name__ for f in out] == ["Started", "Tokens", "Finished"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,7 +216,14 @@ def test_a_chat_is_read_whole() -> None:
         ChatMessage("user", "ab", "u"),
         ChatMessage("assistant", ""),
     )
-    assert ask.sampling == SamplingAsk(max_tokens=7, temperature=0.0, top_k=0, stop=("x",), ignore_eos=True)
+    assert ask.sampling == SamplingAsk(
+        max_tokens=7,
+        temperature=0.0,
+        top_k=0,
+        stop=("x",),
+        ignore_eos=True,
+        max_tokens_field="max_completion_tokens",
+    )
     assert (ask.stream, ask.include_usage, ask.seq_id) == (True, True, "s")
 
 
@@ -233,7 +241,7 @@ def test_prompts_of_completions() -> None:
 
 def test_generate_has_its_own_defaults() -> None:
     ask = read_generate({"prompt": "p"})
-    assert ask.sampling == SamplingAsk(max_tokens=50, temperature=1.0, top_p=1.0, top_k=0)
+    assert ask.sampling == SamplingAsk(temperature=1.0, top_p=1.0, top_k=0)
     assert (ask.seq_id, ask.model) == (None, None)
 
 
@@ -243,10 +251,12 @@ BUNDLE = Bundle("m", "{}", None, None, None, (1, 2), 100, 10, default_temperatur
 def test_sampling_takes_the_models_defaults_and_the_room_that_is_left() -> None:
     left = resolve(SamplingAsk(), BUNDLE, room=60, default_max_tokens=1024, seed=5)
     assert (left.temperature, left.top_p, left.top_k, left.max_tokens, left.seed) == (0.7, 1.0, 40, 60, 5)
-    said = SamplingAsk(max_tokens=10**7, temperature=0.0, top_k=0, seed=9, ignore_eos=True)
+    said = SamplingAsk(max_tokens=60, temperature=0.0, top_k=0, seed=9, ignore_eos=True)
     sampling = resolve(said, BUNDLE, room=60, default_max_tokens=8, seed=5)
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.0, 0, 60, 9)
     assert sampling.ignore_eos
+    with pytest.raises(InvalidRequest, match="max_tokens: 61 is more than the 60 tokens"):
+        resolve(replace(said, max_tokens=61), BUNDLE, room=60, default_max_tokens=8, seed=5)
 
 
 def test_room() -> None:
