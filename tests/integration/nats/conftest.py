@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -104,18 +103,19 @@ def long_streams(
     nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[str]]:
     """Streams that take over a minute, on a server and in a process of their own. Begun by the session's first test."""
-    roles = start_roles(nats_with_config, tmp_path_factory.mktemp("long-streams"))
+    folder = tmp_path_factory.mktemp("long-streams")
+    roles = start_roles(nats_with_config, folder)
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("long_streams.py")), roles.url],
+        [sys.executable, "-m", "tests.integration.nats.long_streams", roles.url, str(folder)],
+        cwd=Path(__file__).parents[3],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     with process:
         yield process
-        process.kill()
+        process.terminate()
 
 
 @pytest_asyncio.fixture

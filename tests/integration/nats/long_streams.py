@@ -1,95 +1,41 @@
 """Two bare producers receive 5,000 tokens each over more than a minute, one in msgpack, one in JSON. Run as a program.
 
-    python long_streams.py URL        prints one JSON object: what each producer saw
+    python -m tests.integration.nats.long_streams URL FOLDER     prints one JSON object: what each producer saw
 
 Permissions, and rights to answer that expire, could cut a long stream; nothing else here would. The producers are plain
-nats-py. What answers them is `SmallFleet`; a real placement and worker on the same server can take its place.
+nats-py; placement and worker are the real processes under their roles, the model is the fake one at a set pace.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import nats
 
-from kvproto import codec
-from kvproto import messages as m
-from kvproto.connection import Connection, is_json
 from kvproto.ids import new_request_id
-from kvproto.subjects import PLACEMENT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
+from services.worker.model_folder import DEMO_FOLDER
+from tests.support.processes import Deployment
 
 TOKENS = 5_000
-SECONDS = 62.0
-S = Subjects()
+SECONDS = 64.0
+USERS = ("admin", "placement", "worker", "sys")
 
 
-class SmallFleet:
-    """A placement that forwards and a worker that counts, each under its own role."""
-
-    def __init__(self, placement: Connection, worker: Connection) -> None:
-        self._placement = placement
-        self._worker = worker
-        self._streams: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    @asynccontextmanager
-    async def running(cls, url: str) -> AsyncIterator[SmallFleet]:
-        placement = await _connect(url, "placement", inbox_prefix(PLACEMENT_INBOX, "p1"))
-        worker = await _connect(url, "worker", inbox_prefix(WORKER_INBOX, "w1"))
-        fleet = cls(placement, worker)
-        await placement.subscribe(S.generate_all(), fleet._forward, queue="placement")
-        await worker.subscribe(S.worker_generate_all("w1"), fleet._accept)
-        await asyncio.gather(placement.synced(), worker.synced())
-        try:
-            yield fleet
-        finally:
-            await asyncio.gather(*fleet._streams)
-            await asyncio.gather(placement.close(), worker.close())
-
-    async def _forward(self, message: Any) -> None:
-        as_json = is_json(message)
-        asked = codec.decode_plain(m.ProducerRequest, message.data, as_json=as_json)
-        tenant, model = message.subject.split(".")[-2:]
-        request = m.GenerateRequest(
-            request=new_request_id(),
-            attempt=0,
-            model=model,
-            sampling=m.Sampling(max_tokens=asked.max_tokens),
-            inbox=message.reply,
-            prompt=asked.prompt,
-            encoding=m.Encoding.JSON if as_json else m.Encoding.MSGPACK,
-        )
-        reply = f"{self._placement.inbox_prefix}.{request.request}"
-        await self._placement.publish(S.worker_generate("w1", tenant), codec.encode(request), reply=reply)
-
-    async def _accept(self, message: Any) -> None:
-        request = codec.decode(m.GenerateRequest, message.data)
-        accepted = m.Accepted(request.request, request.attempt, "w1", "epoch")
-        await self._worker.publish(message.reply, codec.encode_frames([accepted]))
-        stream = asyncio.create_task(self._stream(request))
-        self._streams.add(stream)
-
-    async def _stream(self, request: m.GenerateRequest) -> None:
-        key = (request.request, request.attempt)
-        count = request.sampling.max_tokens
-        began = time.monotonic()
-        await self._send(request, m.Started(*key, "w1", 3, {}))
-        for index in range(count):
-            await asyncio.sleep(began + SECONDS * index / (count - 1) - time.monotonic())
-            await self._send(request, m.Tokens(*key, 0, index, (index,), (f"{index} ",)))
-        await self._send(request, m.Finished(*key, m.FinishReason.LENGTH, 3, count))
-
-    async def _send(self, request: m.GenerateRequest, frame: m.Frame) -> None:
-        data = codec.encode_plain_frame(frame, as_json=request.encoding is m.Encoding.JSON)
-        await self._worker.publish(request.inbox, data)
+def long_model(folder: Path) -> Path:
+    """The demo's tokenizer with a context that holds such a stream."""
+    model = folder / "counter"
+    shutil.copytree(DEMO_FOLDER, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return model
 
 
 async def receive(url: str, tenant: str, *, as_json: bool) -> dict[str, Any]:
@@ -112,7 +58,7 @@ async def receive(url: str, tenant: str, *, as_json: bool) -> dict[str, Any]:
 
     reply = f"{inbox}.frames"
     await nc.subscribe(reply, cb=on_frame)
-    body = {"prompt": "count", "max_tokens": TOKENS}
+    body = {"prompt": "count", "max_tokens": TOKENS, "ignore_eos": True}
     await nc.publish(
         f"kvf.generate.{tenant}.counter",
         json.dumps(body).encode() if as_json else msgpack.packb(body),
@@ -121,19 +67,19 @@ async def receive(url: str, tenant: str, *, as_json: bool) -> dict[str, Any]:
     )
     ids: list[int] = []
     times: list[float] = []
-    text = ""
+    in_order = True
     while True:
-        at, frame = await asyncio.wait_for(frames.get(), 20)
+        at, frame = await asyncio.wait_for(frames.get(), 40)
         if frame["type"] == "tokens":
+            in_order &= frame["index"] == len(ids)
             ids += frame["ids"]
-            text += "".join(frame["text"])
             times.append(at)
         elif frame["type"] != "started":
             break
     await nc.close()
     return {
         "tokens": len(ids),
-        "in_order": ids == list(range(TOKENS)) and text == "".join(f"{i} " for i in range(TOKENS)),
+        "in_order": in_order and frame.get("output_tokens") == len(ids),
         "seconds": round(times[-1] - times[0], 2),
         "largest_gap_s": round(max(b - a for a, b in pairwise(times)), 3),
         "end": frame["type"],
@@ -141,17 +87,31 @@ async def receive(url: str, tenant: str, *, as_json: bool) -> dict[str, Any]:
     }
 
 
-async def _connect(url: str, user: str, prefix: str) -> Connection:
-    return await Connection.open(url, name=user, inbox_prefix=prefix, user=user, password=f"secret-of-{user}")
+async def both(url: str) -> dict[str, Any]:
+    in_msgpack, in_json = await asyncio.gather(
+        receive(url, "public", as_json=False), receive(url, "acme", as_json=True)
+    )
+    return {"msgpack": in_msgpack, "json": in_json}
 
 
-async def main(url: str) -> None:
-    async with SmallFleet.running(url):
-        in_msgpack, in_json = await asyncio.gather(
-            receive(url, "public", as_json=False), receive(url, "acme", as_json=True)
-        )
-    print(json.dumps({"msgpack": in_msgpack, "json": in_json}))
+def main(url: str, folder: Path) -> None:
+    fleet = Deployment(url, folder, {user: f"secret-of-{user}" for user in USERS})
+    fleet.init()
+    rate = 2 * TOKENS / SECONDS
+    flags = ["--runner=fake", f"--fake-tokens-per-s={rate}", f"--model={long_model(folder)}"]
+    try:
+        fleet.start("placement", "p-long")
+        fleet.start("worker", "w-long", *flags)
+        end = time.monotonic() + 60
+        while not all("is ready" in service.log.read_text() for service in fleet.services.values()):
+            if time.monotonic() > end:
+                raise SystemExit(f"not ready: {fleet.logs()}")
+            time.sleep(0.1)
+        time.sleep(1.0)  # placement hears of the worker
+        print(json.dumps(asyncio.run(both(url))))
+    finally:
+        fleet.stop()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,95 @@
+"""Buckets: deletes compare and set, their markers go by themselves, and a difference in configuration is one line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvproto import buckets
+from kvproto.buckets import Bucket, StaleRevision, ensure_buckets
+from kvproto.connection import Connection
+from kvproto.errors import AuthenticationFailed, Unavailable
+from kvproto.subjects import Subjects
+
+
+@pytest.fixture
+async def connection(nats_url: str) -> AsyncIterator[Connection]:
+    connection = await Connection.open(nats_url, name="buckets", inbox_prefix="_adm.buckets")
+    yield connection
+    await connection.close()
+
+
+async def test_compare_and_set(connection: Connection, fleet_buckets: Subjects) -> None:
+    bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
+    first = await bucket.update("a.b", b"1", 0)
+    with pytest.raises(StaleRevision):
+        await bucket.update("a.b", b"2", 0)
+    second = await bucket.update("a.b", b"2", first)
+    with pytest.raises(StaleRevision):
+        await bucket.delete("a.b", first)
+    assert (await bucket.get("a.b")).value == b"2"
+    await bucket.delete("a.b", second)
+    gone = await bucket.get("a.b")
+    assert gone.value is None
+    third = await bucket.update("a.b", b"3", gone.revision)
+    assert (await bucket.get("a.b")).revision == third
+
+
+async def test_a_deleted_keys_marker_goes_by_itself(
+    connection: Connection, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "MARKER_TTL_S", 1.0)
+    name = fleet_buckets.sessions_bucket
+    bucket = await Bucket.open(connection, name)
+    for i in range(5):
+        await bucket.put(f"k.{i}", b"x")
+        await bucket.delete(f"k.{i}")
+    jetstream = connection.raw.jetstream()
+    assert (await jetstream.stream_info(f"KV_{name}")).state.messages == 5
+    async with asyncio.timeout(6):
+        while (await jetstream.stream_info(f"KV_{name}")).state.messages:
+            await asyncio.sleep(0.2)
+
+
+async def test_a_watcher_sees_deletion_and_what_existed(connection: Connection, fleet_buckets: Subjects) -> None:
+    bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
+    await bucket.put("a", b"1")
+    watch = await bucket.watch()
+    seen = []
+    await bucket.delete("a")
+    async with asyncio.timeout(5):
+        async for entry in watch.entries():
+            seen.append(entry and (entry.key, entry.value, entry.expired))
+            if entry is not None and entry.value is None:
+                break
+    await watch.stop()
+    assert seen[-1] == ("a", None, False)
+
+
+async def test_ensure_says_what_differs(connection: Connection, namespace: str) -> None:
+    subjects = Subjects(namespace)
+    try:
+        assert await ensure_buckets(connection, subjects) == []
+        assert await ensure_buckets(connection, subjects) == []
+        differences = await ensure_buckets(connection, subjects, replicas=3)
+        assert f"bucket {subjects.members_bucket}: replicas is 1, the configuration says 3" in differences
+    finally:
+        for name in (subjects.members_bucket, subjects.sessions_bucket, subjects.keys_bucket):
+            await connection.raw.jetstream().delete_key_value(name)
+
+
+async def test_a_missing_bucket_names_the_command_that_creates_it(connection: Connection) -> None:
+    with pytest.raises(Unavailable, match="kvfleet init"):
+        await Bucket.open(connection, "absent")
+
+
+async def test_a_refused_password_is_final_and_quick(nats_with_config, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = tmp_path / "auth.conf"
+    config.write_text('authorization { user: a, password: "right" }\n')
+    server = nats_with_config(config)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(AuthenticationFailed, match="refuses user a"):
+        await Connection.open(server.url, name="x", inbox_prefix="_adm.x", user="a", password="wrong")
+    assert asyncio.get_running_loop().time() - began < 3
