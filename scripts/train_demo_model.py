@@ -264,7 +264,7 @@ def messages_of(prompt: list[str]) -> list[dict[str, str]]:
 def chat_endings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[dict[str, int], list[str]]:
     """How many CHAT_PROMPTS are answered with a stop token in time, sampled and greedily; and the sampled answers."""
     ended, answers = {"greedy": 0, "sampled": 0}, []
-    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 1.0, "top_k": 0}
+    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
     for kind, options in (("greedy", {"do_sample": False}), ("sampled", sampling)):
         torch.manual_seed(0)
         for prompt in CHAT_PROMPTS:
@@ -366,7 +366,9 @@ def write_card(folder: Path, run: str, figures: dict[str, Any], answers: list[st
     prose = card.read_text(encoding="utf-8").partition(CARD_MARK)[0] if card.exists() else ""
     samples = [f"**{turns[-1]}**\n\n{answer}" for turns, answer in zip(CHAT_PROMPTS[:8], answers, strict=False)]
     quoted = "\n\n".join("> " + sample.replace("\n", "  \n> ") for sample in samples)
-    measured = f"```json\n{json.dumps(figures, indent=2)}\n```\n\nFirst answers at temperature 0.8:\n\n{quoted}\n"
+    measured = (
+        f"```json\n{json.dumps(figures, indent=2)}\n```\n\nFirst answers at temperature 0.8, top-p 0.95:\n\n{quoted}\n"
+    )
     card.write_text(f"{prose}{CARD_MARK}\n\n{run}\n\n{measured}", encoding="utf-8")
 
 

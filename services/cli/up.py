@@ -212,6 +212,7 @@ def _own_gpu(index: int) -> dict[str, str]:
 def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, stopping: threading.Event) -> bool:
     """Until every process serves. Raises StartFailed naming one that ended; False if asked to stop meanwhile."""
     end = time.monotonic() + START_TIMEOUT_S
+    shown = ""
     with Status("starting", console=err) as status, httpx.Client(base_url=base, timeout=2.0, trust_env=False) as http:
         while not stopping.is_set():
             for child in fleet:
@@ -220,7 +221,11 @@ def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, stopping
             if time.monotonic() > end:
                 raise StartFailed("the fleet", f"not ready within {START_TIMEOUT_S:.0f} s")
             ready = _ready_workers(http)
-            status.update(f"loading: {ready} of {workers} workers ready")
+            line = f"loading: {ready} of {workers} workers ready"
+            status.update(line)
+            if line != shown and not err.is_terminal:
+                err.print(line, markup=False)
+            shown = line
             if ready >= workers and _is_ready(http, placements):
                 return True
             stopping.wait(0.1)

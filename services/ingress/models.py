@@ -66,7 +66,7 @@ class Models:
 
     def on_member(self, change: Change, view: WorkerView) -> None:
         """A listener of `Members`: a new worker's bundle is here before its first request."""
-        if change is not Change.LEFT and view.state in (State.READY, State.STARTING):
+        if change is not Change.LEFT and view.state is State.READY:  # before that nobody answers
             self._prefetch(view.record)
 
     def served(self) -> list[WorkerRecord]:
@@ -116,7 +116,8 @@ class Models:
         holders = [
             view.record.id
             for view in self._view.workers.values()
-            if view.dead_since is None and (view.record.model, view.record.bundle) == (record.model, record.bundle)
+            if view.state in (State.READY, State.DRAINING)
+            and (view.record.model, view.record.bundle) == (record.model, record.bundle)
         ]
         for worker in sorted(holders, key=lambda one: one != record.id):
             try:

@@ -46,6 +46,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
 
 def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     import torch  # here, so that a fake worker starts without it
+    from transformers.utils.logging import disable_progress_bar
 
     from services.worker.model.attention.reference import ReferenceBackend
     from services.worker.model.kv_pool import blocks_that_fit
@@ -54,6 +55,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
 
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers_on_host)
     torch.set_num_threads(threads)
+    disable_progress_bar()  # several workers share one terminal; who starts them shows how far they are
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
     fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
     blocks = settings.blocks or blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction)
