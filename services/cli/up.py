@@ -243,8 +243,8 @@ def _ready_workers(http: httpx.Client) -> int:
 def _is_ready(http: httpx.Client, placements: int) -> bool:
     try:
         stats = http.get("/stats").json()
-        return http.get("/readyz").status_code == 200 and stats.get("placements", placements) >= placements
-    except (httpx.HTTPError, ValueError):
+        return http.get("/readyz").status_code == 200 and stats["placements"] >= placements
+    except (httpx.HTTPError, ValueError, KeyError):
         return False
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from kvproto.fleet_view import FleetView, WorkerView
-from kvproto.messages import Load, Rates, State, WorkerRecord
+from kvproto.messages import Load, Rates, Role, State, WorkerRecord
 
 
 def workers_report(view: FleetView) -> dict[str, dict[str, Any]]:
@@ -46,6 +46,7 @@ def stats_report(view: FleetView) -> dict[str, Any]:
     return {
         "workers": len(alive),
         "ready": sum(one.state is State.READY for one in alive),
+        "placements": sum(role is Role.PLACEMENT for role, _ in view.members),
         "models": sorted({one.record.model for one in alive}),
         "hit_rate": load["hit_tokens_total"] / prompt if prompt else 0.0,
         "load": load,
