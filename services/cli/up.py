@@ -252,7 +252,15 @@ def _hint(base: str, nats_url: str, model: str) -> None:
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Who goes there?"}}]}}'
     err.print(f"\nTry:\n  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' \\", markup=False)
     err.print(f"    -d '{body}'", markup=False)
-    err.print(f"  kvfleet chat --url {base}\nNATS is at {nats_url}. Ctrl-C stops everything.\n", markup=False)
+    err.print(f"  {_own_command()} chat --url {base}\nNATS is at {nats_url}. Ctrl-C stops everything.\n", markup=False)
+
+
+def _own_command() -> str:
+    """How to call this command from here: its name if it is on PATH, else its path."""
+    if shutil.which("kvfleet"):
+        return "kvfleet"
+    beside = Path(sys.executable).with_name("kvfleet")
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def _watch(fleet: Fleet, stopping: threading.Event) -> None:
