@@ -6,11 +6,9 @@ tokenizer, the chat format, the recipe, the figures in the model card. It knows 
 
     python scripts/train_demo_model.py --data ../shared/data/shakespeare.txt --out services/worker/demo_model
 
-`--evaluate-only` prints the figures of the folder as it stands, as JSON.
-
 The text is about 400,000 tokens, so overfitting is the enemy, not capacity: residual dropout, BPE dropout, weight decay
 and two views of each speech (as the play prints it, and as chat turns) are what the recipe is made of. The seed fixes
-all but BPE dropout, for which tokenizers has no seed: a second run comes close, not equal.
+all but BPE dropout, for which tokenizers has no seed: a second run comes close, not equal. `--evaluate-only` prints the figures of a folder.
 """
 
 from __future__ import annotations
@@ -247,8 +245,7 @@ def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -
     losses = nn.functional.pad(losses, (0, 1), value=math.nan)  # the last position predicts nothing
     blocks = losses.view(len(windows), CONTEXT // 256, 256)
     last = CONTEXT // 256 - 1
-    count = len(windows) - last
-    same_tokens = torch.stack([blocks[last - block : last - block + count, block] for block in range(last + 1)])
+    same_tokens = torch.stack([blocks[last - at : len(windows) - at, at] for at in range(last + 1)])
     means = same_tokens[:, :, :-1].mean(dim=(1, 2))
     ranges = ((0, 256), (256, 512), (512, 1024), (1024, 2048), (2048, 4096))
     return {f"{low}-{high - 1}": round(float(means[low // 256 : high // 256].mean()), 4) for low, high in ranges}

@@ -17,8 +17,6 @@ FOLDER = Path(services.worker.__file__).parent / "demo_model"
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    if not (FOLDER / "model.safetensors").is_file():
-        pytest.skip("the demo model is not there")
     return load_model(FOLDER, dtype="float32", device="cpu").model
 
 

@@ -1,0 +1,93 @@
+"""The bundled model keeps what its card says: size, context, held-out loss, and answers that end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from kvproto.block_hash import root
+from kvproto.messages import FinishReason, Sampling
+from services.worker.block_pool import BlockPool
+from services.worker.detokenizer import TokenizerDetokenizer
+from services.worker.engine import Engine
+from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.loader import load_model
+from services.worker.model.runner import TorchRunner
+from services.worker.model_folder import DEMO_FOLDER
+from services.worker.outputs import SequenceFinished
+from services.worker.scheduler import Scheduler
+from services.worker.sequence import SequenceSpec
+
+REPOSITORY = Path(__file__).parents[2]
+DATA = REPOSITORY.parent / "shared" / "data" / "shakespeare.txt"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    """The script that trained it, for its prompts and its way to count bits."""
+    spec = importlib.util.spec_from_file_location("train_demo_model", REPOSITORY / "scripts" / "train_demo_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    """What the script printed, as the card holds it."""
+    found = re.search(r"```(?:json)?\n(\{.*?\n\})\n```", (DEMO_FOLDER / "README.md").read_text(), re.DOTALL)
+    assert found
+    card: dict[str, Any] = json.loads(found.group(1))
+    return card
+
+
+def test_the_cards_figures_keep_the_floors(figures: dict[str, Any]) -> None:
+    assert figures["held_out_bits_per_byte"] <= 2.2
+    losses = figures["held_out_nats_per_token_by_position"]
+    assert losses["1024-2047"] <= losses["256-511"]
+    assert figures["chat_prompts"] == figures["chat_prompts_ended"]["greedy"] == 20
+    assert (DEMO_FOLDER / "model.safetensors").stat().st_size == figures["safetensors_bytes"] <= 12_000_000
+    assert json.loads((DEMO_FOLDER / "config.json").read_text())["max_position_embeddings"] >= 2048
+
+
+def test_the_held_out_text_costs_what_the_card_says(recipe: ModuleType, figures: dict[str, Any]) -> None:
+    if not DATA.exists():
+        pytest.skip(f"{DATA} is not beside the repository")
+    _, held_out = recipe.split(DATA.read_text())
+    model = LlamaForCausalLM.from_pretrained(DEMO_FOLDER, dtype="float32")
+    tokenizer = recipe.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    bits = recipe.bits_per_byte(model, tokenizer, held_out)
+    assert bits == pytest.approx(figures["held_out_bits_per_byte"], abs=0.002)
+    assert bits <= 2.2
+
+
+def test_twenty_chat_prompts_end_with_a_stop_token(recipe: ModuleType) -> None:
+    loaded = load_model(DEMO_FOLDER, dtype="float32", device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    pool = BlockPool(1024, 16)
+    engine = Engine(
+        TorchRunner(loaded, ReferenceBackend(), 1024, 16),
+        pool,
+        Scheduler(pool),
+        TokenizerDetokenizer.from_folder(DEMO_FOLDER),
+    )
+    for number, prompt in enumerate(recipe.CHAT_PROMPTS):
+        text = tokenizer.apply_chat_template(recipe.messages_of(prompt), tokenize=False, add_generation_prompt=True)
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        sampling = Sampling(400, temperature=0.0)
+        engine.add(SequenceSpec(f"p{number}", 0, ids, sampling, root("demo", 16, b"")))
+    ends = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            if isinstance(output, SequenceFinished):
+                ends[output.request] = output.reason
+    assert len(ends) == 20
+    assert set(ends.values()) == {FinishReason.STOP}
