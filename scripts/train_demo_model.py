@@ -8,7 +8,8 @@ tokenizer, the chat format, the recipe, the figures in the model card. It knows 
 
 The text is about 400,000 tokens, so overfitting is the enemy, not capacity: residual dropout, BPE dropout, weight decay
 and two views of each speech (as the play prints it, and as chat turns) are what the recipe is made of. The seed fixes
-all but BPE dropout, for which tokenizers has no seed: a second run comes close, not equal. `--evaluate-only` prints the figures of a folder.
+all but BPE dropout, for which tokenizers has no seed: a second run comes close, not equal.
+`--evaluate-only` prints the figures of a folder as they stand.
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""What a worker says beside its frames: events and digests an index can follow, snapshots, refusals, duplicates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from kvproto import codec
+from kvproto.block_hash import HASH_BYTES, digest_term
+from kvproto.client import Client, Generation
+from kvproto.connection import Message
+from kvproto.messages import (
+    Accepted,
+    AdminCommand,
+    AdminRequest,
+    Encoding,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Heartbeat,
+    Inspection,
+    KvEvents,
+    Sampling,
+    Snapshot,
+    SnapshotRequest,
+    Tokens,
+    WorkerStats,
+)
+from kvproto.subjects import Subjects
+from tests.support.fake_fleet import FakeFleet, FakeWorker
+
+SAMPLING = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+async def worker(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeWorker]:
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    yield await fleet.start("w0", blocks=24)
+    await fleet.stop()
+
+
+@pytest.fixture
+async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
+    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
+    yield client
+    await client.close()
+
+
+async def ask(client: Client, prompt: tuple[int, ...]) -> None:
+    async with client.generate(Generation("demo", SAMPLING, prompt)) as stream:
+        async for _ in stream:
+            pass
+
+
+async def settle(client: Client, worker: FakeWorker) -> Heartbeat:
+    """A heartbeat that is newer than all events."""
+    await asyncio.sleep(0.1)
+    seen = asyncio.get_running_loop().time()
+    view = client.members.view.workers["w0"]
+    async with asyncio.timeout(5):
+        while view.heartbeat is None or view.heartbeat_at < seen + 0.6:
+            await asyncio.sleep(0.02)
+    return view.heartbeat
+
+
+async def snapshot(client: Client) -> tuple[list[bytes], Snapshot]:
+    reply = await client.connection.request(client.subjects.blocks("w0"), codec.encode(SnapshotRequest()), 2.0)
+    part = codec.decode(Snapshot, reply.data)
+    assert part.parts == 1
+    raw = part.hashes
+    return [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)], part
+
+
+async def test_events_digest_and_snapshot_tell_the_same(worker: FakeWorker, client: Client) -> None:
+    heard: list[KvEvents] = []
+
+    async def on_event(message: Message) -> None:
+        heard.append(codec.decode_events(message.data))
+
+    await client.connection.subscribe(client.subjects.events_all(), on_event)
+    await client.connection.synced()
+    for i in range(12):  # more than 24 blocks hold: some are evicted
+        await ask(client, tuple(range(i * 50, i * 50 + 40)))
+    beat = await settle(client, worker)
+    assert [event.seq for event in heard] == list(range(1, len(heard) + 1))
+    assert {event.epoch for event in heard} == {worker.loop.record.epoch}
+    held: set[bytes] = set()
+    digest = 0
+    removed = 0
+    for event in heard:
+        for change in event.changes:
+            for run in change.runs:
+                for one in run.hashes:
+                    digest ^= digest_term(one)
+                    (held.discard if change.removed else held.add)(one)
+                    removed += change.removed
+    assert removed > 0
+    assert (beat.event_seq, beat.digest, beat.held) == (len(heard), digest, len(held))
+    hashes, part = await snapshot(client)
+    assert set(hashes) == held
+    assert len(hashes) == len(held)
+    assert (part.seq, part.digest, part.epoch) == (len(heard), digest, beat.epoch)
+
+
+async def test_stats_inspection_and_kv(worker: FakeWorker, client: Client) -> None:
+    prompt = tuple(range(40))
+    await ask(client, prompt)
+    stats = codec.decode(WorkerStats, await client.admin("w0", AdminRequest(AdminCommand.STATS)))
+    assert stats.record.id == "w0"
+    found = await client.admin("w0", AdminRequest(AdminCommand.INSPECT, tenant="public", ids=prompt))
+    assert codec.decode(Inspection, found).cached_tokens == 40
+    other = await client.admin("w0", AdminRequest(AdminCommand.INSPECT, tenant="other", ids=prompt))
+    assert codec.decode(Inspection, other).cached_tokens == 0
+    assert await client.admin("w0", AdminRequest(AdminCommand.READ_KV, tenant="public", ids=prompt))
+
+
+def request(client: Client, **changes: object) -> GenerateRequest:
+    base = GenerateRequest("r1", 0, "demo", SAMPLING, client.inbox.of("r1"), prompt_ids=tuple(range(40)))
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+class Receiver:
+    """Collects one request's frames from the client's inbox."""
+
+    def __init__(self, client: Client, name: str = "r1") -> None:
+        self.frames: list[Frame] = []
+        self.no_responders = 0
+        client.inbox.register(name, self)
+
+    def on_frame(self, frame: Frame) -> None:
+        self.frames.append(frame)
+
+    def on_no_responders(self) -> None:
+        self.no_responders += 1
+
+    async def until(self, kind: type) -> Frame:
+        async with asyncio.timeout(5):
+            while not any(isinstance(frame, kind) for frame in self.frames):
+                await asyncio.sleep(0.01)
+        return next(frame for frame in self.frames if isinstance(frame, kind))
+
+
+async def send(client: Client, body: GenerateRequest) -> None:
+    subject = client.subjects.worker_generate("w0", "public")
+    await client.connection.publish(subject, codec.encode(body), reply=client.inbox.of("r1"))
+
+
+async def test_a_request_delivered_twice_runs_once(worker: FakeWorker, client: Client) -> None:
+    receiver = Receiver(client)
+    for _ in range(3):
+        await send(client, request(client))
+    await receiver.until(Finished)
+    await asyncio.sleep(0.2)
+    assert sum(isinstance(frame, Accepted) for frame in receiver.frames) == 1
+    assert sum(isinstance(frame, Finished) for frame in receiver.frames) == 1
+    tokens = [one for frame in receiver.frames if isinstance(frame, Tokens) for one in frame.ids]
+    assert len(tokens) == 30
+    assert worker.loop.requests_total == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "field"),
+    [
+        ({"expires_unix_ms": 1_000}, "deadline_exceeded", "expires_unix_ms"),
+        ({"model": "other"}, "model_not_found", "model"),
+        ({"inbox": "kvf.events.w0"}, "invalid_request", "inbox"),
+        ({"inbox": "_ing.*"}, "invalid_request", "inbox"),
+        ({"prompt_ids": ()}, "invalid_request", "prompt"),
+        ({"prompt_ids": (), "prompt": ""}, "invalid_request", "prompt"),
+    ],
+)
+async def test_refusals_go_to_whoever_waits_for_the_acknowledgement(
+    worker: FakeWorker, client: Client, changes: dict[str, object], code: str, field: str
+) -> None:
+    receiver = Receiver(client)
+    await send(client, request(client, **changes))
+    failed = await receiver.until(Failed)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.field) == (code, field)
+    assert receiver.frames == [failed]
+
+
+async def test_a_late_request_is_refused_after_the_fact(worker: FakeWorker, client: Client) -> None:
+    """As after a reconnect, when what was buffered is delivered at last."""
+    receiver = Receiver(client)
+    await send(client, request(client, expires_unix_ms=int(time.time() * 1000) - 1, encoding=Encoding.FRAMES))
+    assert isinstance(await receiver.until(Failed), Failed)
+    assert worker.loop.requests_total == 0
