@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
+from kvproto.block_hash import pack_ids
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, LimitExceeded, from_code
+from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, Unavailable, from_code
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.generation import Counters, Generation, draw_seed
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_request_id
@@ -107,12 +108,21 @@ class Client:
     def streams(self) -> int:
         return len(self._streams)
 
+    def fail_streams(self, error: KvfleetError) -> None:
+        """End everything that runs with an error for its reader, and cancel it at the workers."""
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+            stream.signal(Signal.CANCELLED)
+
     # ------------------------------------------------------------------ one request
 
     def generate(self, generation: Generation) -> Stream:
         """Start a request. Errors are raised by the stream's reader."""
         if bool(generation.prompt_ids) == (generation.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
+        _check_text_and_ids(generation)
+        if generation.sampling.seed is None:  # kept in the request, so that a later attempt draws the same tokens
+            generation = replace(generation, sampling=replace(generation.sampling, seed=draw_seed()))
         request = generation.request or new_request_id()
         if request in self._streams:
             raise InvalidRequest("this request id is already running", field="request")
@@ -169,14 +179,16 @@ class Client:
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
         """Ask a worker's admin subject; the parts of its answer, joined. Raises its error, WorkerLost, TimeoutError."""
         parts: list[bytes] = []
-        total = 1
+        total, digest = 1, ""
         while len(parts) < total:
             question = codec.encode(replace(request, part=len(parts)))
             message = await self.connection.request(self.subjects.worker_admin(worker), question, timeout_s)
             reply = codec.decode(AdminReply, message.data)
             if reply.code is not None:
                 raise from_code(reply.code, reply.message)
-            total = reply.parts
+            if parts and (reply.parts, reply.digest) != (total, digest):
+                raise Unavailable(f"the answer of worker {worker} changed while it was fetched", retry_after_s=0.0)
+            total, digest = reply.parts, reply.digest
             parts.append(reply.data)
         return b"".join(parts)
 
@@ -184,6 +196,19 @@ class Client:
         """Tokenizer, template and defaults of the model this worker serves."""
         data = await self.admin(worker, AdminRequest(AdminCommand.BUNDLE))
         return codec.decode(Bundle, data, limit=codec.MAX_BUNDLE_BYTES)
+
+
+def _check_text_and_ids(generation: Generation) -> None:
+    """What the wire cannot carry is the caller's mistake. Raises InvalidRequest naming the field."""
+    try:
+        pack_ids(generation.prompt_ids)
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidRequest("must be integers within [0, 4294967295]", field="prompt_ids") from None
+    for field, text in (("prompt", generation.prompt or ""), ("stop", "".join(generation.sampling.stop))):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("is no text: it has a lone surrogate", field=field) from None
 
 
 __all__ = ["Client", "Counters", "Generation", "draw_seed", "read_placement"]

@@ -22,6 +22,7 @@ from kvproto.errors import AuthenticationFailed, Unavailable, WorkerLost
 log = logging.getLogger(__name__)
 
 NO_RESPONDERS = "503"
+SAY_AGAIN_S = 10.0
 JSON_HEADER = {"Content-Type": "application/json"}
 
 
@@ -80,6 +81,7 @@ class Connection:
         self.errors_total = 0
         self._nc = NatsClient()
         self._refused = asyncio.Event()
+        self._said, self._said_at = "", 0.0
         self._closing = False
         self._connected_at = 0.0
         self._told_disconnected = False
@@ -258,7 +260,9 @@ class Connection:
         text = f"{type(error).__name__}: {error}"
         if "authorization" in text.lower():
             self._refused.set()
-        if not self._closing:
+        now = asyncio.get_running_loop().time()
+        if not self._closing and (text != self._said or now - self._said_at > SAY_AGAIN_S):
+            self._said, self._said_at = text, now  # an outage repeats the same line several times a second
             log.warning("nats: %s", text[:300])
 
     async def _on_disconnected(self) -> None:

@@ -1,7 +1,7 @@
 """Loop: the one wildcard inbox of a client process; request id -> the stream that wants its frames.
 
 A subscription for all requests costs a seventh of one each, has no race between subscribe and request, and is one line
-to replay on a reconnect. Frames arrive on `<prefix>.r.<request>` or, many sequences together, on `<prefix>.b`.
+to replay on a reconnect. Frames arrive on `<prefix>.r.<request>.<attempt>`, or many sequences at once on `<prefix>.b`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import CodecError
 from kvproto.messages import Frame
-from kvproto.subjects import batch_inbox, request_inbox
+from kvproto.subjects import batch_inbox, request_inbox, request_inboxes
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Receiver(Protocol):
     """What a request registers: called on the loop, must not block."""
 
     def on_frame(self, frame: Frame) -> None: ...
-    def on_no_responders(self) -> None: ...
+    def on_no_responders(self, attempt: int) -> None: ...
 
 
 class Inbox:
@@ -38,16 +38,16 @@ class Inbox:
         self.malformed_total = 0
 
     async def start(self) -> None:
-        for subject in (request_inbox(self.prefix, "*"), self.batch):
+        for subject in (request_inboxes(self.prefix), self.batch):
             self._subscriptions.append(await self._connection.subscribe(subject, self._receive))
 
     async def stop(self) -> None:
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 
-    def of(self, request: str) -> str:
-        """Reply subject of one request."""
-        return request_inbox(self.prefix, request)
+    def of(self, request: str, attempt: int) -> str:
+        """Reply subject of one attempt: a no-responders notice carries nothing else to tell it by."""
+        return request_inbox(self.prefix, request, attempt)
 
     def register(self, request: str, receiver: Receiver) -> None:
         self._receivers[request] = receiver
@@ -60,9 +60,10 @@ class Inbox:
 
     async def _receive(self, message: Message) -> None:
         if is_no_responders(message):
-            receiver = self._receivers.get(message.subject.rsplit(".", 1)[-1])
-            if receiver is not None:
-                receiver.on_no_responders()
+            *_, request, attempt = message.subject.split(".")
+            receiver = self._receivers.get(request)
+            if receiver is not None and attempt.isdigit():
+                receiver.on_no_responders(int(attempt))
             return
         try:
             frames = codec.decode_frames(message.data)

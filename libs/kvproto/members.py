@@ -52,6 +52,7 @@ class Lease:
         self._key = member_key(role.value, record.id)
         self._revision: int | None = None
         self._lock = asyncio.Lock()
+        self._released = False
         self.leases_total = 0
 
     async def register(self) -> None:
@@ -69,6 +70,8 @@ class Lease:
     async def renew(self) -> None:
         """Write the record again. Raises Fenced, or Unavailable while JetStream is away (try again later)."""
         async with self._lock:
+            if self._released:
+                return
             if self._revision is not None:
                 try:
                     self._revision = await self._bucket.update(self._key, codec.encode(self.record), self._revision)
@@ -102,10 +105,12 @@ class Lease:
 
     async def release(self) -> None:
         """Delete the record, if it is still ours: watchers learn at once. Never raises."""
-        revision, self._revision = self._revision, None
-        if revision is not None:
-            with contextlib.suppress(KvfleetError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._bucket.delete(self._key, revision), 1.0)
+        self._released = True
+        async with self._lock:
+            revision, self._revision = self._revision, None
+            if revision is not None:
+                with contextlib.suppress(KvfleetError, asyncio.TimeoutError):
+                    await asyncio.wait_for(self._bucket.delete(self._key, revision), 1.0)
 
 
 Listener = Callable[[Change, WorkerView], None]
@@ -152,11 +157,10 @@ class Members:
             ) from None
 
     async def stop(self) -> None:
-        for task in [*self._tasks, self._watching]:
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        tasks = [task for task in (*self._tasks, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._watch is not None:
             await self._watch.stop()
         with contextlib.suppress(Exception):
@@ -195,7 +199,10 @@ class Members:
         view = self.view.workers.get(worker)
         if change is not None and view is not None:
             for listener in self.listeners:
-                listener(change, view)
+                try:
+                    listener(change, view)
+                except Exception:  # one listener's fault must not end the watch that all depend on
+                    log.exception("a listener of members failed")
 
     async def _rewatch(self) -> None:
         """After a reconnect the old watch is blind: list everything again."""
@@ -219,6 +226,8 @@ class Members:
                     await watch.stop()
             except Unavailable as error:
                 log.warning("members: %s", error)
+            except Exception:  # a loop's top: without its watch a process would only look alive
+                log.exception("members: the watch failed and begins again")
             await asyncio.sleep(0.5)
 
     def _apply(self, entry: Entry) -> None:

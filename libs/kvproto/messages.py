@@ -78,14 +78,15 @@ class Sampling:
     """How tokens are drawn. A token's random number depends on (seed, choice, generated index) alone.
 
     `temperature` 0 is greedy; `top_k` 0 means no limit. `seed` is drawn by the ingress or Client when the caller gives
-    none, so a moved or replayed sequence draws the same tokens. Stop tokens are neither emitted nor counted.
+    none, so a moved or replayed sequence draws the same tokens; a worker takes none as 0. Stop tokens are neither
+    emitted nor counted.
     """
 
     max_tokens: Annotated[int, Range(1, 16_777_216)]
     temperature: Annotated[float, Range(0.0, 100.0)] = 1.0
     top_p: Annotated[float, Range(0.0, 1.0)] = 1.0
     top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
-    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] = 0
+    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] | None = None
     stop: Annotated[tuple[Annotated[str, MaxLength(1024)], ...], MaxLength(16)] = ()
     stop_ids: Annotated[tuple[int, ...], MaxLength(256)] = ()
     ignore_eos: bool = False

@@ -22,11 +22,11 @@ from kvproto.errors import (
     Cancelled,
     CodecError,
     DeadlineExceeded,
-    InvalidRequest,
     KvfleetError,
     ModelNotFound,
     NotFound,
     NoWorkers,
+    PayloadTooLarge,
     Unavailable,
     WorkerLost,
     from_code,
@@ -76,11 +76,11 @@ class RequestDriver:
     async def run(self, stream: Stream, generation: Generation) -> None:
         """One request from placement to its terminal frame, over as many attempts as it takes."""
         deadline = self.now() + generation.deadline_s
+        patience = self.now() + generation.patience_s
         excluded: list[str] = []
+        accepted = 0  # attempts that a worker took on; a refusal costs patience, not one of these
         try:
             while not stream.closed:
-                if stream.attempts >= generation.attempts:
-                    raise Unavailable(f"given up after {stream.attempts} attempts", retry_after_s=1.0)
                 worker = await self._place(stream, generation, excluded, deadline)
                 try:
                     await self._attempt(stream, generation, worker, deadline)
@@ -88,11 +88,19 @@ class RequestDriver:
                     await self._cancel_at(worker, stream)
                     if not error.retryable:
                         raise
+                    if stream.accepted:
+                        accepted += 1
+                        patience = self.now() + generation.patience_s
+                    if accepted >= generation.attempts or self.now() > min(patience, deadline):
+                        raise
                     log.info("request %s: attempt %d at %s ended: %s", stream.request, stream.attempts, worker, error)
                     if isinstance(error, WorkerLost):
                         self.counters.lost_total += 1
                     if worker not in excluded:
                         excluded.append(worker)
+                    else:  # everybody was asked: wait for somebody to come back instead of spinning
+                        excluded[:] = [worker]
+                        await asyncio.sleep(RETRY_WAIT_S * (0.75 + random.random() / 2))
         except KvfleetError as error:
             stream.fail(error)
         except asyncio.CancelledError:
@@ -162,7 +170,11 @@ class RequestDriver:
             prompt=generation.prompt,
         )
         ring = self.members.ring(generation.model)
-        worker = ring.owner(key, excluded=question.excluded) or ring.owner(key, excluded=question.excluded[-1:])
+        worker = (
+            ring.owner(key, excluded=question.excluded)
+            or ring.owner(key, excluded=question.excluded[-1:])
+            or ring.owner(key)
+        )
         if worker is None:
             if generation.model not in {view.record.model for view in self.members.view.workers.values()}:
                 raise ModelNotFound(f"no worker serves {generation.model!r}", field="model")
@@ -175,6 +187,7 @@ class RequestDriver:
         stream.attempts += 1
         stream.worker, stream.worker_epoch, stream.accepted = worker, None, False
         stream.gap_since = stream.paused_since = None
+        stream.was_paused = False
         stream.forget_signals()
         assembly = stream.assembly
         assembly.begin(attempt)
@@ -200,12 +213,12 @@ class RequestDriver:
         )
         data = codec.encode(body, self._version_of(worker))
         if len(data) > self.connection.max_payload:
-            raise InvalidRequest(
+            raise PayloadTooLarge(
                 f"{len(data)} bytes on the wire, NATS takes at most {self.connection.max_payload}", field="prompt"
             )
         stream.last_frame_at = self.now()
         subject = self.subjects.worker_generate(worker, generation.tenant)
-        await self.connection.publish(subject, data, reply=self.inbox.of(stream.request))
+        await self.connection.publish(subject, data, reply=self.inbox.of(stream.request, attempt))
         published_at = self.now()
         first_probe_at: float | None = None
         while assembly.terminal is None:
@@ -234,6 +247,8 @@ class RequestDriver:
                 if self.connection.is_connected and self.now() - max(first_probe_at, self._connected_at()) > DEAF_S:
                     raise WorkerLost(f"worker {worker} does not answer")
                 await self._ask_again(stream, worker)
+                if stream.was_paused:  # the message that let it go on may be what was lost
+                    await self._pause(stream, worker, paused=False)
             elif signal is Signal.FULL or signal is Signal.DRAINED:
                 await self._pause(stream, worker, paused=signal is Signal.FULL)
         terminal = assembly.terminal
@@ -261,12 +276,9 @@ class RequestDriver:
     async def _ask_again(self, stream: Stream, worker: str) -> None:
         self.counters.resends_total += 1
         stream.last_probe_at = self.now()
-        question = ResendRequest(
-            stream.request, stream.assembly.attempt, stream.assembly.next_index, self.inbox.of(stream.request)
-        )
-        await self.connection.publish(
-            self.subjects.worker_resend(worker), codec.encode(question), reply=self.inbox.of(stream.request)
-        )
+        inbox = self.inbox.of(stream.request, stream.assembly.attempt)
+        question = ResendRequest(stream.request, stream.assembly.attempt, stream.assembly.next_index, inbox)
+        await self.connection.publish(self.subjects.worker_resend(worker), codec.encode(question), reply=inbox)
 
     async def _cancel_at(self, worker: str, stream: Stream) -> None:
         """Tell a worker to let go of an attempt, if it did not end by itself. Never raises."""

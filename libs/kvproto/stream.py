@@ -51,6 +51,7 @@ class Stream:
         self.last_probe_at = self.last_frame_at
         self.gap_since: float | None = None
         self.paused_since: float | None = None
+        self.was_paused = False  # in this attempt
         self._clock = clock
         self._limit = buffer_tokens
         self._ready: deque[Event] = deque()
@@ -131,8 +132,9 @@ class Stream:
             self.accepted = True  # an acknowledgement may be lost, a frame proves as much
             self._deliver(self.assembly.accept(frame))
 
-    def on_no_responders(self) -> None:
-        self.signal(Signal.NO_RESPONDERS)
+    def on_no_responders(self, attempt: int) -> None:
+        if attempt == self.assembly.attempt:
+            self.signal(Signal.NO_RESPONDERS)
 
     def _deliver(self, frames: list[Frame]) -> None:
         for frame in frames:
@@ -155,6 +157,7 @@ class Stream:
             self.gap_since = None
         if self._buffered > self._limit and self.paused_since is None and not self._done:
             self.paused_since = self.last_frame_at
+            self.was_paused = True
             self.signal(Signal.FULL)
         self._wake_reader()
 

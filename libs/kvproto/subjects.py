@@ -115,12 +115,17 @@ def inbox_prefix(role_inbox: str, process: str) -> str:
     return f"{role_inbox}.{process}"
 
 
-def request_inbox(prefix: str, request: str) -> str:
-    """Where acknowledgements, no-responders notices and unbatched frames of one request arrive.
+def request_inbox(prefix: str, request: str, attempt: int | str) -> str:
+    """Where acknowledgements, no-responders notices and unbatched frames of one attempt arrive.
 
     Under a token of their own: nats-py puts KV watches on `<prefix>.<unique>`, replies on `<prefix>.<unique>.<n>`.
     """
-    return f"{prefix}.r.{request}"
+    return f"{prefix}.r.{request}.{attempt}"
+
+
+def request_inboxes(prefix: str) -> str:
+    """All of them, to subscribe to; what follows `<prefix>.r.` is `<request>.<attempt>`."""
+    return f"{prefix}.r.>"
 
 
 def batch_inbox(prefix: str) -> str:

@@ -11,14 +11,16 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import uvloop
 
 from kvproto.errors import KvfleetError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
 Closer = Callable[[], Awaitable[None]]
@@ -78,6 +80,32 @@ class Lifecycle:
             await asyncio.sleep(0.5)
         log.warning("the parent process is gone")
         self.stop()
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run slow, blocking work (loading a model) so that a signal need not wait for it: the thread dies with us."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run_it() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run_it, name="loading", daemon=True).start()
+    return await future
 
 
 Main = Callable[[Lifecycle], Awaitable[None]]

@@ -6,9 +6,11 @@ nothing for being watched, and every series exists from the start at 0.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -52,7 +54,16 @@ class LiveCollector(Collector):
             yield family
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection: one that says nothing must not keep probes from being answered."""
+
+    daemon_threads = True
+    block_on_close = False
+
+
 class _Quiet(WSGIRequestHandler):
+    timeout = 5  # seconds for a request to arrive
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -76,7 +87,7 @@ class MetricsServer:
             return [b"ok\n" if good else b"not ready\n"]
 
         try:
-            self._server: WSGIServer = make_server(host, port, app, handler_class=_Quiet)
+            self._server: WSGIServer = make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
         except OSError as error:
             raise Unavailable(f"cannot listen on {host}:{port} for metrics: {error.strerror}") from None
         self.port = self._server.server_port
@@ -84,5 +95,5 @@ class MetricsServer:
         self._thread.start()
 
     async def close(self) -> None:
-        self._server.shutdown()
+        await asyncio.get_running_loop().run_in_executor(None, self._server.shutdown)
         self._server.server_close()

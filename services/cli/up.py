@@ -205,7 +205,10 @@ def _service(service: str, member: str, flags: list[str], env: dict[str, str]) -
 def _own_gpu(index: int) -> dict[str, str]:
     """Each local worker takes its own GPU, round robin, where there are any."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    if visible is not None:
+        gpus = [gpu for gpu in visible.split(",") if gpu.strip()]
+    else:
+        gpus = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
     return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
 
 

@@ -6,15 +6,17 @@ write being one send. What was refused is answered in OpenAI's error form.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from urllib.parse import parse_qs
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge
 from services.ingress.error_bodies import Headers, error_body, error_headers, status_of
 
 JSON = b"application/json"
+SEND_LIMIT_S = 60.0
 _EVENT_STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -123,12 +125,21 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         """One send. Waits while the client reads too slowly, which in the end pauses the sequence at its worker."""
         self.writes += 1
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_in_time({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
         """The last send."""
         self.ended = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_in_time({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _send_in_time(self, message: Message) -> None:
+        """Raises Cancelled for a client that stays and does not read: it must not hold slot and session for ever."""
+        try:
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await self._send(message)
+        except TimeoutError:
+            self.gone = True
+            raise Cancelled(f"the client did not read for {SEND_LIMIT_S:.0f} s") from None
 
 
 def integer_query(exchange: Exchange, name: str, default: int) -> int:

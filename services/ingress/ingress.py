@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvproto.buckets import Bucket
 from kvproto.client import Client
+from kvproto.errors import KvfleetError
 from kvproto.messages import Role
 from services.ingress.admission import Admission
 from services.ingress.chat_splice import SpliceIndex
@@ -93,6 +94,10 @@ class Ingress:
         while self.admission.running and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_POLL_S)
         return not self.admission.running
+
+    def end_streams(self, error: KvfleetError) -> None:
+        """What still runs ends with this error as its last event."""
+        self._client.fail_streams(error)
 
     async def close(self) -> None:
         """Stop the background tasks; the client stays its owner's."""

@@ -90,7 +90,9 @@ async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.L
     serving = life.spawn(server.serve(sockets), "http")
 
     async def close() -> None:
-        await ingress.drain(settings.drain_s)
+        if not await ingress.drain(settings.drain_s):
+            ingress.end_streams(Unavailable("this ingress is shutting down", retry_after_s=1.0))
+            await ingress.drain(1.0)
         server.should_exit = True
         await asyncio.wait([serving])
 
@@ -117,7 +119,7 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     ingress = await Ingress.open(client, config_of(settings, member), tenancy, CollectorRegistry())
     life.closing("ingress", ingress.close)
     lease = Lease(bucket, record)
-    await lease.register()  # first: others take the turns of an ingress that is no member as free
+    await lease.renew()  # first: others take the turns of an ingress that is no member as free
     life.closing("lease", lease.release)
     life.spawn(lease.run(lambda error: life.fatal(str(error))), "lease")
     await _listen(settings, ingress, life)

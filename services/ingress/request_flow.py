@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvproto.client import Client, Generation, draw_seed
-from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy
+from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, SessionBusy, Unavailable
 from kvproto.messages import Sampling
 from services.ingress.admission import Admission
 from services.ingress.config import IngressConfig
@@ -85,7 +85,7 @@ class RequestFlow:
         ask = read_chat(parse_body(await exchange.read_body(self._config.max_body_bytes)))
         with self._admitted(caller):
             model = await self._models.get(ask.model)
-            session = await self._sessions.read(caller.tenant, ask.seq_id) if ask.seq_id is not None else None
+            session = await self._offered_session(caller, ask.seq_id)
             history = session.ids if session and session.head and session.head.model == model.name else ()
             prompt = await self._prompts.chat(model, caller.tenant, ask.messages, history)
             self._tally.spliced_tokens += prompt.spliced
@@ -101,7 +101,8 @@ class RequestFlow:
                 done = await self._run(exchange, job)
                 self._prompts.remember(model, caller.tenant, prompt, done.ids)
                 if turn is not None:
-                    await self._commit(turn, model, prompt.ids + done.ids, done)
+                    with _kept_if_possible(turn.session):
+                        await self._commit(turn, model, prompt.ids + done.ids, done)
         await self._end(exchange, job, done)
 
     async def completions(self, exchange: Exchange) -> None:
@@ -219,10 +220,16 @@ class RequestFlow:
         """A chat's `seq_id` only offers ids: while another turn runs, or when it grows too long, it is not kept."""
         if session is None or not self._sessions.fits(longest):
             return None
-        if session.head is None:
-            await self._session_index.admit(caller.tenant)
-        with contextlib.suppress(SessionBusy):
+        with _kept_if_possible(session):
+            if session.head is None:
+                await self._session_index.admit(caller.tenant)
             return await stack.enter_async_context(self._sessions.turn(session, model.name, request))
+        return None
+
+    async def _offered_session(self, caller: ApiKey, seq_id: str | None) -> Session | None:
+        if seq_id is not None:
+            with contextlib.suppress(Unavailable):
+                return await self._sessions.read(caller.tenant, seq_id)
         return None
 
     async def _commit(self, turn: OpenTurn, model: ServedModel, ids: tuple[int, ...], transcript: Transcript) -> None:
@@ -274,6 +281,15 @@ class RequestFlow:
         if transcript.finished is not None:
             self._tally.prompt_tokens += transcript.finished.prompt_tokens
             self._tally.cached_tokens += cached_tokens(transcript)
+
+
+@contextlib.contextmanager
+def _kept_if_possible(session: Session) -> Iterator[None]:
+    """Around the session of a chat: it is a service to the next turn, and never fails this one."""
+    try:
+        yield
+    except (SessionBusy, LimitExceeded, Unavailable) as error:
+        log.info("session %s: this chat is not kept: %s", session.key, error)
 
 
 def _now() -> float:

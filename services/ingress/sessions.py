@@ -215,10 +215,7 @@ class Sessions:
                 turn=None,
                 generation=generation,
             )
-            try:
-                await self._bucket.update(session.key, codec.encode(head), turn.revision)
-            except StaleRevision:
-                raise _lost(session) from None
+            await self._update_ours(turn, head)
             turn.ended = True
         if session.head is not None and generation != session.head.generation:
             await self._erase_chunks(session.key, session.head)
@@ -229,13 +226,39 @@ class Sessions:
         async with turn.lock:
             self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
             try:
-                if session.head is None:
-                    await self._bucket.delete(session.key, turn.revision)
+                if session.head is not None:
+                    await self._update_ours(turn, replace(session.head, turn=None))
                 else:
-                    head = replace(session.head, turn=None)
-                    await self._bucket.update(session.key, codec.encode(head), turn.revision)
+                    try:
+                        await self._bucket.delete(session.key, turn.revision)
+                    except StaleRevision:
+                        await self._adopt(turn)
+                        await self._bucket.delete(session.key, turn.revision)
             except KvfleetError as error:
                 log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+
+    async def _update_ours(self, turn: OpenTurn, head: SessionHead) -> None:
+        """Write the head of a turn that is ours. Raises SessionBusy if it no longer is, Unavailable."""
+        try:
+            turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
+        except StaleRevision:
+            await self._adopt(turn)
+            try:
+                turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
+            except StaleRevision:
+                raise _lost(turn.session) from None
+
+    async def _adopt(self, turn: OpenTurn) -> None:
+        """Take over the head's newest revision if our own turn stands in it. Raises SessionBusy if another's does.
+
+        A write that timed out in an outage of NATS is delivered after it all the same: then we are our own rival.
+        """
+        entry = await self._bucket.get(turn.session.key)
+        head = _read_head(entry)
+        ours, found = turn.head.turn, head.turn if head is not None else None
+        if ours is None or found is None or (found.request, found.ingress) != (ours.request, ours.ingress):
+            raise _lost(turn.session)
+        turn.revision = entry.revision
 
     async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
         while True:
@@ -244,8 +267,7 @@ class Sessions:
                 return
             except StaleRevision:
                 # An ingress that lost this session may have written meanwhile: take over, if the turn is still ours.
-                if (await self._bucket.get(turn.session.key)).revision != turn.revision:
-                    raise _lost(turn.session) from None
+                await self._adopt(turn)
                 revision = (await self._bucket.get(key)).revision
 
     # ------------------------------------------------------------------ erasing
@@ -306,7 +328,7 @@ class Sessions:
                 lease = Turn(request, self._ingress, self._lease_end(self._unix_ms()))
                 head = replace(turn.head, turn=lease)
                 try:
-                    turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
+                    await self._update_ours(turn, head)
                     turn.head = head
                 except KvfleetError as error:
                     log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)

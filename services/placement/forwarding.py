@@ -340,7 +340,7 @@ class Forwarding:
 
     def _reply(self, forwarded: _Forwarded) -> str:
         """Where the present worker answers. The attempt tells the server's 503s apart, which carry nothing else."""
-        return f"{request_inbox(self._inbox_prefix, forwarded.asked.request)}.{forwarded.attempt}"
+        return request_inbox(self._inbox_prefix, forwarded.asked.request, forwarded.attempt)
 
     def check_integrity(self) -> None:
         """Every request is in one state, offered to nobody twice; tables are in order. Raises AssertionError."""

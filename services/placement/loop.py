@@ -39,7 +39,7 @@ from kvproto.messages import (
     MemberRecord,
     WorkerRecord,
 )
-from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inbox
+from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inboxes
 from services.placement import intake
 from services.placement.actions import (
     Action,
@@ -195,7 +195,8 @@ class PlacementLoop:
     # ------------------------------------------------------------------ workers answer
 
     async def _on_answer(self, message: Message) -> None:
-        request, _, attempt = message.subject.removeprefix(request_inbox(self.inbox_prefix, "")).partition(".")
+        own = request_inboxes(self.inbox_prefix).rstrip(">")
+        request, _, attempt = message.subject.removeprefix(own).partition(".")
         if is_no_responders(message):
             if _is_attempt(attempt):
                 await self._carry_out(self._handle(NobodyListens(request, int(attempt))))
@@ -326,7 +327,7 @@ class PlacementLoop:
 
     async def _start(self) -> None:
         subscribe, subjects = self._connection.subscribe, self._subjects
-        self._heard.append(await subscribe(request_inbox(self.inbox_prefix, ">"), self._guarded(self._on_answer)))
+        self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(self._on_answer)))
         self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
         if self._system is not None:
             self._heard.append(await self._system.subscribe(DISCONNECTS, self._guarded(self._on_disconnect)))

@@ -23,6 +23,7 @@ from kvproto.messages import (
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
 
 KEEP_FINISHED_S = 30.0
+PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
 
 Key = tuple[str, int]
@@ -43,6 +44,8 @@ class Record:
     started: Started | None = None
     terminal: Finished | Failed | Moved | None = None
     finished_at: float = 0.0
+    deadline: float = float("inf")  # of the event loop's clock
+    paused_at: float | None = None
 
     @property
     def next_index(self) -> int:
@@ -56,20 +59,29 @@ class FrameBook:
         self._worker = worker
         self._records: dict[Key, Record] = {}
         self._finished: OrderedDict[Key, None] = OrderedDict()
+        self._running: dict[Key, Record] = {}
 
     def __len__(self) -> int:
         return len(self._records)
 
     @property
     def running(self) -> list[Record]:
-        return [record for record in self._records.values() if record.terminal is None]
+        return list(self._running.values())
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    def find(self, request: str, attempt: int) -> Record | None:
+        """A running attempt."""
+        return self._running.get((request, attempt))
 
     def knows(self, request: str, attempt: int) -> bool:
         return (request, attempt) in self._records
 
     def attempts(self, request: str) -> list[int]:
         """Running attempts of a request."""
-        return [a for (r, a), record in self._records.items() if r == request and record.terminal is None]
+        return [attempt for name, attempt in self._running if name == request]
 
     def open(self, request: GenerateRequest, reply: str) -> Record:
         record = Record(
@@ -81,6 +93,7 @@ class FrameBook:
             len(request.output_ids),
         )
         self._records[request.request, request.attempt] = record
+        self._running[request.request, request.attempt] = record
         return record
 
     def add(self, output: SequenceOutput, now: float) -> tuple[Record, Frame] | None:
@@ -127,6 +140,7 @@ class FrameBook:
         """Close an attempt with its one terminal frame."""
         record.terminal, record.finished_at = terminal, now
         self._finished[record.request, record.attempt] = None
+        self._running.pop((record.request, record.attempt), None)
         return record, terminal
 
     def repeat(self, request: str, attempt: int, from_index: int) -> list[Frame]:
@@ -145,6 +159,14 @@ class FrameBook:
         if record.terminal is not None:
             frames.append(record.terminal)
         return frames
+
+    def overdue(self, now: float) -> list[Record]:
+        """Running attempts past their deadline, or paused for so long that nobody will ever let them go on."""
+        return [
+            record
+            for record in self._running.values()
+            if now > record.deadline or (record.paused_at is not None and now - record.paused_at > PAUSED_LIMIT_S)
+        ]
 
     def sweep(self, now: float) -> None:
         """Forget what finished more than 30 s ago."""

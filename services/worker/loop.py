@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,7 @@ from services.worker.tenant_roots import TenantRoots
 log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 0.5
+INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class WorkerLoop:
         self._events = events
         self._roots = TenantRoots(bundle, limits.fleet_key)
         self._subscriptions: list[Subscription] = []
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenising: set[tuple[str, int]] = set()
+        self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._state = State.READY
         self._load = Load()
         self._rates = Rates()
@@ -120,17 +124,27 @@ class WorkerLoop:
             self._subscriptions.append(await self._connection.subscribe(subject, callback))
         await self._connection.synced()
         await self._lease.set(replace(self.record, state=State.READY))
-        self._tasks = [
-            asyncio.create_task(self._lease.run(self._on_fenced), name="lease"),
-            asyncio.create_task(self.outbox.run(), name="outbox"),
-            asyncio.create_task(self._beat(), name="heartbeat"),
-        ]
+        self._spawn(self._lease.run(self._on_fenced))
+        self._spawn(self.outbox.run())
+        self._spawn(self._beat())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task of this loop. One that fails ends the process: a worker without its heartbeat only looks alive."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the worker failed", exc_info=error)
+            self._on_fatal(f"{type(error).__name__}: {error}")
 
     def begin_drain(self) -> None:
         """Take no new work; what runs goes on."""
         if self._state is not State.DRAINING:
             self._state = State.DRAINING
-            self._tasks.append(asyncio.create_task(self._announce_drain(), name="drain"))
+            self._spawn(self._announce_drain())
 
     async def _announce_drain(self) -> None:
         await self._publish_heartbeat()
@@ -155,15 +169,17 @@ class WorkerLoop:
 
     async def stop(self) -> None:
         """Release the lease, so that everybody knows at once, and let go of everything."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        self._tokenisers.shutdown(wait=False, cancel_futures=True)
         await self._lease.release()
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()
             except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
                 log.debug("unsubscribe: %s", error)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_fenced(self, error: Fenced) -> None:
         self._on_fatal(str(error))
@@ -171,7 +187,7 @@ class WorkerLoop:
     def on_crash(self, error: BaseException) -> None:
         """A step raised: the engine's state is unknown, so the process ends loudly; its requests go on elsewhere."""
         log.critical("the engine failed", exc_info=error)
-        self._tasks.append(asyncio.create_task(self._end_after_crash(error), name="crash"))
+        self._spawn(self._end_after_crash(error))
 
     async def _end_after_crash(self, error: BaseException) -> None:
         await self.outbox.drain()
@@ -186,6 +202,9 @@ class WorkerLoop:
         try:
             request = codec.decode(GenerateRequest, message.data)
             self._check(request)
+            if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
+                self._spawn(self._tokenise_aside(message, request, tenant))
+                return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
         except KvfleetError as error:
             if isinstance(error, CodecError):
@@ -193,17 +212,38 @@ class WorkerLoop:
             self.refused_total += 1
             await self._refuse(message, request, error)
             return
-        if self.frames.knows(request.request, request.attempt):
-            return  # delivered twice: the first one runs
         self._accept(request, ids, tenant, message.reply)
 
+    async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
+        """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
+        key = (request.request, request.attempt)
+        if key in self._tokenising:
+            return
+        self._tokenising.add(key)
+        try:
+            encoded = asyncio.get_running_loop().run_in_executor(
+                self._tokenisers, self._encode_prompt, request.prompt or ""
+            )
+            ids = tuple(await encoded)
+            if key in self._tokenising:  # else it was cancelled meanwhile
+                self._accept(request, ids, tenant, message.reply)
+        except KvfleetError as error:
+            self.refused_total += 1
+            await self._refuse(message, request, error)
+        finally:
+            self._tokenising.discard(key)
+
     def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
+        if self.frames.knows(request.request, request.attempt):
+            return  # delivered twice: the first one runs
         self.requests_total += 1
-        self.frames.open(request, reply)
+        record = self.frames.open(request, reply)
         accepted = Accepted(request.request, request.attempt, self.record.id, self.record.epoch)
         if is_inbox(reply):
             self.outbox.send(reply, codec.encode_frames([accepted]))
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
+        if remaining is not None:
+            record.deadline = asyncio.get_running_loop().time() + remaining
         self._engine.submit(
             SequenceSpec(
                 request=request.request,
@@ -232,18 +272,17 @@ class WorkerLoop:
             raise Draining(f"worker {self.record.id} is draining")
         if request.expires_unix_ms is not None and request.expires_unix_ms < time.time() * 1000:
             raise DeadlineExceeded("the request arrived after its deadline", field="expires_unix_ms")
-        if self._load.waiting >= self._limits.waiting or len(self.frames.running) >= (
-            self._limits.waiting + self.record.slots
-        ):
-            raise Unavailable(f"worker {self.record.id} has {self._load.waiting} requests waiting", retry_after_s=1.0)
+        if self.frames.running_count >= self._limits.waiting + self.record.slots:
+            raise Unavailable(f"worker {self.record.id} has all it takes, waiting and running", retry_after_s=1.0)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
         if not is_inbox(message.reply):
             return
+        *_, name, attempt = ("", *message.reply.split("."))  # an inbox of ours ends in both
         failed = Failed(
-            request.request if request else message.reply.rsplit(".", 1)[-1],
-            request.attempt if request else 0,
+            request.request if request else name,
+            request.attempt if request else int(attempt) if attempt.isdigit() else 0,
             error.code,
             error.message,
             error.retryable,
@@ -257,6 +296,7 @@ class WorkerLoop:
         except CodecError as error:
             self._malformed(message, error)
             return
+        self._tokenising = {key for key in self._tokenising if key[0] != cancel.request}
         running = self.frames.attempts(cancel.request)
         for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
             self._engine.cancel(cancel.request, attempt)
@@ -267,7 +307,9 @@ class WorkerLoop:
         except CodecError as error:
             self._malformed(message, error)
             return
-        if pause.attempt in self.frames.attempts(pause.request):
+        record = self.frames.find(pause.request, pause.attempt)
+        if record is not None:
+            record.paused_at = asyncio.get_running_loop().time() if pause.paused else None
             if pause.paused:
                 self._engine.pause(pause.request, pause.attempt)
             else:
@@ -314,8 +356,19 @@ class WorkerLoop:
     async def _beat(self) -> None:
         while True:
             await self._publish_heartbeat()
-            self.frames.sweep(asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._end_overdue(now)
+            self.frames.sweep(now)
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+    def _end_overdue(self, now: float) -> None:
+        ended: list[tuple[Record, Frame]] = []
+        for record in self.frames.overdue(now):
+            self._engine.cancel(record.request, record.attempt)
+            late = DeadlineExceeded("the request's deadline passed, or it was paused and nobody came back")
+            failed = Failed(record.request, record.attempt, late.code, late.message, output_tokens=record.next_index)
+            ended.append(self.frames.end(record, failed, now))
+        self.outbox.send_frames(ended)
 
     async def _publish_heartbeat(self) -> None:
         self._load, self._rates = self._engine.measure()

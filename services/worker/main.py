@@ -90,7 +90,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("connection", connection.close)
     bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
 
-    folder = await loop.run_in_executor(None, resolve_model, settings.model)
+    folder = await lifecycle.in_daemon_thread(lambda: resolve_model(settings.model))
     name = settings.served_model_name or served_name(settings.model)
     bundle = read_bundle(
         folder,
@@ -102,12 +102,12 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     )
     record = worker_record(settings, member, name, bundle)
     lease = Lease(bucket, record)
-    await lease.register()
+    await lease.renew()
     starting = asyncio.create_task(lease.run(lambda error: life.fatal(str(error))), name="starting-lease")
     life.closing("lease", lease.release)
     log.info("loading %s from %s", name, folder)
     began = time.monotonic()
-    engine = await loop.run_in_executor(None, build_engine, settings, folder, bundle)
+    engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle))
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
     starting.cancel()
 

@@ -36,7 +36,7 @@ class FakeWorker:
     async def kill(self) -> None:
         """As SIGKILL: the socket closes, the record stays until it expires."""
         self.dead = True
-        for task in self.loop._tasks:
+        for task in list(self.loop._tasks):
             task.cancel()
         self.connection._closing = True
         if self.connection._watchdog is not None:

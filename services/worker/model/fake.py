@@ -107,7 +107,7 @@ class FakeRunner:
         if rest:
             seen += self.slots[part.blocks[full] * self.block_size + rest - 1]
         if draw.sampling.temperature > 0:
-            seen ^= (draw.sampling.seed * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX) & _MASK
+            seen ^= ((draw.sampling.seed or 0) * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX) & _MASK
         mixed = (seen ^ seen >> 31) * _TOKEN & _MASK
         return ((mixed ^ mixed >> 32) * _INDEX & _MASK) % self.vocab_size
 

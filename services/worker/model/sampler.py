@@ -54,7 +54,9 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     weights = _keep_top_p(_keep_top_k(logits, draws).softmax(dim=-1), draws)
     cumulative = weights.cumsum(dim=-1)
     points = torch.tensor(
-        [[uniform(draw.sampling.seed, draw.choice, draw.index)] for draw in draws], dtype=torch.float64, device=device
+        [[uniform(draw.sampling.seed or 0, draw.choice, draw.index)] for draw in draws],
+        dtype=torch.float64,
+        device=device,
     )
     found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True).squeeze(-1)
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvproto.errors import (
     KvfleetError,
     ModelNotFound,
     NoWorkers,
+    OutOfMemory,
 )
 from kvproto.messages import Finished, FinishReason, Sampling, Started, Tokens
 from kvproto.subjects import Subjects
@@ -240,13 +242,13 @@ async def test_random_bytes_on_every_subject_leave_a_worker_as_it_was(fleet: Fak
         names.events("w0"),
         names.heartbeat("w0"),
         client.inbox.batch,
-        client.inbox.of("x"),
+        client.inbox.of("x", 0),
     ]
     garbage = [b"", b"\x00", b"\x01", b"\x01\xc1", b"\x01\x80", b"{}", bytes(range(256)), b"\x01" + b"\x91" * 600]
     garbage.append(codec.encode(replace(Finished("r", 0, FinishReason.STOP, 1, 1), attempt=5)))
     for subject in subjects:
         for data in garbage:
-            await client.connection.publish(subject, data, reply=client.inbox.of("garbage"))
+            await client.connection.publish(subject, data, reply=client.inbox.of("garbage", 0))
     await client.connection.synced()
     ids, *_ = await collect(client, Generation("demo", SAMPLING, PROMPT))
     assert len(ids) == 40
@@ -277,3 +279,111 @@ async def test_many_streams_at_once(fleet: FakeFleet, client: Client) -> None:
     assert all(len(ids) == 40 for ids, *_ in results)
     assert len({finished.worker for *_, finished in results}) == 3
     assert client.streams == 0
+
+
+async def test_the_only_worker_comes_back_and_its_stream_goes_on(fleet: FakeFleet, client: Client) -> None:
+    """No placement, one worker: nobody to go on at for a moment. The stream waits instead of using up its attempts."""
+    await fleet.start("w0", fake_tokens_per_s=100)
+    await ready(client, 1)
+    ids: list[int] = []
+    returning: asyncio.Task[object] | None = None
+
+    async def come_back() -> None:
+        await asyncio.sleep(0.7)
+        await fleet.start("w0", fake_tokens_per_s=100)
+
+    async with client.generate(Generation("demo", SAMPLING, PROMPT)) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                ids += event.ids
+                if len(ids) >= 10 and returning is None:
+                    await fleet.workers["w0"].kill()
+                    returning = asyncio.create_task(come_back())
+    assert returning is not None
+    await returning
+    assert len(ids) == 40
+    assert (await collect(client, Generation("demo", SAMPLING, PROMPT)))[0] == ids
+
+
+async def test_what_no_worker_can_hold_is_named_in_the_end(fleet: FakeFleet, client: Client) -> None:
+    await fleet.start("w0", blocks=8)
+    await ready(client, 1)
+    with pytest.raises(OutOfMemory, match="blocks are needed, this worker has 8"):
+        await collect(client, Generation("demo", SAMPLING, tuple(range(300)), attempts=2))
+
+
+async def test_a_seed_is_drawn_where_none_is_given(fleet: FakeFleet, client: Client) -> None:
+    await fleet.start("w0")
+    await ready(client, 1)
+    free = replace(SAMPLING, temperature=1.0)
+    assert (await collect(client, Generation("demo", free, PROMPT)))[0] != (
+        await collect(client, Generation("demo", free, PROMPT))
+    )[0]
+    fixed = replace(free, seed=5)
+    assert (await collect(client, Generation("demo", fixed, PROMPT)))[0] == (
+        await collect(client, Generation("demo", fixed, PROMPT))
+    )[0]
+
+
+async def test_a_lost_resume_is_sent_again(fleet: FakeFleet, client: Client) -> None:
+    await fleet.start("w0", fake_tokens_per_s=1500)
+    await ready(client, 1)
+    real, dropped = client.connection.publish, []
+
+    async def lossy(subject: str, data: bytes, **options: Any) -> None:
+        if subject == client.subjects.worker_pause("w0") and b"\xc2" in data and not dropped:  # msgpack's false
+            dropped.append(data)
+            return
+        await real(subject, data, **options)
+
+    client.connection.publish = lossy  # type: ignore[method-assign]
+    stream = client.generate(Generation("demo", replace(SAMPLING, max_tokens=600), PROMPT))
+    stream._limit = 100
+    async with asyncio.timeout(10):
+        while stream.paused_since is None:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    ids = [one async for event in stream if isinstance(event, Tokens) for one in event.ids]
+    assert len(ids) == 600
+    assert dropped
+
+
+@pytest.mark.parametrize(
+    ("generation", "field"),
+    [
+        (Generation("demo", SAMPLING, (-1,)), "prompt_ids"),
+        (Generation("demo", SAMPLING, (2**40,)), "prompt_ids"),
+        (Generation("demo", SAMPLING, prompt="\ud800"), "prompt"),
+        (Generation("demo", replace(SAMPLING, stop=("\ud800",)), PROMPT), "stop"),
+        (Generation("demo", SAMPLING), "prompt"),
+        (Generation("demo", SAMPLING, PROMPT, tenant="a.b"), "tenant"),
+    ],
+)
+async def test_what_the_wire_cannot_carry_is_refused_at_once(
+    client: Client, generation: Generation, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate(generation)
+    assert caught.value.field == field
+    assert client.streams == 0
+
+
+async def test_a_listener_that_fails_does_not_blind_the_client(fleet: FakeFleet, client: Client) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a listener's fault")
+
+    client.members.listeners.insert(0, broken)
+    await fleet.start("w0")
+    await ready(client, 1)
+    await fleet.start("w1")
+    await ready(client, 2)
+
+
+async def test_a_released_lease_stays_released(fleet: FakeFleet, client: Client) -> None:
+    worker = await fleet.start("w0")
+    await ready(client, 1)
+    await worker.loop._lease.release()
+    await worker.loop._lease.renew()
+    await asyncio.sleep(0.3)
+    entry = await worker.loop._lease._bucket.get("worker.w0")
+    assert entry.value is None

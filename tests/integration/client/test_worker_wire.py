@@ -120,7 +120,7 @@ async def test_stats_inspection_and_kv(worker: FakeWorker, client: Client) -> No
 
 
 def request(client: Client, **changes: object) -> GenerateRequest:
-    base = GenerateRequest("r1", 0, "demo", SAMPLING, client.inbox.of("r1"), prompt_ids=tuple(range(40)))
+    base = GenerateRequest("r1", 0, "demo", SAMPLING, client.inbox.of("r1", 0), prompt_ids=tuple(range(40)))
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -135,7 +135,7 @@ class Receiver:
     def on_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
 
-    def on_no_responders(self) -> None:
+    def on_no_responders(self, attempt: int) -> None:
         self.no_responders += 1
 
     async def until(self, kind: type) -> Frame:
@@ -147,7 +147,7 @@ class Receiver:
 
 async def send(client: Client, body: GenerateRequest) -> None:
     subject = client.subjects.worker_generate("w0", "public")
-    await client.connection.publish(subject, codec.encode(body), reply=client.inbox.of("r1"))
+    await client.connection.publish(subject, codec.encode(body), reply=client.inbox.of("r1", 0))
 
 
 async def test_a_request_delivered_twice_runs_once(worker: FakeWorker, client: Client) -> None:

@@ -19,7 +19,7 @@ from kvproto.client import read_placement
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NotFound, NoWorkers
 from kvproto.messages import Load, PlacementStats, PlaceRequest
-from kvproto.subjects import Subjects, request_inbox
+from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from services.placement.loop import PlacementLoop
 
@@ -124,7 +124,7 @@ class TestGenerate:
         ((tenant, request, reply),) = worker.seen
         assert tenant == "acme"
         assert (request.prompt, request.watcher, request.attempt) == ("hi", loop.core.placement, 0)
-        assert reply.startswith(request_inbox(loop.inbox_prefix, request.request))
+        assert reply.startswith(f"{loop.inbox_prefix}.r.{request.request}.")
         await until(lambda: loop.in_flight == 0)
         assert (loop.forwarded_total, loop.producer_failures_total, loop.booked) == (1, 0, 0)
 
@@ -301,9 +301,9 @@ class TestGarbage:
             fleet_buckets.heartbeat("w1"),
             fleet_buckets.heartbeat("w9"),
             fleet_buckets.placement_stats(),
-            request_inbox(loop.inbox_prefix, "r1"),
-            f"{request_inbox(loop.inbox_prefix, 'r1')}.0",
-            f"{request_inbox(loop.inbox_prefix, 'r1')}.x.y.z",
+            f"{loop.inbox_prefix}.r.r1",
+            f"{loop.inbox_prefix}.r.r1.0",
+            f"{loop.inbox_prefix}.r.r1.x.y.z",
             *subjects[:2],
         ]
         for subject in silent:

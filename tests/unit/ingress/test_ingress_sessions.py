@@ -275,3 +275,32 @@ def test_the_table_counts() -> None:
     table.remove("t.3")
     assert table.total == 4
     assert codec.decode(SessionHead, codec.encode(head)) == head
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_write_that_was_delivered_after_all_is_our_own(
+    rig: Rig, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an outage of NATS a renewal times out and is delivered later: the turn goes on, it has no rival."""
+    if known:
+        await rig.turn(rig.one, (0, 1, 2))
+    real = rig.bucket.update
+
+    async def delivered_unheard(key: str, value: bytes, revision: int) -> int:
+        await real(key, value, revision)
+        raise Unavailable("no answer in time")
+
+    for end in ("renew", "commit", "abandon"):
+        session = await rig.one.read("t", "s")
+        async with contextlib.AsyncExitStack() as stack:
+            turn = await stack.enter_async_context(rig.one.turn(session, "m", f"r-{end}"))
+            monkeypatch.setattr(rig.bucket, "update", delivered_unheard)
+            await rig.one.renew()
+            monkeypatch.setattr(rig.bucket, "update", real)
+            if end == "renew":
+                await rig.one.renew()
+            if end != "abandon":
+                await rig.one.commit(turn, "m", (*session.ids, 7), "w1")
+        after = await rig.one.read("t", "s")
+        assert not rig.one.is_busy(after), end
+        assert after.ids == (session.ids if end == "abandon" else (*session.ids, 7)), end

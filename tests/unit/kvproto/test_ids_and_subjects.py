@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvproto.errors import InvalidRequest
 from kvproto.ids import Epoch, is_token, model_token, new_epoch, new_process_id, new_request_id, session_key
-from kvproto.subjects import Subjects, batch_inbox, inbox_prefix, member_key, request_inbox
+from kvproto.subjects import Subjects, batch_inbox, inbox_prefix, member_key, request_inbox, request_inboxes
 
 S = Subjects()
 anything = st.text(max_size=80) | st.sampled_from(
@@ -119,9 +119,9 @@ def test_inboxes_lie_under_their_process_and_stay_apart(request: str) -> None:
     prefix = inbox_prefix("_ing", "i1")
     assert prefix == "_ing.i1"
     assert batch_inbox(prefix) == "_ing.i1.b"
-    inbox = request_inbox(prefix, request)
-    assert inbox.startswith("_ing.i1.")
-    assert inbox.endswith(f".{request}")
+    inbox = request_inbox(prefix, request, 3)
+    assert inbox == f"_ing.i1.r.{request}.3"
+    assert inbox.startswith(request_inboxes(prefix).rstrip(">"))
     assert inbox != batch_inbox(prefix)
 
 

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from kvservice.lifecycle import Lifecycle
+from kvservice.lifecycle import Lifecycle, in_daemon_thread
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, sys, time
 from kvproto.errors import Unavailable
 from kvservice import lifecycle
 
@@ -26,6 +26,9 @@ async def main(life):
     if sys.argv[1] == "slow":
         print("up", flush=True)
         await asyncio.sleep(60)
+    if sys.argv[1] == "loading":
+        print("up", flush=True)
+        await lifecycle.in_daemon_thread(lambda: time.sleep(60))
     if sys.argv[1] == "crash":
         async def broken():
             raise RuntimeError("boom")
@@ -88,7 +91,7 @@ def test_exit_codes(mode: str, code: int, says: str) -> None:
     assert "closed" in done.stdout
 
 
-@pytest.mark.parametrize("mode", ["fine", "slow"])
+@pytest.mark.parametrize("mode", ["fine", "slow", "loading"])
 def test_a_signal_is_a_clean_end_even_while_starting(mode: str) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM, mode], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -96,3 +99,9 @@ def test_a_signal_is_a_clean_end_even_while_starting(mode: str) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "closed\n"
         assert process.wait(10) == 0
+
+
+async def test_a_daemon_threads_result_and_error_come_back() -> None:
+    assert await in_daemon_thread(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        await in_daemon_thread(lambda: 1 // 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import socket
 
 import httpx
 import pytest
@@ -65,3 +67,12 @@ def test_json_logs_carry_the_request() -> None:
         "info",
     )
     assert line["time"].endswith("Z")
+
+
+async def test_a_silent_connection_blocks_neither_probes_nor_the_end() -> None:
+    server = MetricsServer(registry({"n": 1.0}), "127.0.0.1", 0, lambda: True)
+    with socket.create_connection(("127.0.0.1", server.port)):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as http:
+            assert (await http.get("/livez")).status_code == 200
+        async with asyncio.timeout(2):
+            await server.close()

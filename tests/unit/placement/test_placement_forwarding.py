@@ -7,7 +7,6 @@ from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_
 
 from kvproto.ids import model_token
 from kvproto.messages import Encoding, Progress, State, Tokens
-from kvproto.subjects import request_inbox
 from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
 from services.placement.core import SILENCE_LIMIT_S, PlacementCore
 from services.placement.events import (
@@ -32,7 +31,7 @@ from services.placement.forwarding import (
     TOKENISE_S,
 )
 
-REPLY = request_inbox(PREFIX, "r1")
+REPLY = f"{PREFIX}.r.r1"
 
 
 A_LITTLE = 0.0005  # what a short text adds to the patience

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvproto.errors import EngineFailure
 from kvproto.messages import (
     Encoding,
@@ -15,7 +17,7 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.stream_assembly import StreamAssembly
-from services.worker.frames import KEEP_FINISHED_S, TOKENS_PER_RESEND, FrameBook
+from services.worker.frames import KEEP_FINISHED_S, PAUSED_LIMIT_S, TOKENS_PER_RESEND, FrameBook
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
 
 
@@ -76,3 +78,16 @@ def test_failure_keeps_its_code_and_field() -> None:
 def test_outputs_of_unknown_attempts_are_dropped() -> None:
     book = FrameBook("w0")
     assert book.add(SequenceTokens("x", 0, 0, (1,), ("a",)), 0.0) is None
+
+
+def test_overdue_and_forgotten_pauses_are_found() -> None:
+    book = FrameBook("w0")
+    late = book.open(request(), "")
+    late.deadline = 5.0
+    paused = book.open(replace(request(), request="p"), "")
+    paused.paused_at = 0.0
+    book.open(replace(request(), request="fine"), "")
+    assert book.overdue(4.0) == []
+    assert book.overdue(6.0) == [late]
+    assert book.overdue(PAUSED_LIMIT_S + 1) == [late, paused]
+    assert book.running_count == 3
