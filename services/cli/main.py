@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -15,10 +17,22 @@ app = typer.Typer(
     name="kvfleet",
     help="Serves language models from a fleet of workers: attention state is reused wherever it lives.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     epilog="One process each, flags or KVFLEET_* variables: kvfleet worker --help, ingress --help, placement --help.",
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(metadata.version("kvfleet"))
+        raise typer.Exit
+
+
 app.command("up")(up.up)
 app.command("init")(init.init)
 app.command("generate")(generate.generate)

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PR_SET_PDEATHSIG = 1
+MOST_RESTARTS = 3
+RESTART_WINDOW_S = 60.0
 
 
 class StartFailed(Exception):
@@ -22,11 +24,30 @@ class StartFailed(Exception):
         super().__init__(f"{process} could not start: {why}")
 
 
+class FleetEnded(Exception):
+    """The fleet cannot go on; says why."""
+
+
 @dataclass(slots=True)
 class Child:
+    """One process and how to start it again. `given_up` once it ended too often."""
+
     name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
     process: subprocess.Popen[bytes]
-    noticed: bool = False  # its end has been reported
+    given_up: bool = False
+    restarts: list[float] = field(default_factory=list)
+
+    def start_again(self, now: float) -> bool:
+        """Start it again after its end; False if that did not help often enough lately."""
+        self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_S]
+        if len(self.restarts) >= MOST_RESTARTS:
+            self.given_up = True
+            return False
+        self.restarts.append(now)
+        self.process = _popen(self.command, self.env)
+        return True
 
     @property
     def running(self) -> bool:
@@ -55,15 +76,18 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 def spawn(name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
     """Start a process in a session of its own (Ctrl-C reaches only the parent); its stdout goes to our stderr."""
-    process = subprocess.Popen(
+    return Child(name, command, env or {}, _popen(command, env or {}))
+
+
+def _popen(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
-        env={**os.environ, **(env or {})},
+        env={**os.environ, **env},
         start_new_session=True,
         preexec_fn=_die_with_parent(),
     )
-    return Child(name, process)
 
 
 def stop(groups: Iterable[Sequence[Child]], within_s: float) -> None:

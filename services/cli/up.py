@@ -30,7 +30,7 @@ from kvproto.errors import KvfleetError
 from services.cli import embedded_nats
 from services.cli.console import err, fail
 from services.cli.init import create_buckets
-from services.cli.processes import Child, StartFailed, spawn, stop
+from services.cli.processes import Child, FleetEnded, StartFailed, spawn, stop
 
 STOP_WITHIN_S = 9.0
 DRAIN_S = 3.0
@@ -71,6 +71,25 @@ class Fleet:
     def __iter__(self) -> Iterator[Child]:
         yield from (*self.nats, *self.placements, *self.workers, *self.ingresses)
 
+    def watch(self, stopping: threading.Event) -> None:
+        """Until asked to stop. A process that ends is started again; one that keeps ending is given up.
+
+        Raises FleetEnded when NATS or the ingress is given up, or the last worker.
+        """
+        while not stopping.wait(0.2):
+            for child in self:
+                if child.running or child.given_up:
+                    continue
+                code = child.process.returncode
+                if child.start_again(time.monotonic()):
+                    err.print(f"kvfleet: {child.name} ended with code {code}; starting it again", markup=False)
+                elif child in self.nats or child in self.ingresses:
+                    raise FleetEnded(f"{child.name} ended again and again, last with code {code}")
+                else:
+                    err.print(f"kvfleet: {child.name} ended again and again, given up", markup=False)
+            if all(worker.given_up for worker in self.workers):
+                raise FleetEnded("no worker is left")
+
     def stop(self) -> None:
         stop((self.ingresses, self.workers, self.placements, self.nats), STOP_WITHIN_S)
 
@@ -84,6 +103,9 @@ def up(
     host: Annotated[str, typer.Option(help="address of the HTTP endpoint")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8080,
     nats_url: Annotated[str | None, typer.Option(help="use these servers instead of an embedded one")] = None,
+    nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER", help="user for --nats-url")] = None,
+    nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD", help="its password")] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="who may use the HTTP endpoint (README)")] = None,
     policy: Annotated[str, typer.Option(help="placement policy")] = "bounded_ring",
     state_dir: Annotated[Path | None, typer.Option(help="keep NATS's files here; default: a temporary folder")] = None,
     dtype: Annotated[DType, typer.Option()] = DType.auto,
@@ -97,8 +119,8 @@ def up(
     """Start a fleet on this machine; prints `ready http://HOST:PORT` when a request would be served."""
     models = model or ["demo"]
     names = served_model_name or []
-    if len(names) > len(models):
-        fail("--served-model-name: more names than models", 2)
+    if names and len(names) != len(models):
+        fail(f"--served-model-name: {len(names)} names for {len(models)} models", 2)
     for one in models:
         if one != "demo" and (one.startswith((".", "/", "~")) or one.count("/") != 1) and not Path(one).is_dir():
             fail(f"model folder {one!r} does not exist")
@@ -110,29 +132,31 @@ def up(
     with _state(state_dir) as state:
         fleet = Fleet()
         try:
-            url, system = _start_nats(fleet, state, nats_url, namespace, stopping)
+            url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common.append(f"--parent-pid={os.getpid()}")
             for i in range(placements):
-                fleet.placements.append(_service("placement", f"p{i}", [*common, f"--policy={policy}"], system))
+                fleet.placements.append(_service("placement", f"p{i}", [*common, f"--policy={policy}"], login | system))
             flags = [f"--load-format={load_format.value}", f"--dtype={dtype.value}", f"--device={device.value}"]
             flags += [f"--runner={runner.value}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
             flags += [f"--blocks={blocks}"] if blocks else []
             total = workers * len(models)
-            key = {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
+            key = login | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
             for i in range(total):
                 which = i % len(models)
                 own = [f"--model={models[which]}", f"--workers-on-host={total}"]
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
                 fleet.workers.append(_service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i)))
-            fleet.ingresses.append(_service("ingress", "i0", [*common, f"--host={host}", f"--port={port}"], {}))
+            front = [*common, f"--host={host}", f"--port={port}", f"--drain-s={DRAIN_S}"]
+            front += [f"--api-keys-file={api_keys_file}"] if api_keys_file else []
+            fleet.ingresses.append(_service("ingress", "i0", front, login))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, stopping):
                 sys.stdout.write(f"ready {base}\n")
                 sys.stdout.flush()
-                _hint(base, url, names[0] if names else _name(models[0]))
-                _watch(fleet, stopping)
-        except (StartFailed, KvfleetError) as error:
+                _hint(base, url, names[0] if names else _name(models[0]), chats=_chats(models[0]))
+                fleet.watch(stopping)
+        except (StartFailed, FleetEnded, KvfleetError) as error:
             fleet.stop()
             fail(str(error))
         finally:
@@ -165,11 +189,30 @@ def _state(state_dir: Path | None) -> Iterator[Path]:
             fail(f"cannot use --state-dir {state_dir}: {error.strerror}")
         yield state_dir.resolve()
         return
-    temporary = Path(tempfile.mkdtemp(prefix="kvfleet-"))
+    _sweep_temporary()
+    temporary = Path(tempfile.mkdtemp(prefix=f"kvfleet-{os.getpid()}-"))
     try:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sweep_temporary() -> None:
+    """Folders of fleets that were killed outright."""
+    for folder in Path(tempfile.gettempdir()).glob("kvfleet-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _fleet_key(state: Path) -> str:
@@ -182,20 +225,23 @@ def _fleet_key(state: Path) -> str:
 
 
 def _start_nats(
-    fleet: Fleet, state: Path, nats_url: str | None, namespace: str, stopping: threading.Event
-) -> tuple[str, dict[str, str]]:
+    fleet: Fleet, state: Path, nats_url: str | None, namespace: str, user: str | None, password: str | None
+) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Its URL, and the variables with which the fleet's processes, and placement's second connection, log in."""
+    login: dict[str, str] = {}
     system: dict[str, str] = {}
     if nats_url is None:
         server = embedded_nats.start(state, state / "nats-server.log")
         fleet.nats.append(server.child)
-        nats_url = server.url
-        system = {
-            "KVFLEET_SYSTEM_USER": server.system_user,
-            "KVFLEET_SYSTEM_PASSWORD": server.system_password,
-        }
-    for line in asyncio.run(create_buckets(nats_url, namespace)):
+        nats_url, login, system = server.url, server.credentials, server.system
+    elif user is not None:
+        login = {"KVFLEET_NATS_USER": user, "KVFLEET_NATS_PASSWORD": password or ""}
+    created = create_buckets(
+        nats_url, namespace, user=login.get("KVFLEET_NATS_USER"), password=login.get("KVFLEET_NATS_PASSWORD")
+    )
+    for line in asyncio.run(created):
         err.print(line, markup=False)
-    return nats_url, system
+    return nats_url, login, system
 
 
 def _service(service: str, member: str, flags: list[str], env: dict[str, str]) -> Child:
@@ -223,39 +269,47 @@ def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, stopping
                     raise StartFailed(child.name, f"it ended with code {child.process.returncode}; see its line above")
             if time.monotonic() > end:
                 raise StartFailed("the fleet", f"not ready within {START_TIMEOUT_S:.0f} s")
-            ready = _ready_workers(http)
+            health = _health(http)
+            ready = health.get("workers_ready", 0)
             line = f"loading: {ready} of {workers} workers ready"
             status.update(line)
             if line != shown and not err.is_terminal:
                 err.print(line, markup=False)
             shown = line
-            if ready >= workers and _is_ready(http, placements):
+            if ready >= workers and health.get("placements", 0) >= placements and health.get("status") == "ok":
                 return True
             stopping.wait(0.1)
     return False
 
 
-def _ready_workers(http: httpx.Client) -> int:
+def _health(http: httpx.Client) -> dict[str, Any]:
+    """What the ingress sees; open to everybody, API keys or not. Empty until it answers."""
     try:
-        listed: dict[str, Any] = http.get("/workers").json()
-        return sum(1 for worker in listed.values() if worker["state"] == "ready")
-    except (httpx.HTTPError, ValueError, KeyError, AttributeError, TypeError):
-        return 0
+        report: dict[str, Any] = http.get("/health").json()
+        return report
+    except (httpx.HTTPError, ValueError):
+        return {}
 
 
-def _is_ready(http: httpx.Client, placements: int) -> bool:
-    try:
-        stats = http.get("/stats").json()
-        return http.get("/readyz").status_code == 200 and stats["placements"] >= placements
-    except (httpx.HTTPError, ValueError, KeyError):
-        return False
+def _chats(model: str) -> bool:
+    """Whether a chat with this model can be suggested: it has a chat template, as far as one can see from here."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return True
+    config = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").exists() or (config.exists() and '"chat_template"' in config.read_text())
 
 
-def _hint(base: str, nats_url: str, model: str) -> None:
-    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Who goes there?"}}]}}'
-    err.print(f"\nTry:\n  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' \\", markup=False)
+def _hint(base: str, nats_url: str, model: str, *, chats: bool) -> None:
+    route, ask = "/v1/completions", '"prompt": "Once upon a time"'
+    if chats:
+        route, ask = "/v1/chat/completions", '"messages": [{"role": "user", "content": "Who goes there?"}]'
+    body = f'{{"model": "{model}", "stream": true, {ask}}}'
+    err.print(f"\nTry:\n  curl -N {base}{route} -H 'Content-Type: application/json' \\", markup=False)
     err.print(f"    -d '{body}'", markup=False)
-    err.print(f"  {_own_command()} chat --url {base}\nNATS is at {nats_url}. Ctrl-C stops everything.\n", markup=False)
+    if chats:
+        err.print(f"  {_own_command()} chat --url {base}", markup=False)
+    err.print(f"NATS is at {nats_url}. Ctrl-C stops everything.\n", markup=False)
 
 
 def _own_command() -> str:
@@ -264,16 +318,3 @@ def _own_command() -> str:
         return "kvfleet"
     beside = Path(sys.executable).with_name("kvfleet")
     return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
-
-
-def _watch(fleet: Fleet, stopping: threading.Event) -> None:
-    """Until asked to stop. A lost worker or placement is said once: the fleet goes on with the others."""
-    while not stopping.wait(0.2):
-        for child in fleet:
-            if child.running or child.noticed:
-                continue
-            child.noticed = True
-            code = child.process.returncode
-            if child in fleet.nats or child in fleet.ingresses:
-                raise StartFailed(child.name, f"it ended with code {code} while the fleet was running")
-            err.print(f"kvfleet: {child.name} ended with code {code}; the fleet goes on without it", markup=False)

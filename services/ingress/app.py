@@ -40,6 +40,7 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("POST", "/v1/completions", flow.completions, "completions"),
             route("POST", "/generate", flow.generate, "generate"),
             route("GET", "/v1/models", routes.models, "models"),
+            route("GET", "/v1/models/{model:path}", routes.model, "models"),
             route("GET", "/stats", routes.stats, "stats"),
             route("GET", "/workers", routes.workers, "workers"),
             route("GET", "/kv/route/{seq_id:path}", routes.kv_route, "kv_route"),

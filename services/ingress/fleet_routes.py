@@ -15,8 +15,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.client import Client
-from kvproto.errors import KvfleetError, NoWorkers, Unavailable
-from kvproto.messages import AdminCommand, AdminRequest, Inspection, SessionHead
+from kvproto.errors import KvfleetError, ModelNotFound, NoWorkers, Unavailable
+from kvproto.messages import AdminCommand, AdminRequest, Inspection, Role, SessionHead
 from services.ingress.config import IngressConfig
 from services.ingress.fleet_report import models_report, stats_report, workers_report
 from services.ingress.http_exchange import Exchange, integer_query
@@ -59,6 +59,15 @@ class FleetRoutes:
         """GET /v1/models."""
         self._authenticate(exchange)
         await _json(exchange, models_report(self._models.served()))
+
+    async def model(self, exchange: Exchange) -> None:
+        """GET /v1/models/{id}."""
+        self._authenticate(exchange)
+        name = exchange.path_value("model")
+        found = [record for record in self._models.served() if record.model == name]
+        if not found:
+            raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
+        await _json(exchange, models_report(found)["data"][0])
 
     async def workers(self, exchange: Exchange) -> None:
         """GET /workers."""
@@ -153,6 +162,7 @@ class FleetRoutes:
             "ingress": self._config.id,
             "nats": self._client.connection.is_connected,
             "workers_ready": sum(1 for _ in self._client.members.view.ready()),
+            "placements": sum(role is Role.PLACEMENT for role, _ in self._client.members.view.members),
             "models": [record.model for record in self._models.served()],
         }
         await _json(exchange, report, status=503 if missing else 200)

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from kvproto.client import Client
 from kvproto.errors import InvalidRequest, Unavailable
-from kvproto.ids import new_process_id
 from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, Subjects
@@ -102,7 +101,7 @@ async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.L
 
 async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     tenancy = read_tenancy(settings)
-    member = settings.id or f"i-{new_process_id()}"
+    member = settings.member
     subjects = Subjects(settings.namespace)
     record = member_record(Role.INGRESS, member, address=f"{settings.host}:{settings.port}")
     connection = await connect(
@@ -127,7 +126,7 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     settings = load(IngressSettings, sys.argv[1:] if argv is None else argv, "kvfleet ingress")
-    logs.set_up(f"ingress-{settings.id or '?'}", settings)
+    logs.set_up(f"ingress-{settings.member}", settings)
     lifecycle.run("kvfleet ingress", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
 
 

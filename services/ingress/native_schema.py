@@ -34,5 +34,5 @@ def read_generate(body: Body) -> GenerateAsk:
             top_k=said.top_k if said.top_k is not None else 0,
         ),
         seq_id=read_seq_id(body),
-        model=text(body, "model_name", MAX_MODEL_CHARS) or None,
+        model=text(body, "model_name", MAX_MODEL_CHARS) or text(body, "model", MAX_MODEL_CHARS) or None,
     )

@@ -241,7 +241,7 @@ class PlacementLoop:
                     case PingWorker(worker):
                         self._spawn(self._ping(worker))
                     case DropMember(worker):
-                        log.warning("placement: worker %s is gone, deleting its record", worker)
+                        log.info("placement: worker %s is gone, deleting its record", worker)
                         self._spawn(self._drop(worker))
             except KvfleetError as error:
                 self.unsent_total += 1

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
-from kvproto.ids import new_process_id
 from kvproto.messages import Role
 from kvproto.subjects import PLACEMENT_INBOX, Subjects
 from kvservice import lifecycle, logs
@@ -46,7 +45,7 @@ async def _system_connection(settings: PlacementSettings, member: str) -> Connec
 
 
 async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
-    member = settings.id or f"p-{new_process_id()}"
+    member = settings.member
     subjects = Subjects(settings.namespace)
     record = member_record(Role.PLACEMENT, member)
     connection = await connect(
@@ -83,7 +82,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     settings = load(PlacementSettings, sys.argv[1:] if argv is None else argv, "kvfleet placement")
-    logs.set_up(f"placement-{settings.id or '?'}", settings)
+    logs.set_up(f"placement-{settings.member}", settings)
     lifecycle.run("kvfleet placement", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
 
 

@@ -20,6 +20,7 @@ from kvproto.messages import Bundle
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _SAMPLED_BYTES = 65_536
+_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -51,6 +52,8 @@ def _tokenizer_json(folder: Path) -> str:
     path = folder / "tokenizer.json"
     if path.exists():
         return path.read_text(encoding="utf-8")
+    if not any((folder / name).exists() for name in _SLOW_TOKENIZER_FILES):
+        raise UnsupportedModel(f"{folder} has no tokenizer: no tokenizer.json, tokenizer.model or vocabulary in it")
     from transformers import AutoTokenizer  # only for folders with a slow tokenizer: converts it
 
     try:

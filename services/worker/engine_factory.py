@@ -29,6 +29,13 @@ def build_engine(settings: WorkerSettings, folder: Path, bundle: Bundle) -> Engi
     """
     runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder)
     pool = BlockPool(runner.num_blocks, runner.block_size)
+    if runner.num_blocks * runner.block_size < runner.context_length:
+        log.warning(
+            "%d blocks hold %d tokens, less than the model's context of %d: longer requests fail as out of memory",
+            runner.num_blocks,
+            runner.num_blocks * runner.block_size,
+            runner.context_length,
+        )
     scheduler = Scheduler(pool, token_budget=settings.step_tokens, slots=settings.slots)
     return Engine(runner, pool, scheduler, TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json)))
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest
-from kvproto.ids import base32, is_token, new_epoch
+from kvproto.ids import is_token, new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
@@ -74,7 +74,7 @@ def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bund
 
 
 async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
-    member = settings.id or f"w-{base32(os.urandom(5))}"
+    member = settings.member
     if not is_token(member):
         raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="id")
     subjects = Subjects(settings.namespace)
@@ -166,7 +166,7 @@ def assemble(
 
 def main(argv: list[str] | None = None) -> None:
     settings = load(WorkerSettings, sys.argv[1:] if argv is None else argv, "kvfleet worker")
-    logs.set_up(f"worker-{settings.id or '?'}", settings)
+    logs.set_up(f"worker-{settings.member}", settings)
     lifecycle.run("kvfleet worker", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
 
 

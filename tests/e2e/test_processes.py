@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -38,10 +40,14 @@ def test_a_signal_leaves_no_process_and_no_state(number: int, tmp_path: Path) ->
     fleet = Up("--port", "0", "--runner", "fake", "--fake-tokens-per-s", "100").wait_ready()
     pids = fleet.descendants()
     assert len(pids) >= 5, "nats-server, placement, two workers, ingress"
-    with httpx.stream("POST", f"{fleet.base}/generate", json={"prompt": "x", "max_tokens": 500}) as response:
-        next(response.iter_lines())
+    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
+    with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=30) as response:
         began = time.monotonic()
+        fleet.process.send_signal(number)
+        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
         code = fleet.stop(number)
+    last = json.loads(lines[-1][6:])
+    assert last["type"] in ("done", "error"), "a stream that is cut says so"
     assert code == 0, fleet.stderr
     assert time.monotonic() - began < 10
     assert gone(pids, 1.0)
@@ -109,15 +115,63 @@ def test_a_model_that_cannot_load_says_which_process_and_why(tmp_path: Path) -> 
     assert "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_killed_nats_server_is_a_pause_for_running_streams() -> None:
+    """As a newcomer would try it: `kill -9` of the embedded server; `up` starts it again where it was."""
+    fleet = Up("--port", "0", "--runner", "fake", "--fake-tokens-per-s", "100").wait_ready()
+    try:
+        nats = next(pid for pid in fleet.descendants() if "nats-server" in Path(f"/proc/{pid}/cmdline").read_text())
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+        events = []
+        with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=30) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    events.append(json.loads(line[6:]))
+                    if len(events) == 100:
+                        os.kill(nats, signal.SIGKILL)
+        assert [event["type"] for event in events] == ["start", *["token"] * 400, "done"]
+        again = httpx.post(f"{fleet.base}/generate", json={**body, "max_tokens": 3}, timeout=30)
+        assert again.status_code == 200
+        assert "nats-server ended with code -9; starting it again" in fleet.stderr
+    finally:
+        assert fleet.stop() == 0
+
+
+def test_two_fleets_stay_apart_when_one_takes_the_others_port(tmp_path: Path) -> None:
+    """The first fleet's server dies and another's answers on its port: the processes are refused there."""
+    url = Up("--port", "0", "--runner", "fake", "--workers", "1").wait_ready()
+    try:
+        fleet = Up("--port", "0", "--runner", "fake", "--workers", "1", "--nats-url", url.nats_url)
+        fleet.wait_ready()  # anonymous on purpose: --nats-url names it
+        fleet.stop()
+        wrong = run("worker", "--nats-url", url.nats_url, "--nats-user", "fleet", "--nats-password", "another fleet's")
+        assert wrong.returncode == 1
+        assert "refuses user fleet" in wrong.stderr
+    finally:
+        url.stop()
+
+
+def test_a_fleet_with_api_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"sk-1").hexdigest()
+    keys.write_text(f'[[keys]]\nname = "one"\nsha256 = "{digest}"\ntenant = "search"\nadmin = true\n')
+    fleet = Up("--port", "0", "--runner", "fake", "--workers", "1", "--api-keys-file", str(keys)).wait_ready()
+    try:
+        body = {"prompt": "x", "max_tokens": 2}
+        assert httpx.post(f"{fleet.base}/generate", json=body).status_code == 401
+        auth = {"Authorization": "Bearer sk-1"}
+        assert httpx.post(f"{fleet.base}/generate", json=body, headers=auth).status_code == 200
+    finally:
+        assert fleet.stop() == 0
+
+
 @pytest.mark.parametrize("command", ["up", "worker", "ingress", "placement"])
 def test_a_dead_nats_is_one_line(command: str) -> None:
     flags = ["--port", "0"] if command in ("up", "ingress") else []
     done = run(command, "--nats-url", "nats://127.0.0.1:1", *flags)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("kvfleet")]
-    assert len(lines) == 1, done.stderr
-    assert "127.0.0.1:1" in lines[0]
-    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("kvfleet")
+    assert "127.0.0.1:1" in line
 
 
 def test_wrong_settings_name_the_flag() -> None:
