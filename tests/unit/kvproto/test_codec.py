@@ -396,3 +396,9 @@ def test_truncated_or_overlong_messages_are_refused(data: bytes) -> None:
 def test_malformed_events_are_refused(row: Any) -> None:
     with pytest.raises(CodecError):
         codec.decode_events(b"\x01" + msgpack.packb(row))
+
+
+def test_json_without_its_header_is_told_so() -> None:
+    """The likeliest mistake of a producer that has just begun."""
+    with pytest.raises(CodecError, match="looks like JSON: send the header Content-Type"):
+        codec.decode_plain(m.ProducerRequest, b'{"prompt": "x"}', as_json=False)
