@@ -282,7 +282,7 @@ class Connection:
         for hook in self.on_reconnect:
             try:
                 await hook()
-            except Exception:
+            except Exception:  # a loop's top: one hook must not stop the others
                 log.exception("a reconnect hook failed")
 
     async def _on_closed(self) -> None:

@@ -106,7 +106,7 @@ class RequestDriver:
         except asyncio.CancelledError:
             stream.fail(Cancelled("the client is closing"))
             raise
-        except Exception as error:
+        except Exception as error:  # the task's top: the reader must learn of it
             log.exception("request %s: the driver failed", stream.request)
             stream.fail(KvfleetError(f"{type(error).__name__}: {error}"))
         finally:

@@ -161,7 +161,9 @@ def test_killed_worker_with_the_system_account_is_noticed_at_once(fleet: Deploym
     assert killed
     assert end["type"] == "done"
     assert ids == whole
-    assert max(b - a for a, b in itertools.pairwise(times)) < 1.0, "DISCONNECT, ping, record dropped, resumed"
+    gap = max(b - a for a, b in itertools.pairwise(times))
+    print(f"gap {gap:.2f} s")
+    assert gap < 2.0, "DISCONNECT, ping, record dropped, resumed: sooner than its record expires"
     fleet.start_worker(killed[0])
     fleet.wait_ready(2)
 
@@ -182,7 +184,9 @@ def test_a_hung_worker_is_left_and_fenced(fleet: Deployment) -> None:
     assert len(hung) == 2
     assert end["type"] == "done"
     assert ids == whole, "every token once, none of the woken worker's"
-    assert max(b - a for a, b in itertools.pairwise(times)) < 3.5
+    gap = max(b - a for a, b in itertools.pairwise(times))
+    print(f"gap {gap:.2f} s")
+    assert gap < 3.5
     fleet.wait_ready(2)
 
 
