@@ -20,6 +20,7 @@ PLACEMENT_INBOX = "_plc"
 WORKER_INBOX = "_wrk"
 PRODUCER_INBOX = "_prd"
 ADMIN_INBOX = "_adm"
+MAX_INBOX = 512
 
 
 def _token(what: str, value: str) -> str:
@@ -135,4 +136,6 @@ def batch_inbox(prefix: str) -> str:
 
 def is_inbox(subject: str) -> bool:
     """Whether answers may be sent there: inboxes begin with `_`, so that no requester can choose a fleet subject."""
-    return subject.startswith("_") and ".." not in subject and not any(c in subject for c in "*> \t\r\n")
+    if not subject.startswith("_") or len(subject) > MAX_INBOX or not subject.isprintable():
+        return False
+    return not any(token in ("", "*", ">") or " " in token for token in subject.split("."))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from kvproto import codec
+from kvproto import codec, subjects
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import is_token, model_token
 from kvproto.messages import Encoding, Frame, PlaceRequest, ProducerRequest
@@ -16,23 +16,18 @@ from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, WORKER_INBOX
 from services.placement.actions import Fail, failed_frame
 from services.placement.events import GenerateAsked, PlaceAsked
 
-MAX_INBOX = 512  # characters, of GenerateRequest.inbox
 WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 
 
 def is_inbox(reply: str, *, of_producer: bool = False) -> bool:
-    """Whether an answer may go to this subject: `_...`, literal, and of no placement's or worker's inbox space.
+    """Whether an answer may go to this subject: an inbox, and of no placement's or worker's inbox space.
 
     A producer's must not be an ingress's either: its worker writes there many times, unasked.
     """
-    tokens = reply.split(".")
-    if not reply.startswith("_") or len(reply) > MAX_INBOX or any(t in ("", "*", ">") for t in tokens):
+    space = reply.partition(".")[0]
+    if not subjects.is_inbox(reply) or (of_producer and space == INGRESS_INBOX):
         return False
-    if any(c.isspace() or not c.isprintable() for c in reply):
-        return False
-    if of_producer and tokens[0] == INGRESS_INBOX:
-        return False
-    return tokens[0] not in (PLACEMENT_INBOX, WORKER_INBOX)
+    return space not in (PLACEMENT_INBOX, WORKER_INBOX)
 
 
 def read_place(subject: str, reply: str, data: bytes) -> PlaceAsked | Fail:
