@@ -53,7 +53,6 @@ class Lease:
         self._revision: int | None = None
         self._lock = asyncio.Lock()
         self._released = False
-        self.leases_total = 0
 
     async def register(self) -> None:
         """Take the record over whatever is there. Raises Fenced (a later epoch holds it) or Unavailable."""
@@ -65,7 +64,6 @@ class Lease:
                     raise Fenced(f"{self._key} is held by a later process (pid {held.pid} on {held.host})")
         self.record = replace(self.record, lease=new_process_id())
         self._revision = await self._bucket.update(self._key, codec.encode(self.record), entry.revision)
-        self.leases_total += 1
 
     async def renew(self) -> None:
         """Write the record again. Raises Fenced, or Unavailable while JetStream is away (try again later)."""

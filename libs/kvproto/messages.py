@@ -16,7 +16,6 @@ from typing import Annotated
 from kvproto.codec_types import Ids, MaxLength, Range
 
 Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, packed u32le on the wire
-Hashes = Annotated[tuple[bytes, ...], MaxLength(4_194_304)]
 Name = Annotated[str, MaxLength(256)]  # ids, roles, model names
 Text = Annotated[str, MaxLength(8_388_608)]
 File = Annotated[str, MaxLength(67_108_864)]  # a tokenizer.json may have tens of megabytes

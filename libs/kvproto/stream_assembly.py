@@ -26,7 +26,6 @@ class StreamAssembly:
     chars: int = 0
     started: Started | None = None
     terminal: Finished | Failed | Moved | None = None
-    duplicates: int = 0
     fenced: int = 0
     _waiting: dict[int, Tokens] = field(default_factory=dict)
     _held: Finished | Failed | Moved | None = None
@@ -51,7 +50,6 @@ class StreamAssembly:
             return self._tokens(frame)
         if isinstance(frame, Started):
             if self.started is not None and self.started.attempt == frame.attempt:
-                self.duplicates += 1
                 return []
             first = self.started is None
             self.started = frame
@@ -99,7 +97,6 @@ class StreamAssembly:
         known = self.next_index - frame.index
         if known:
             if known >= len(frame.ids):
-                self.duplicates += 1
                 return
             frame = replace(frame, index=self.next_index, ids=frame.ids[known:], text=frame.text[known:])
         self.ids.extend(frame.ids)

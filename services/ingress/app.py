@@ -74,7 +74,7 @@ class Endpoint:
                 self._metrics.tally.stream_errors += 1
             if not exchange.gone:
                 await exchange.refuse(error)
-        except Exception:
+        except Exception:  # the task's top: a fault of ours is one 500, or one cut stream
             log.exception("request %s on %s failed", exchange.request_id, self._route)
             if exchange.started:
                 raise  # the server cuts the connection: the client must not take what it has for the whole

@@ -32,7 +32,6 @@ class Transcript:
     """What one stream has brought. Times are the event loop's."""
 
     started: Started | None = None
-    announced: bool = False
     finished: Finished | None = None
     pieces: list[str] = field(default_factory=list)
     ids: tuple[int, ...] = ()  # what was generated, once it has finished
@@ -102,10 +101,6 @@ def _take(
     count = 0
     keep = transcript.pieces.extend
     write = writer.tokens
-    if not transcript.announced:
-        transcript.announced = True
-        if not isinstance(batch[0], Started):  # that frame was lost, and it is not asked for again
-            writer.started(Started(stream.request, 0, stream.worker or "", 0, {}), out)
     for event in batch:
         if type(event) is Tokens:
             count += len(event.ids)
@@ -113,8 +108,7 @@ def _take(
             write(event, out)
         elif isinstance(event, Started):
             transcript.started = event
-            if event is batch[0]:
-                writer.started(event, out)
+            writer.started(event, out)
         elif isinstance(event, Finished):
             transcript.finished = event
             transcript.ids = tuple(stream.ids)

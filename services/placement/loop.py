@@ -392,7 +392,7 @@ class PlacementLoop:
             except Unavailable as error:
                 self.unsent_total += 1
                 log.warning("placement: an answer to %s was not sent: %s", message.subject, error)
-            except Exception:
+            except Exception:  # a callback's top: counted, logged, and the next message is read
                 self.internal_errors_total += 1
                 log.exception("placement: a message on %s was not handled", message.subject)
 

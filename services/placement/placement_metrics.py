@@ -17,6 +17,22 @@ def readings(loop: PlacementLoop, connection: Connection) -> list[Reading]:
             "terminal failures sent to bare producers",
             lambda: loop.producer_failures_total,
         ),
+        Reading(
+            "kvfleet_placement_workers_lost_total",
+            "bare requests whose worker was lost after it accepted",
+            lambda: loop.core.forwarding.workers_lost_total,
+        ),
+        Reading(
+            "kvfleet_placement_offers_retried_total",
+            "offers made to a further worker",
+            lambda: loop.core.forwarding.retried_offers_total,
+        ),
+        Reading(
+            "kvfleet_placement_late_acceptances_total",
+            "acceptances by workers that had been given up on",
+            lambda: loop.core.forwarding.late_acceptances_total,
+        ),
+        Reading("kvfleet_placement_internal_errors_total", "faults of ours", lambda: loop.internal_errors_total),
         Reading("kvfleet_placement_booked_requests", "requests booked at workers", lambda: loop.booked),
         Reading(
             "kvfleet_placement_decision_seconds_total", "own time of decisions", lambda: loop.decision_seconds_total

@@ -86,7 +86,6 @@ class WorkerLoop:
         self._subjects = subjects
         self._lease = lease
         self._engine = engine
-        self._bundle = bundle
         self._encode_prompt = encode_prompt
         self._limits = limits
         self._on_fatal = on_fatal
@@ -157,7 +156,7 @@ class WorkerLoop:
         """Let running sequences finish for a bounded time; the rest is told to go on elsewhere."""
         self.begin_drain()
         end = asyncio.get_running_loop().time() + self._limits.drain_s
-        while self.frames.running and asyncio.get_running_loop().time() < end:
+        while self.frames.running_count and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
         now = asyncio.get_running_loop().time()
         moved: list[tuple[Record, Frame]] = []
@@ -296,7 +295,9 @@ class WorkerLoop:
         except CodecError as error:
             self._malformed(message, error)
             return
-        self._tokenising = {key for key in self._tokenising if key[0] != cancel.request}
+        self._tokenising -= {
+            key for key in self._tokenising if key[0] == cancel.request and cancel.attempt in (None, key[1])
+        }
         running = self.frames.attempts(cancel.request)
         for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
             self._engine.cancel(cancel.request, attempt)

@@ -39,12 +39,14 @@ from services.worker.worker_metrics import readings
 log = logging.getLogger(__name__)
 
 
-def prompt_encoder(bundle: Bundle) -> Callable[[str], list[int]]:
-    """Text prompts of bare producers are tokenised here; the ingress sends ids."""
-    tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Text prompts of bare producers are tokenised here; the ingress sends ids. The encoder raises InvalidRequest."""
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
+        try:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower; that request fails alone
+            raise InvalidRequest(f"the prompt cannot be tokenised: {str(error)[:200]}", field="prompt") from None
         if not ids:
             raise InvalidRequest("the prompt has no tokens", field="prompt")
         return ids
@@ -156,7 +158,7 @@ def assemble(
         thread,
         CacheEvents(lease.record.epoch),
         bundle,
-        prompt_encoder(bundle),
+        prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),
         on_fatal,
     )

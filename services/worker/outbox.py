@@ -29,7 +29,6 @@ class Outbox:
         self._connection = connection
         self._backlog: deque[tuple[str, bytes]] = deque()
         self._wake = asyncio.Event()
-        self.messages_total = 0
         self.dropped_total = 0
 
     def send(self, subject: str, data: bytes) -> None:
@@ -64,7 +63,6 @@ class Outbox:
             subject, data = self._backlog.popleft()
             try:
                 await self._connection.publish(subject, data)
-                self.messages_total += 1
             except Unavailable as error:
                 self.dropped_total += 1
                 log.debug("frame for %s dropped: %s", subject, error)

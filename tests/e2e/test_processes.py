@@ -25,6 +25,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([KVFLEET, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def gone(pids: list[int], within_s: float) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -119,7 +123,7 @@ def test_a_killed_nats_server_is_a_pause_for_running_streams() -> None:
     """As a newcomer would try it: `kill -9` of the embedded server; `up` starts it again where it was."""
     fleet = Up("--port", "0", "--runner", "fake", "--fake-tokens-per-s", "100").wait_ready()
     try:
-        nats = next(pid for pid in fleet.descendants() if "nats-server" in Path(f"/proc/{pid}/cmdline").read_text())
+        nats = next(pid for pid in fleet.descendants() if "nats-server" in command_of(pid))
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
         events = []
         with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=30) as response:
@@ -136,18 +140,21 @@ def test_a_killed_nats_server_is_a_pause_for_running_streams() -> None:
         assert fleet.stop() == 0
 
 
-def test_two_fleets_stay_apart_when_one_takes_the_others_port(tmp_path: Path) -> None:
-    """The first fleet's server dies and another's answers on its port: the processes are refused there."""
-    url = Up("--port", "0", "--runner", "fake", "--workers", "1").wait_ready()
+def test_two_fleets_stay_apart() -> None:
+    """Should one fleet's server ever answer on the other's port, it refuses that fleet's processes."""
+    first = Up("--port", "0", "--runner", "fake", "--workers", "1").wait_ready()
+    second = Up("--port", "0", "--runner", "fake", "--workers", "1").wait_ready()
     try:
-        fleet = Up("--port", "0", "--runner", "fake", "--workers", "1", "--nats-url", url.nats_url)
-        fleet.wait_ready()  # anonymous on purpose: --nats-url names it
-        fleet.stop()
-        wrong = run("worker", "--nats-url", url.nats_url, "--nats-user", "fleet", "--nats-password", "another fleet's")
-        assert wrong.returncode == 1
-        assert "refuses user fleet" in wrong.stderr
+        assert first.nats_url != second.nats_url
+        worker = next(pid for pid in first.descendants() if "services.worker" in command_of(pid))
+        environ = Path(f"/proc/{worker}/environ").read_bytes().decode().split("\0")
+        password = next(one.partition("=")[2] for one in environ if one.startswith("KVFLEET_NATS_PASSWORD="))
+        login = ["--nats-user", "fleet", "--nats-password", password]
+        refused = run("worker", "--nats-url", second.nats_url, *login)
+        assert refused.returncode == 1
+        assert "refuses user fleet" in refused.stderr
     finally:
-        url.stop()
+        assert first.stop() == second.stop() == 0
 
 
 def test_a_fleet_with_api_keys(tmp_path: Path) -> None:

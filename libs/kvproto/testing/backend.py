@@ -33,7 +33,7 @@ class ServerSource:
                 from kvproto.testing.nats_container import NatsContainer
 
                 return NatsContainer.start(spec)
-            except Exception as error:
+            except Exception as error:  # whatever a container fails for, there is the process
                 if self.wanted == "docker":
                     raise
                 self._why_process = f"no container: {_first_line(error)}"

@@ -157,6 +157,26 @@ async def test_lost_frames_are_asked_for_again(fleet: FakeFleet, client: Client)
     assert client.counters.lost_total == 0
 
 
+async def test_a_lost_started_is_sent_again_and_still_comes_first(fleet: FakeFleet, client: Client) -> None:
+    worker = await fleet.start("w0", fake_tokens_per_s=400)
+    await ready(client, 1)
+    real_send, dropped = worker.loop.outbox.send, []
+
+    def lossy(subject: str, data: bytes) -> None:
+        if subject == client.inbox.batch and not dropped:
+            dropped.extend(codec.decode_frames(data))  # the first message to the batch inbox
+            return
+        real_send(subject, data)
+
+    worker.loop.outbox.send = lossy  # type: ignore[method-assign]
+    async with client.generate(Generation("demo", SAMPLING, PROMPT)) as stream:
+        events = [event async for event in stream]
+    assert isinstance(dropped[0], Started)
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    assert sum(len(event.ids) for event in events if isinstance(event, Tokens)) == 40
+
+
 async def test_cancel_frees_the_worker(fleet: FakeFleet, client: Client) -> None:
     worker = await fleet.start("w0", fake_tokens_per_s=50)
     await ready(client, 1)

@@ -17,6 +17,7 @@ from kvproto.messages import (
     Accepted,
     AdminCommand,
     AdminRequest,
+    CancelRequest,
     Encoding,
     Failed,
     Finished,
@@ -32,6 +33,7 @@ from kvproto.messages import (
     WorkerStats,
 )
 from kvproto.subjects import Subjects
+from services.worker.main import prompt_encoder_of
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 
 SAMPLING = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -191,3 +193,33 @@ async def test_a_late_request_is_refused_after_the_fact(worker: FakeWorker, clie
     await send(client, request(client, expires_unix_ms=int(time.time() * 1000) - 1, encoding=Encoding.FRAMES))
     assert isinstance(await receiver.until(Failed), Failed)
     assert worker.loop.requests_total == 0
+
+
+LONG_TEXT = "Good morrow, cousin. " * 300
+
+
+async def test_a_cancel_of_one_attempt_leaves_the_others_tokenising(worker: FakeWorker, client: Client) -> None:
+    receiver = Receiver(client)
+    long = request(client, prompt_ids=(), prompt=LONG_TEXT, sampling=replace(SAMPLING, max_tokens=1))
+    cancel = codec.encode(CancelRequest("r1", 0))
+    await send(client, replace(long, attempt=1, inbox=client.inbox.of("r1", 1)))
+    await client.connection.publish(client.subjects.worker_cancel("w0"), cancel)
+    assert isinstance(await receiver.until(Accepted), Accepted)
+    await receiver.until(Failed)  # more tokens than this worker's 24 blocks hold, said by the engine
+    assert receiver.frames[-1].attempt == 1
+
+
+async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, client: Client) -> None:
+    class Broken:
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise RuntimeError("a tokenizer's fault")
+
+    worker.loop._encode_prompt = prompt_encoder_of(Broken())
+    for text in ("short", LONG_TEXT):
+        receiver = Receiver(client)
+        await send(client, request(client, prompt_ids=(), prompt=text))
+        failed = await receiver.until(Failed)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.field) == ("invalid_request", "prompt")
+    assert worker.fatal == []
+    await ask(client, tuple(range(40)))

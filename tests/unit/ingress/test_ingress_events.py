@@ -167,12 +167,6 @@ async def test_everything_that_was_read_is_one_send() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_lost_start_frame_does_not_lose_the_start_event() -> None:
-    wire = Wire()
-    await carry(wire, ScriptedStream([[tokens(0, "a"), STARTED], [FINISHED]]))
-    assert [json.loads(one)["type"] for one in data_of(wire.body)] == ["start", "token", "done"]
-
-
 async def test_errors_before_and_after_the_first_byte() -> None:
     wire = Wire()
     with pytest.raises(WorkerLost):
