@@ -61,6 +61,15 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class Overflow(StrEnum):
+    """What happens to a request that does not fit into the model's context."""
+
+    ERROR = "error"  # it is refused
+    TRUNCATE_LEFT = "truncate_left"  # the oldest prompt tokens are dropped until prompt and `max_tokens` fit
+    TRUNCATE_GENERATION = "truncate_generation"  # `max_tokens` becomes what is left after the prompt
+    SLIDING = "sliding"  # whenever the context is full its older half is dropped and generation goes on
+
+
 class AdminCommand(StrEnum):
     DRAIN = "drain"
     STATS = "stats"
@@ -79,6 +88,11 @@ class Sampling:
     `temperature` 0 is greedy; `top_k` 0 means no limit. `seed` is drawn by the ingress or Client when the caller gives
     none, so a moved or replayed sequence draws the same tokens; a worker takes none as 0. Stop tokens are neither
     emitted nor counted.
+
+    Logits are changed in this order: `repetition_penalty` (prompt and output, as in transformers), `frequency_penalty`
+    and `presence_penalty` (output only, as OpenAI states them), `logit_bias`, stop tokens out before `min_tokens`; then
+    temperature, `top_k`, `top_p` and `min_p` (least probability, as a share of the most probable token's). `logprobs`
+    asks for each token's log probability by the model itself, before all of that, and that of so many alternatives.
     """
 
     max_tokens: Annotated[int, Range(1, 16_777_216)]
@@ -89,6 +103,15 @@ class Sampling:
     stop: Annotated[tuple[Annotated[str, MaxLength(1024)], ...], MaxLength(16)] = ()
     stop_ids: Annotated[tuple[int, ...], MaxLength(256)] = ()
     ignore_eos: bool = False
+    n: Annotated[int, Range(1, 128)] = 1  # choices: continuations of one prompt, each with random numbers of its own
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    presence_penalty: Annotated[float, Range(-100.0, 100.0)] = 0.0
+    frequency_penalty: Annotated[float, Range(-100.0, 100.0)] = 0.0
+    repetition_penalty: Annotated[float, Range(0.001, 1000.0)] = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    logprobs: Annotated[int, Range(0, 128)] | None = None  # alternatives beside the token's own; None: nothing at all
+    min_tokens: Count = 0
+    overflow: Overflow = Overflow.ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +248,20 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's probabilities: the token's own, and the most probable ones, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens `index` ... `index + len(ids) - 1` of one choice, one piece of text per id.
 
     Pieces may be empty while text is held back (a character or a stop string may be incomplete); together they are
-    exactly the final text.
+    exactly the final text. `logprobs` has one entry per id where the request asked for them, else none.
     """
 
     request: str
@@ -238,6 +270,7 @@ class Tokens:
     index: int
     ids: Tokens32
     text: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

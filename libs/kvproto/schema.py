@@ -115,19 +115,24 @@ def _sequence(item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
     return read, write
 
 
-def _mapping(item: Any) -> tuple[_Read, _Write]:
+def _mapping(key_kind: Any, item: Any) -> tuple[_Read, _Write]:
+    """Keys are text on the wire, as JSON demands; integer keys are written in decimal."""
     read_item, write_item = _compile(item)
 
-    def read(value: Any, path: str) -> dict[str, Any]:
+    def read(value: Any, path: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
             raise type_error(path, "map", value)
-        for key in value:
+        out: dict[Any, Any] = {}
+        for key, element in value.items():
             if type(key) is not str:
                 raise type_error(f"{path} key", "str", key)
-        return {key: read_item(element, f"{path}.{key}") for key, element in value.items()}
+            if key_kind is int and not (key.isascii() and key.isdigit() and len(key) < 20):
+                raise CodecError("keys must be integers in decimal", field=f"{path}.{key[:64]}")
+            out[key_kind(key)] = read_item(element, f"{path}.{key}")
+        return out
 
     def write(value: Any, packed: bool) -> dict[str, Any]:
-        return {key: write_item(element, packed) if write_item else element for key, element in value.items()}
+        return {str(key): write_item(element, packed) if write_item else element for key, element in value.items()}
 
     return read, write
 
@@ -154,7 +159,7 @@ def _compile(hint: Any) -> tuple[_Read, _Write | None]:
     if origin is tuple:
         return _sequence(get_args(hint)[0], bounds)
     if origin is dict:
-        return _mapping(get_args(hint)[1])
+        return _mapping(*get_args(hint))
     if is_dataclass(hint) and isinstance(hint, type):
         kind = hint
         return lambda value, path: read_map(kind, value, path), lambda value, packed: to_map(value, packed=packed)

@@ -25,7 +25,7 @@ from kvproto.errors import (
 from kvproto.messages import FinishReason, Load, Rates
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import Detokenizer
-from services.worker.model.base import Drawn, ModelRunner
+from services.worker.model.base import Drawn, ModelRunner, Scored
 from services.worker.outputs import (
     SequenceFailed,
     SequenceFinished,
@@ -163,7 +163,7 @@ class Engine:
             sequence.computed = part.end
             self._fill_blocks(sequence)
             if token is not None:
-                self._advance(sequence, token)
+                self._advance(sequence, token.token if isinstance(token, Scored) else token)
 
     def _fill_blocks(self, sequence: Sequence) -> None:
         """Make the blocks that became full findable, prompt and generated tokens alike."""

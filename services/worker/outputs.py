@@ -1,7 +1,8 @@
 """What a step of the engine says to the outside. Plain values: they cross from the engine thread to the loop.
 
-Per accepted sequence: `SequenceStarted` once, `SequenceTokens` any number of times, then exactly one of
-`SequenceFinished` and `SequenceFailed`. A sequence that fails before it is scheduled has no `SequenceStarted`.
+A sequence is one choice of one attempt at a request. Per accepted one: `SequenceStarted` once, `SequenceTokens` any
+number of times, then exactly one of `SequenceFinished` and `SequenceFailed`. One that fails before it is scheduled has
+no `SequenceStarted`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason
+from kvproto.messages import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class SequenceStarted:
     cached_tokens: int
     cached_block_tokens: int
     queue_seconds: float
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class SequenceTokens:
     index: int
     ids: tuple[int, ...]
     text: tuple[str, ...]
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per id where the request asked for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class SequenceFinished:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class SequenceFailed:
     request: str
     attempt: int
     error: KvfleetError
+    choice: int = 0
 
 
 SequenceOutput = SequenceStarted | SequenceTokens | SequenceFinished | SequenceFailed

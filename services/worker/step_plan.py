@@ -12,11 +12,18 @@ from services.worker.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone."""
+    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone.
+
+    `prompt_ids` and `output_ids` are what came before, for penalties; `banned` must not be drawn. All three are empty
+    where the request asks for nothing that needs them.
+    """
 
     sampling: Sampling
     choice: int
     index: int
+    prompt_ids: Items[int] = ()
+    output_ids: Items[int] = ()
+    banned: Items[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,8 @@ class Slice:
     """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`.
 
     `blocks` is the block table, at least up to the last position; token p lives in slot p % block_size of
-    `blocks[p // block_size]`. `draw` is None where more of the prompt is still to come.
+    `blocks[p // block_size]`. An entry is -1 where no layer can reach the block any more (sliding windows). `draw` is
+    None where more of the prompt is still to come.
     """
 
     ids: Items[int]

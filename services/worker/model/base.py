@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvproto.errors import KvfleetError
+from kvproto.messages import TokenLogprobs
 from services.worker.step_plan import Slice
 
-Drawn = int | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token drawn for a request that asks for log probabilities."""
+
+    token: int
+    logprobs: TokenLogprobs
+
+
+Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
 
 
 class ModelRunner(Protocol):
@@ -33,6 +44,10 @@ class ModelRunner(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+
+    @property
+    def window(self) -> int | None:
+        """Tokens, itself included, that a token attends to in the layer that reaches furthest; None: all of them."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ class FakeRunner:
 
     bytes_per_slot = 8
     num_layers = 1
+    window: int | None = None
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ class LoadedModel:
     context_length: int
     eos_ids: tuple[int, ...]
     device: torch.device
+    window: int | None = None  # see ModelRunner.window
 
 
 def load_model(

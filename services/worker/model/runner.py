@@ -34,6 +34,7 @@ class TorchRunner:
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids
+        self.window: int | None = loaded.window
         self.num_layers = loaded.kv_shape.layers
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -6,6 +6,7 @@ the pool and attends. Backends share one behaviour suite: the exactness tests ru
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -14,14 +15,27 @@ from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """What a layer computes: softmax(cap(scaling * QK^T))V over the last `window` tokens, the token itself included.
+
+    `cap(x) = softcap * tanh(x / softcap)` where there is a `softcap` (Gemma 2); no `window` means all tokens.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 class AttentionStep(Protocol):
     """Attention of one step, called by every layer in turn."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Store `key`, `value` `[T, kv_heads, head_dim]` of the step's tokens and let `query` `[T, heads, head_dim]`
         attend, each token to its own sequence up to itself. Returns `[T, heads, head_dim]`.
 
-        `heads` is a multiple of `kv_heads`; consecutive heads share one (grouped-query attention).
+        `heads` is a multiple of `kv_heads`; consecutive heads share one (grouped-query attention). The tensors may be
+        strided views.
         """
 
 

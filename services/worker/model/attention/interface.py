@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
-from services.worker.model.attention.base import AttentionStep
+from services.worker.model.attention.base import AttentionForm, AttentionStep
 
 NAME = "kvfleet_paged"
 STEP = "kvfleet_step"  # the keyword that carries the AttentionStep
@@ -43,6 +43,10 @@ def paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        AttentionForm(
+            scaling if scaling is not None else query.shape[-1] ** -0.5,
+            keywords.get("sliding_window"),
+            keywords.get("softcap"),
+        ),
     )
     return out.unsqueeze(0), None

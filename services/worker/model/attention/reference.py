@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.worker.model.attention.base import AttentionForm
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool
 from services.worker.step_plan import Slice
@@ -45,13 +46,13 @@ class ReferenceStep:
                 decodes.append((first, part))
         self._parts: list[_Chunk | _Decodes] = [*chunks, *(_Decodes(g, self) for g in self._groups(decodes))]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         size = self._pool.block_size
         rows = torch.stack((key, value), dim=1).reshape(-1, key.shape[-1])
         self._pool.tokens.index_copy_(0, self._write + layer * self._layer_runs * size, rows)
         out = torch.empty_like(query)
         for part in self._parts:
-            part.attend(self, layer, query, out, scaling)
+            part.attend(self, layer, query, out, form)
         return out
 
     def gather(self, rows: Tensor, layer: int, sequences: int) -> Tensor:
@@ -112,14 +113,14 @@ class _Chunk:
             reach = torch.arange(part.start, part.end, device=self._rows.device)[:, None]
             self._mask = torch.arange(part.end, device=self._rows.device)[None, :] <= reach
 
-    def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, scaling: float) -> None:
+    def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, form: AttentionForm) -> None:
         kv = step.gather(self._rows, layer, 1)[:, 0, :, : self._end]  # [2, kv_heads, end, head_dim]
         heads, kv_heads = query.shape[1], kv.shape[1]
         chunk = query[self._tokens].transpose(0, 1)
         grouped = chunk.reshape(kv_heads, heads // kv_heads, *chunk.shape[1:])
         keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
         done = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._mask, is_causal=self._mask is None, scale=scaling
+            grouped, keys, values, attn_mask=self._mask, is_causal=self._mask is None, scale=form.scaling
         )
         out[self._tokens] = done.flatten(0, 1).transpose(0, 1)
 
@@ -140,7 +141,7 @@ class _Decodes:
             self._mask = valid[:, None, None, :]
             self._masked = (~valid).nonzero(as_tuple=True)
 
-    def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, scaling: float) -> None:
+    def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, form: AttentionForm) -> None:
         count = len(self._tokens)
         kv = step.gather(self._rows, layer, count)[:, :, :, : self._longest]
         if self._mask is not None:
@@ -148,5 +149,5 @@ class _Decodes:
             kv.permute(1, 3, 0, 2, 4)[sequences, positions] = 0
         kv_heads = kv.shape[2]
         grouped = query[self._tokens].view(count, kv_heads, -1, query.shape[-1])
-        done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=scaling)
+        done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=form.scaling)
         out[self._tokens] = done.flatten(1, 2)
