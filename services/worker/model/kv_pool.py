@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvproto.errors import OutOfMemory
+from services.worker.model.vector.memory import huge_pages
 
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
 
@@ -46,6 +46,7 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self.kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[shape.dtype]
         size = (num_blocks, shape.layers, 2, shape.kv_heads, block_size, shape.head_dim)
         try:
             self.data = _zeros(size, shape.dtype, device)
@@ -54,6 +55,12 @@ class KvPool:
                 raise
             total = num_blocks * shape.bytes_per_block(block_size)
             raise OutOfMemory(f"a KV pool of {num_blocks} blocks ({total / 2**30:.2f} GiB): {error}") from error
+
+    kind = 0
+
+    @property
+    def run_bytes(self):
+        return self.block_size * self.shape.head_dim * self.shape.dtype.itemsize
 
     @property
     def runs(self) -> Tensor:
@@ -89,7 +96,7 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """Zeros; on a CPU pages that the system zeroes when they are first touched, so gigabytes cost nothing at start."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
+    return huge_pages(math.prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,0 +1,1 @@
+"""Attention on a CPU, straight over the block-major pool."""

@@ -1,0 +1,140 @@
+"""The `cpu` attention backend: a step's tables, made once, and one call into compiled code per layer.
+
+Owns scratch memory and call block, which all steps reuse; the engine's thread alone calls it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvproto.errors import UnsupportedModel
+from services.worker.model.attention.base import AttentionForm
+from services.worker.model.attention.cpu import call as c
+from services.worker.model.attention.cpu.plan import TILE_ROWS, cut
+from services.worker.model.batch import RaggedBatch
+from services.worker.model.kv_pool import KvPool
+from services.worker.model.vector import team
+from services.worker.model.vector.compiled import Entry
+
+KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16, torch.float16: c.FLOAT16}
+SERIAL_TOKENS = 64  # up to here one thread stores K and V faster than a team is woken
+
+
+class CpuBackend:
+    """Attention by `threads` of torch's threads. Compiles, or loads, its kernels when it is made: seconds at most."""
+
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        from services.worker.model.attention.cpu.kernels import compiled  # numba takes time to import
+
+        self.threads = threads or torch.get_num_threads()
+        self.entries = compiled()
+        self.block = np.zeros(c.FIELDS, dtype=np.int64)
+        self.floats = np.zeros(2, dtype=np.float32)
+        self.block[c.SELF] = self.block.ctypes.data
+        self.block[c.FLOATS] = self.floats.ctypes.data
+        self._scratch = np.empty(0, dtype=np.float32)
+        self._partials = np.empty(0, dtype=np.float32)
+
+    def prepare(self, batch: RaggedBatch, pool: KvPool) -> CpuStep:
+        return CpuStep(self, batch, pool)
+
+    def reserve(self, group: int, padded: int, partials: int) -> None:
+        """Make scratch memory large enough for a step."""
+        from services.worker.model.attention.cpu.kernels import DECODE_CHUNK, PREFILL_CHUNK
+        from services.worker.model.vector.emit import LANES
+
+        rows = max(TILE_ROWS, group)
+        decode = group * (2 + 2 * padded + DECODE_CHUNK) + LANES * padded
+        prefill = rows * (2 + 2 * padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
+        each = -(-max(decode, prefill) // 1024) * 1024
+        if len(self._scratch) < each * self.threads:
+            self._scratch = np.empty(each * self.threads, dtype=np.float32)
+        if len(self._partials) < partials * group * (padded + 2):
+            self._partials = np.empty(partials * group * (padded + 2), dtype=np.float32)
+        self.block[c.SCRATCH], self.block[c.SCRATCH_BYTES] = self._scratch.ctypes.data, 4 * each
+        self.block[c.PARTIALS] = self._partials.ctypes.data
+
+    def call(self, function: Entry, threads: int) -> None:
+        self.block[c.SEAT] = self.block[c.TICKET] = 0
+        team.run(function.address, int(self.block[c.SELF]), threads)
+
+
+class CpuStep:
+    """See `AttentionStep`. Keeps the step's tables alive; the call block points into them."""
+
+    def __init__(self, backend: CpuBackend, batch: RaggedBatch, pool: KvPool) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._pool = pool
+        self._heads = 0
+        self._tables: tuple[NDArray[np.int64], ...] = ()
+        self._threads = backend.threads
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        if query.shape[1] != self._heads:
+            self._begin(query)
+        if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        backend, block = self._backend, self._backend.block
+        out = torch.empty(query.shape, dtype=query.dtype)
+        block[c.LAYER] = layer
+        block[c.WINDOW] = form.window or 0
+        backend.floats[0], backend.floats[1] = form.scaling, form.softcap or 0.0
+        block[c.QUERY : c.OUT + 1] = (
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            KINDS[query.dtype],
+            key.data_ptr(),
+            key.stride(0),
+            key.stride(1),
+            value.data_ptr(),
+            value.stride(0),
+            value.stride(1),
+            out.data_ptr(),
+        )
+        tokens = query.shape[0]
+        backend.call(backend.entries.store, 1 if tokens <= SERIAL_TOKENS else self._threads)
+        backend.call(backend.entries.attend, self._threads)
+        if block[c.SPLITS]:
+            backend.call(backend.entries.combine, 1)
+        return out
+
+    def _begin(self, query: Tensor) -> None:
+        """Tables of the step, when the first layer tells how many heads there are."""
+        pool, batch, backend = self._pool, self._batch, self._backend
+        shape, block = pool.shape, backend.block
+        heads, dim = query.shape[1], query.shape[2]
+        group = heads // shape.kv_heads
+        first = np.array(batch.first, dtype=np.int64)
+        items = cut(batch.slices, first, pool.block_size, shape.kv_heads, group, self._threads)
+        padded = -(-dim // 16) * 16
+        backend.reserve(group, padded, items.partials)
+        kind = pool.kind
+        block[c.TOKENS] = len(batch.ids)
+        block[c.ITEMS], block[c.ITEM_TABLE] = len(items.items), items.items.ctypes.data
+        block[c.SLICES], block[c.TABLES] = items.slices.ctypes.data, items.tables.ctypes.data
+        block[c.SLOTS] = batch.slots.ctypes.data
+        block[c.SPLITS], block[c.SPLIT_TABLE] = len(items.splits), items.splits.ctypes.data
+        block[c.POOL], block[c.RUN_BYTES] = pool.data.data_ptr(), pool.run_bytes
+        block[c.LAYERS], block[c.BLOCK_SIZE], block[c.KV_KIND] = shape.layers, pool.block_size, kind
+        size = pool.block_size
+        block[c.BLOCK_SHIFT] = size.bit_length() - 1 if size & (size - 1) == 0 else -1
+        block[c.TILED] = size % 16 == 0
+        block[c.DIRECT] = kind == c.FLOAT32 and dim == padded and size % 16 == 0
+        block[c.HEADS], block[c.KV_HEADS], block[c.GROUP] = heads, shape.kv_heads, group
+        block[c.HEAD_DIM], block[c.PADDED] = dim, padded
+        self._heads = heads
+        self._tables = (items.items, items.slices, items.tables, items.splits, batch.slots)
+
+
+def check_supported(dtype: torch.dtype) -> None:
+    if dtype not in KINDS:
+        raise UnsupportedModel(f"the cpu attention does not know {dtype}", field="dtype")

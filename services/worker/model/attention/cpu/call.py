@@ -1,0 +1,68 @@
+"""The call block: everything a kernel needs to know, as one array of integers. Pure; the layout kernels read by index.
+
+Addresses are of the process's memory, strides count elements, tables are rows of int64.
+"""
+
+from __future__ import annotations
+
+# How numbers are stored.
+FLOAT32, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3
+ITEM_BYTES = (4, 2, 2, 1)
+
+STORED_AT_ONCE = 16  # tokens a thread stores per ticket
+
+# Fields of the call block.
+(
+    SELF,  # its own address, for the two counters that threads share
+    SEAT,
+    TICKET,
+    TOKENS,  # of the step, flat
+    ITEMS,
+    ITEM_TABLE,
+    SLICES,
+    TABLES,  # block tables of all slices, one after the other
+    SLOTS,  # [T], where each token is stored
+    SPLITS,
+    SPLIT_TABLE,
+    PARTIALS,
+    SCRATCH,
+    SCRATCH_BYTES,  # per thread
+    POOL,
+    RUN_BYTES,  # of one run: K or V of one block, layer and head
+    LAYERS,
+    LAYER,
+    BLOCK_SIZE,
+    BLOCK_SHIFT,  # its logarithm, or -1 where it is no power of two
+    KV_KIND,
+    TILED,  # 1: a tile of LANES tokens never crosses blocks
+    DIRECT,  # 1: the pool's rows are what the kernels compute with
+    HEADS,
+    KV_HEADS,
+    GROUP,  # heads per kv head
+    HEAD_DIM,
+    PADDED,  # head_dim, up to the next multiple of LANES
+    WINDOW,  # 0: none
+    FLOATS,  # address of scaling and soft cap (0: none)
+    QUERY,
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    QUERY_KIND,  # of query, key, value and result alike
+    KEY,
+    KEY_TOKEN,
+    KEY_HEAD,
+    VALUE,
+    VALUE_TOKEN,
+    VALUE_HEAD,
+    OUT,
+    FIELDS,
+) = range(42)
+
+# Columns of the item table.
+DECODE, PREFILL = 0, 1
+ITEM_KIND, ITEM_SLICE, ITEM_HEAD, ITEM_LOW, ITEM_HIGH, ITEM_PARTIAL, ITEM_FIELDS = range(7)
+
+# Columns of the slice table.
+SLICE_FIRST, SLICE_START, SLICE_TABLE, SLICE_FIELDS = range(4)
+
+# Columns of the split table: flat token, kv head, first partial, partials.
+SPLIT_FIELDS = 4

@@ -1,0 +1,123 @@
+"""Cuts a step's attention into items that threads can take. Pure, once per step for all layers.
+
+Work is counted in pairs of (query row, visible token). Prefills are cut along their queries; decodes are one item per
+kv head, and those longer than a thread's fair share are also cut along the sequence. Costly items come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.model.attention.cpu.call import (
+    DECODE,
+    ITEM_FIELDS,
+    ITEM_HEAD,
+    ITEM_HIGH,
+    ITEM_KIND,
+    ITEM_LOW,
+    ITEM_PARTIAL,
+    ITEM_SLICE,
+    PREFILL,
+    SLICE_FIELDS,
+    SPLIT_FIELDS,
+)
+from services.worker.step_plan import Slice
+
+Ints = NDArray[np.int64]
+
+TILE_ROWS = 64  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
+SHORTEST_PART = 256  # tokens of a split decode
+SHARES = 4  # items per thread that a split aims at
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Tables in the layout of `call`: items, slices, splits, and how many partial results there are."""
+
+    items: Ints
+    slices: Ints
+    tables: Ints
+    splits: Ints
+    partials: int
+
+
+def cut(slices: Sequence[Slice], first: Ints, block_size: int, kv_heads: int, group: int, threads: int) -> Items:
+    """`first[i]` is the flat index of slice i's first token."""
+    starts = np.array([part.start for part in slices], dtype=np.int64)
+    counts = np.array([len(part.ids) for part in slices], dtype=np.int64)
+    ends = starts + counts
+    lengths = -(-ends // block_size)
+    offsets = np.zeros(len(slices), dtype=np.int64)
+    np.cumsum(lengths[:-1], out=offsets[1:])
+    tables = np.empty(int(lengths.sum()), dtype=np.int64)
+    for part, offset, length in zip(slices, offsets.tolist(), lengths.tolist(), strict=True):
+        tables[offset : offset + length] = part.blocks[:length]
+    table = np.empty((len(slices), SLICE_FIELDS), dtype=np.int64)
+    table[:, 0], table[:, 1], table[:, 2] = first, starts, offsets
+
+    work = int((counts * (starts + (counts + 1) / 2)).sum() * kv_heads * group)
+    decoding = np.flatnonzero(counts == 1)
+    decodes, splits, partials = _decodes(decoding, ends, first, kv_heads, group, work // (threads * SHARES))
+    chunks = [
+        _prefill(at, int(counts[at]), int(starts[at]), kv_heads, group, threads) for at in np.flatnonzero(counts > 1)
+    ]
+    items = np.concatenate([*(items for items, _ in chunks), decodes[0]])
+    cost = np.concatenate([*(cost for _, cost in chunks), decodes[1]])
+    return Items(np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), table, tables, splits, partials)
+
+
+def _prefill(at: int, count: int, start: int, kv_heads: int, group: int, threads: int) -> tuple[Ints, Ints]:
+    """Items of one slice, and their cost: tiles of queries times kv heads."""
+    fair = -(-count * kv_heads // (threads * SHARES))
+    tokens = max(1, min(max(TILE_ROWS // group, 1), fair))
+    lows = np.arange(0, count, tokens, dtype=np.int64)
+    highs = np.minimum(lows + tokens, count)
+    items = np.empty((len(lows), kv_heads, ITEM_FIELDS), dtype=np.int64)
+    items[:, :, ITEM_KIND] = PREFILL
+    items[:, :, ITEM_SLICE] = at
+    items[:, :, ITEM_HEAD] = np.arange(kv_heads)
+    items[:, :, ITEM_LOW] = lows[:, None]
+    items[:, :, ITEM_HIGH] = highs[:, None]
+    items[:, :, ITEM_PARTIAL] = -1
+    cost = np.repeat((highs - lows) * (start + highs) * group, kv_heads)
+    return items.reshape(-1, ITEM_FIELDS), cost
+
+
+def _decodes(
+    which: Ints, ends: Ints, first: Ints, kv_heads: int, group: int, fair: int
+) -> tuple[tuple[Ints, Ints], Ints, int]:
+    """Items of all decodes and their cost, the split table, and how many partials there are."""
+    longest = max(SHORTEST_PART, fair // group)
+    parts = -(-ends[which] // longest)
+    step = -(-ends[which] // parts)
+    items = np.empty((int(parts.sum()), kv_heads, ITEM_FIELDS), dtype=np.int64)
+    owner = np.repeat(np.arange(len(which)), parts)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    lows = number * step[owner]
+    highs = np.minimum(lows + step[owner], ends[which][owner])
+    heads = np.arange(kv_heads)
+    items[:, :, ITEM_KIND] = DECODE
+    items[:, :, ITEM_SLICE] = which[owner][:, None]
+    items[:, :, ITEM_HEAD] = heads
+    items[:, :, ITEM_LOW] = lows[:, None]
+    items[:, :, ITEM_HIGH] = highs[:, None]
+    items[:, :, ITEM_PARTIAL] = -1
+    split = np.flatnonzero(parts > 1)
+    splits = np.empty((len(split), kv_heads, SPLIT_FIELDS), dtype=np.int64)
+    partials = 0
+    if len(split):  # partials of one (sequence, head) follow one another
+        before = np.cumsum(np.where(parts > 1, parts, 0)) - np.where(parts > 1, parts, 0)
+        base = before * kv_heads
+        numbered = base[owner][:, None] + heads * parts[owner][:, None] + number[:, None]
+        items[:, :, ITEM_PARTIAL] = np.where((parts[owner] > 1)[:, None], numbered, -1)
+        splits[:, :, 0] = first[which][split][:, None]
+        splits[:, :, 1] = heads
+        splits[:, :, 2] = base[split][:, None] + heads * parts[split][:, None]
+        splits[:, :, 3] = parts[split][:, None]
+        partials = int(parts[split].sum()) * kv_heads
+    cost = np.repeat((highs - lows) * group, kv_heads)
+    return (items.reshape(-1, ITEM_FIELDS), cost), splits.reshape(-1, SPLIT_FIELDS), partials

@@ -1,0 +1,1 @@
+"""Linear layers on a CPU, on weights packed for it."""

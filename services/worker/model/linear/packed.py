@@ -1,0 +1,138 @@
+"""Packed linear layers as modules, and how a model's layers become such.
+
+The plain weight goes when it is packed; a tied output head is packed from the embedding it shares its weight with,
+which stays for lookups.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from services.worker.model.linear import call as c
+from services.worker.model.vector import team
+from services.worker.model.vector.compiled import Entry
+from services.worker.model.vector.memory import huge_pages
+
+log = logging.getLogger(__name__)
+
+KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16}
+SHARES = 8  # items per thread that a product of few rows is cut into
+ROWS_PER_ITEM = 256  # of many
+
+
+class Multiplier:
+    """The compiled product, its threads and their scratch memory. One per model; called from one thread."""
+
+    def __init__(self, threads: int) -> None:
+        from services.worker.model.linear.kernels import compiled  # numba takes time to import
+
+        self.threads = threads
+        self.entry: Entry = compiled()
+        self.scratch = np.zeros(threads * c.SCRATCH_FLOATS, dtype=np.float32)
+
+
+class PackedLinear(nn.Module):
+    """`x @ weight.T + bias`, `weight` `[out, in]`; or `act(x @ gate.T) * (x @ weight.T)` where there is a `gate`."""
+
+    def __init__(
+        self,
+        multiplier: Multiplier,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None = None,
+        act: int = c.PLAIN,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._multiplier = multiplier
+        panels = [_panels(weight)] if gate is None else [_panels(gate), _panels(weight)]
+        self._packed = _interleaved(panels)
+        self._bias = None
+        if bias is not None:
+            self._bias = torch.zeros(len(panels[0]) * c.PANEL)
+            self._bias[: self.out_features] = bias.float()
+        self._columns = -(-self.out_features // c.PANEL)
+        block = self._block = np.zeros(c.FIELDS, dtype=np.int64)
+        block[c.SELF] = block.ctypes.data
+        block[c.COLUMNS], block[c.DEPTH] = self.out_features, self.in_features
+        block[c.WEIGHT], block[c.PANELS] = self._packed.data_ptr(), len(self._packed)
+        block[c.OUT_BYTES] = self.out_features * weight.dtype.itemsize
+        block[c.X_BYTES] = self.in_features * weight.dtype.itemsize
+        block[c.KIND], block[c.GATE] = KINDS[weight.dtype], act
+        block[c.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
+        block[c.SCRATCH] = multiplier.scratch.ctypes.data
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain matrix, unpacked anew each time: for code that looks at it, not for computing with it."""
+        return _unpacked(self._packed)[: self.out_features]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not self.dtype or x.shape[-1] != self.in_features:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {self.dtype} [{self.in_features}]")
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        rows = x.numel() // self.in_features
+        if not rows:
+            return out
+        multiplier, block = self._multiplier, self._block
+        few = rows <= c.ROWS_AT_ONCE
+        block[c.SEAT] = block[c.TICKET] = 0
+        block[c.ROWS], block[c.X], block[c.OUT] = rows, x.data_ptr(), out.data_ptr()
+        block[c.PANELS_PER_ITEM] = max(1, self._columns // (multiplier.threads * SHARES)) if few else 1
+        block[c.ROWS_PER_ITEM] = rows if few else ROWS_PER_ITEM
+        team.run(multiplier.entry.address, int(block[c.SELF]), multiplier.threads)
+        return out
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """`[out, in]` as `[panels, in, PANEL]`, in pairs along the input for bfloat16; the last panel filled with zeros."""
+    rows, depth = weight.shape
+    whole = -(-rows // c.PANEL) * c.PANEL
+    if whole != rows:
+        weight = torch.cat([weight, weight.new_zeros((whole - rows, depth))])
+    if weight.dtype is torch.float32:
+        return weight.reshape(-1, c.PANEL, depth).transpose(1, 2)
+    return weight.reshape(-1, c.PANEL, depth // 2, 2).transpose(1, 2)
+
+
+def _interleaved(panels: list[Tensor]) -> Tensor:
+    """A panel of each matrix in turn, in memory of their own."""
+    first = panels[0]
+    memory = huge_pages(len(panels) * first.numel() * first.dtype.itemsize)
+    packed = memory.view(first.dtype).view(len(first), len(panels), *first.shape[1:])
+    for at, part in enumerate(panels):
+        packed[:, at].copy_(part)
+    return packed.view(-1, *first.shape[1:])
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    """Inverse of `_panels`, still filled up."""
+    plain = packed.transpose(1, 2)
+    return plain.reshape(-1, plain.shape[2] * (plain.shape[3] if plain.dim() == 4 else 1))
+
+
+def can_pack(module: Any) -> bool:
+    """Whether the layer's numbers are of a kind that the kernels multiply."""
+    if type(module) not in (nn.Linear, Conv1D):
+        return False
+    weight: Tensor = module.weight
+    depth = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
+    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.numel() > 0 and depth % 2 == 0
+
+
+def pack(model: Any, multiplier: Multiplier) -> int:
+    """Replace the model's linear layers by packed ones, the output head included. Returns how many."""
+    names = [name for name, module in model.named_modules() if can_pack(module)]
+    for name in names:
+        module = model.get_submodule(name)
+        weight: Tensor = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        model.set_submodule(name, PackedLinear(multiplier, weight, module.bias))
+    return len(names)

@@ -1,0 +1,199 @@
+"""Products of rows of floats, with accumulators in registers. Numba intrinsics on memory addresses.
+
+Addresses and strides are in bytes, sizes count elements. Nothing here checks bounds.
+"""
+
+# mypy: ignore-errors
+# The bodies build IR, values of which no type checker knows anything.
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import binding, ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from services.worker.model.vector.emit import (
+    ADDRESS,
+    COUNT,
+    F32,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    VECTOR,
+    constant,
+    fma,
+    lane_sums,
+    load,
+    loop,
+    plus,
+    returning_nothing,
+    splat,
+    store,
+    transposed,
+)
+
+
+@intrinsic
+def dots(_context, query, keys, key_bytes, size, scores):
+    """scores[i] = query . keys[i] for LANES keys, rows `key_bytes` apart, `size` long, a multiple of LANES."""
+
+    def emit(_, builder, __, arguments):
+        q, k, stride, elements, out = arguments
+        strips = builder.sdiv(elements, ir.Constant(I64, LANES))
+        rows = [builder.add(k, builder.mul(stride, ir.Constant(I64, i))) for i in range(LANES)]
+
+        def body(i, values):
+            offset = builder.mul(i, ir.Constant(I64, 4 * LANES))
+            part = load(builder, builder.add(q, offset))
+            return [
+                fma(builder, load(builder, builder.add(row, offset)), part, value)
+                for row, value in zip(rows, values, strict=True)
+            ]
+
+        totals = loop(builder, strips, [constant(0.0)] * LANES, body)
+        store(builder, lane_sums(builder, list(totals)), out)
+        return
+
+    return types.void(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS), returning_nothing(emit)
+
+
+@intrinsic(prefer_literal=True)
+def product(_context, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
+    """out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES columns.
+
+    Both are literals: all accumulators live in registers. `fresh` (a literal): out is overwritten instead of added to.
+    """
+    r, c, overwrite = rows.literal_value, columns.literal_value, fresh.literal_value
+
+    def emit(_, builder, __, arguments):
+        a, a_stride, b, b_stride, length, o, o_stride = arguments[2:9]
+        a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(r)]
+        o_rows = [builder.add(o, builder.mul(o_stride, ir.Constant(I64, i))) for i in range(r)]
+        totals = []
+        for row in o_rows:
+            for j in range(c):
+                totals.append(constant(0.0) if overwrite else load(builder, plus(builder, row, 4 * LANES * j)))
+
+        def body(i, values):
+            b_row = builder.add(b, builder.mul(i, b_stride))
+            parts = [load(builder, plus(builder, b_row, 4 * LANES * j)) for j in range(c)]
+            offset = builder.mul(i, ir.Constant(I64, 4))
+            out = []
+            for at, row in enumerate(a_rows):
+                factor = splat(builder, load(builder, builder.add(row, offset), F32))
+                out.extend(fma(builder, factor, parts[j], values[at * c + j]) for j in range(c))
+            return out
+
+        totals = loop(builder, length, totals, body)
+        for at, row in enumerate(o_rows):
+            for j in range(c):
+                store(builder, totals[at * c + j], plus(builder, row, 4 * LANES * j))
+        return
+
+    signature = types.void(rows, columns, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, fresh)
+    return signature, returning_nothing(emit)
+
+
+@intrinsic
+def transpose(_context, source, source_bytes, target, target_bytes, size):
+    """LANES rows of `size` floats (a multiple of LANES) become `size` rows of LANES floats."""
+
+    def emit(_, builder, __, arguments):
+        a, a_stride, b, b_stride, elements = arguments
+        rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(LANES)]
+
+        def body(i, values):
+            offset = builder.mul(i, ir.Constant(I64, 4 * LANES))
+            tile = transposed(builder, [load(builder, builder.add(row, offset)) for row in rows])
+            first = builder.add(b, builder.mul(builder.mul(i, ir.Constant(I64, LANES)), b_stride))
+            for at, vector in enumerate(tile):
+                store(builder, vector, builder.add(first, builder.mul(b_stride, ir.Constant(I64, at))))
+            return []
+
+        loop(builder, builder.sdiv(elements, ir.Constant(I64, LANES)), [], body)
+        return
+
+    return types.void(ADDRESS, COUNT, ADDRESS, COUNT, COUNT), returning_nothing(emit)
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's `bfloat`, which llvmlite has no name for."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat)
+
+    def __hash__(self):
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+@cache
+def multiplies_pairs() -> bool:
+    """Whether this processor multiplies bfloat16 by itself. Emitted code is cached per processor, so it may ask."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def _add_pairs(builder, total, left, right):
+    """total + the products of two bfloat16 each per lane, given as the halves of 32-bit integers."""
+    if multiplies_pairs():
+        kind = ir.FunctionType(VECTOR, [VECTOR, _PAIRS, _PAIRS])
+        instruction = _declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
+        return builder.call(instruction, [total, builder.bitcast(left, _PAIRS), builder.bitcast(right, _PAIRS)])
+    for half in (_low, _high):
+        total = fma(builder, half(builder, left), half(builder, right), total)
+    return total
+
+
+def _declared(builder, name, kind):
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def _low(builder, pairs):
+    return builder.bitcast(builder.shl(pairs, constant(16, I32)), VECTOR)
+
+
+def _high(builder, pairs):
+    return builder.bitcast(builder.and_(pairs, constant(-65536, I32)), VECTOR)
+
+
+@intrinsic(prefer_literal=True)
+def pair_product(_context, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
+    """As `product`, of bfloat16 in pairs: out[r][c] (+)= sum over d < depth of left[r][d] . right[d][c], each a pair.
+
+    Accumulates in fp32, by the processor's own instruction for it where there is one (AVX512-BF16).
+    """
+    r, c, overwrite = rows.literal_value, columns.literal_value, fresh.literal_value
+
+    def emit(_, builder, __, arguments):
+        a, a_stride, b, b_stride, length, o, o_stride = arguments[2:9]
+        a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(r)]
+        o_rows = [builder.add(o, builder.mul(o_stride, ir.Constant(I64, i))) for i in range(r)]
+        totals = []
+        for row in o_rows:
+            for j in range(c):
+                totals.append(constant(0.0) if overwrite else load(builder, plus(builder, row, 4 * LANES * j)))
+
+        def body(i, values):
+            b_row = builder.add(b, builder.mul(i, b_stride))
+            parts = [load(builder, plus(builder, b_row, 4 * LANES * j), INTS) for j in range(c)]
+            offset = builder.mul(i, ir.Constant(I64, 4))
+            out = []
+            for at, row in enumerate(a_rows):
+                pair = splat(builder, load(builder, builder.add(row, offset), I32))
+                out.extend(_add_pairs(builder, values[at * c + j], pair, parts[j]) for j in range(c))
+            return out
+
+        totals = loop(builder, length, totals, body)
+        for at, row in enumerate(o_rows):
+            for j in range(c):
+                store(builder, totals[at * c + j], plus(builder, row, 4 * LANES * j))
+
+    signature = types.void(rows, columns, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, fresh)
+    return signature, returning_nothing(emit)

@@ -1,0 +1,281 @@
+"""Rows of floats: softmax, scaling, conversion from and to stored numbers. Numba intrinsics on memory addresses.
+
+Addresses are integers in bytes, rows are contiguous, sizes count elements. Nothing here checks bounds.
+"""
+
+# mypy: ignore-errors
+# The bodies build IR, values of which no type checker knows anything.
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from services.worker.model.vector.emit import (
+    ADDRESS,
+    COUNT,
+    F16,
+    F32,
+    FAST,
+    FLOAT,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    call,
+    constant,
+    exp,
+    fma,
+    load,
+    loop,
+    offset_by,
+    returning_nothing,
+    splat,
+    store,
+)
+
+
+@intrinsic
+def row_max(_context, scores, count):
+    """Largest of `count` floats at `scores`, a multiple of LANES."""
+
+    def emit(_, builder, __, arguments):
+        address, elements = arguments
+        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
+
+        def body(i, values):
+            loaded = load(builder, offset_by(builder, address, i, 4 * LANES))
+            return [call(builder, "maxnum", VECTOR, [values[0], loaded])]
+
+        (largest,) = loop(builder, vectors, [constant(-math.inf)], body)
+        return call(builder, "vector.reduce.fmax", VECTOR, [largest])
+
+    return FLOAT(ADDRESS, COUNT), emit
+
+
+@intrinsic
+def row_exp(_context, scores, count, largest):
+    """Each of `count` floats at `scores` becomes e**(it - largest); returns their sum. None may exceed `largest`."""
+
+    def emit(_, builder, __, arguments):
+        address, elements, top = arguments
+        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
+        tops = splat(builder, top)
+
+        def body(i, values):
+            where = offset_by(builder, address, i, 4 * LANES)
+            power = exp(builder, builder.fsub(load(builder, where), tops))
+            store(builder, power, where)
+            return [builder.fadd(values[0], power)]
+
+        (sums,) = loop(builder, vectors, [constant(0.0)], body)
+        total = call(builder, "vector.reduce.fadd", VECTOR, [ir.Constant(F32, -0.0), sums])
+        for flag in FAST:
+            total.fastmath.add(flag)
+        return total
+
+    return FLOAT(ADDRESS, COUNT, FLOAT), emit
+
+
+@intrinsic
+def row_cap(_context, scores, count, cap):
+    """Each of `count` floats x at `scores` becomes cap * tanh(x / cap)."""
+
+    def emit(_, builder, __, arguments):
+        address, elements, limit = arguments
+        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
+        limits = splat(builder, limit)
+
+        def body(i, values):
+            where = offset_by(builder, address, i, 4 * LANES)
+            x = builder.fdiv(load(builder, where), limits)
+            size = call(builder, "fabs", VECTOR, [x])
+            small = exp(builder, builder.fmul(size, constant(-2.0)))  # tanh|x| = (1 - e**-2|x|) / (1 + e**-2|x|)
+            one = constant(1.0)
+            tanh = builder.fdiv(builder.fsub(one, small), builder.fadd(one, small))
+            negative = builder.fcmp_ordered("<", x, constant(0.0))
+            signed = builder.select(negative, builder.fneg(tanh), tanh)
+            store(builder, builder.fmul(signed, limits), where)
+            return []
+
+        loop(builder, vectors, [], body)
+        return
+
+    return types.void(ADDRESS, COUNT, FLOAT), returning_nothing(emit)
+
+
+@intrinsic
+def row_scale(_context, row, count, factor):
+    """Multiply `count` floats at `row`, a multiple of LANES."""
+
+    def emit(_, builder, __, arguments):
+        address, elements, scalar = arguments
+        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
+        factors = splat(builder, scalar)
+
+        def body(i, values):
+            where = offset_by(builder, address, i, 4 * LANES)
+            store(builder, builder.fmul(load(builder, where), factors), where)
+            return []
+
+        loop(builder, vectors, [], body)
+        return
+
+    return types.void(ADDRESS, COUNT, FLOAT), returning_nothing(emit)
+
+
+@intrinsic
+def row_fill(_context, row, count, value):
+    """Set `count` floats at `row`."""
+
+    def emit(_, builder, __, arguments):
+        address, elements, scalar = arguments
+
+        def body(i, values):
+            store(builder, scalar, offset_by(builder, address, i, 4))
+            return []
+
+        loop(builder, elements, [], body)
+        return
+
+    return types.void(ADDRESS, COUNT, FLOAT), returning_nothing(emit)
+
+
+def _as_floats(builder, kind, address, lanes):
+    """`lanes` numbers of a stored kind as floats; see `FLOAT32` and the others in `kernels`."""
+    if kind == 0:
+        return load(builder, address, ir.VectorType(F32, lanes))
+    if kind == 1:
+        raw = load(builder, address, ir.VectorType(I16, lanes), align=2)
+        wide = builder.zext(raw, ir.VectorType(I32, lanes))
+        bits = builder.shl(wide, ir.Constant(ir.VectorType(I32, lanes), [16] * lanes))
+        return builder.bitcast(bits, ir.VectorType(F32, lanes))
+    if kind == 2:
+        raw = load(builder, address, ir.VectorType(F16, lanes), align=2)
+        return builder.fpext(raw, ir.VectorType(F32, lanes))
+    raw = load(builder, address, ir.VectorType(I8, lanes), align=1)
+    return builder.sitofp(builder.sext(raw, ir.VectorType(I32, lanes)), ir.VectorType(F32, lanes))
+
+
+_SIZES = (4, 2, 2, 1)
+
+
+def _from_floats(builder, kind, value, address):
+    if kind == 0:
+        store(builder, value, address)
+        return
+    lanes = value.type.count
+    if kind == 2:
+        store(builder, builder.fptrunc(value, ir.VectorType(F16, lanes)), address, align=2)
+        return
+    bits = builder.bitcast(value, ir.VectorType(I32, lanes))  # bfloat16, to nearest, ties to even
+
+    def each(number):
+        return ir.Constant(ir.VectorType(I32, lanes), [number] * lanes)
+
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, each(0x7FFF))), each(16))
+    nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(nan, each(0x7FC0), rounded)
+    store(builder, builder.trunc(rounded, ir.VectorType(I16, lanes)), address, align=2)
+
+
+def _converted(builder, count, vector, scalar):
+    """Run `vector(i)` for each whole group of LANES elements and `scalar(i)` for the elements after them."""
+    lanes = ir.Constant(I64, LANES)
+    whole = builder.sdiv(count, lanes)
+    loop(builder, whole, [], lambda i, _: (vector(builder.mul(i, lanes)), [])[1])
+    done = builder.mul(whole, lanes)
+    loop(builder, builder.sub(count, done), [], lambda i, _: (scalar(builder.add(done, i)), [])[1])
+
+
+@intrinsic(prefer_literal=True)
+def widen(_context, kind, source, target, count, factor):
+    """`count` numbers of a stored `kind` (a literal) times `factor` become floats at `target`."""
+    which = kind.literal_value
+
+    def emit(_, builder, __, arguments):
+        source, target, count, scalar = arguments[1:]
+
+        def part(lanes):
+            if lanes > 1:
+                factors = splat(builder, scalar)
+            else:
+                one = ir.VectorType(F32, 1)
+                factors = builder.insert_element(ir.Constant(one, ir.Undefined), scalar, ir.Constant(I32, 0))
+
+            def convert(i):
+                value = _as_floats(builder, which, offset_by(builder, source, i, _SIZES[which]), lanes)
+                store(builder, builder.fmul(value, factors), offset_by(builder, target, i, 4))
+
+            return convert
+
+        _converted(builder, count, part(LANES), part(1))
+        return
+
+    return types.void(kind, ADDRESS, ADDRESS, COUNT, FLOAT), returning_nothing(emit)
+
+
+@intrinsic(prefer_literal=True)
+def narrow(_context, kind, source, target, count, factor):
+    """`count` floats at `source` times `factor` become numbers of a stored `kind` (a literal, not int8)."""
+    which = kind.literal_value
+
+    def emit(_, builder, __, arguments):
+        source, target, count, scalar = arguments[1:]
+
+        def part(lanes):
+            if lanes > 1:
+                factors = splat(builder, scalar)
+            else:
+                one = ir.VectorType(F32, 1)
+                factors = builder.insert_element(ir.Constant(one, ir.Undefined), scalar, ir.Constant(I32, 0))
+
+            def convert(i):
+                value = load(builder, offset_by(builder, source, i, 4), ir.VectorType(F32, lanes))
+                _from_floats(builder, which, builder.fmul(value, factors), offset_by(builder, target, i, _SIZES[which]))
+
+            return convert
+
+        _converted(builder, count, part(LANES), part(1))
+        return
+
+    return types.void(kind, ADDRESS, ADDRESS, COUNT, FLOAT), returning_nothing(emit)
+
+
+@intrinsic
+def row_gate(_context, gate, up, count, tanh):
+    """Each of `count` floats g at `gate` becomes act(g) * the float at `up`.
+
+    act is SiLU, g / (1 + e**-g), or, where `tanh`, GELU's tanh form: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))),
+    which is g / (1 + e**-2y) with y the argument of tanh.
+    """
+
+    def emit(_, builder, __, arguments):
+        gates, ups, elements, curved = arguments
+        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
+        is_tanh = builder.icmp_signed("!=", curved, ir.Constant(I64, 0))
+        bent, scale = (
+            splat(builder, builder.select(is_tanh, ir.Constant(F32, with_tanh), ir.Constant(F32, without)))
+            for with_tanh, without in ((0.044715, 0.0), (2 * math.sqrt(2 / math.pi), 1.0))
+        )
+
+        def body(i, values):
+            where = offset_by(builder, gates, i, 4 * LANES)
+            g = load(builder, where)
+            y = builder.fmul(fma(builder, builder.fmul(builder.fmul(g, g), bent), g, g), scale)
+            one = constant(1.0)
+            power = exp(builder, builder.fneg(call(builder, "fabs", VECTOR, [y])))  # never overflows
+            positive = builder.fcmp_ordered(">=", y, constant(0.0))
+            sigmoid = builder.fdiv(builder.select(positive, one, power), builder.fadd(one, power))
+            other = load(builder, offset_by(builder, ups, i, 4 * LANES))
+            store(builder, builder.fmul(builder.fmul(g, sigmoid), other), where)
+            return []
+
+        loop(builder, vectors, [], body)
+
+    return types.void(ADDRESS, ADDRESS, COUNT, types.int64), returning_nothing(emit)

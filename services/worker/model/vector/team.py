@@ -1,0 +1,64 @@
+"""Runs compiled functions on torch's own threads. Adapter to the OpenMP runtime that torch has loaded.
+
+A second pool of threads beside torch's would fight it for the cores: both spin between the layers. So the function is
+handed to the very team that torch's operators run on, by the entry point that compilers use (`GOMP_parallel`). Where
+torch was built with something else (macOS), the function runs on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+Fork = Callable[[int, int, int, int], None]  # (function, its argument, threads, flags)
+
+
+def run(function: int, argument: int, threads: int) -> None:
+    """Call the C function at address `function`, `void f(void *argument)`, once on each of `threads` threads."""
+    fork = _fork()
+    if threads == 1 or fork is None:
+        _SIGNATURE(function)(argument)
+    else:
+        fork(function, argument, threads, 0)
+
+
+_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _fork() -> Fork | None:
+    for library in _openmp_libraries():
+        try:
+            entry = ctypes.CDLL(str(library)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        entry.restype = None
+        return entry  # type: ignore[no-any-return]
+    log.warning("torch's OpenMP runtime was not found: attention runs on one thread")
+    return None
+
+
+def _openmp_libraries() -> list[Path]:
+    """OpenMP runtimes in torch's folders, loaded ones first, under whatever name its build gave them."""
+    folder = Path(torch.__file__).parent
+    found = sorted(
+        path
+        for place in (folder / "lib", folder.parent / "torch.libs")
+        if place.is_dir()
+        for path in place.iterdir()
+        if path.name.startswith(("libgomp", "libiomp5", "libomp"))
+    )
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return found
+    loaded = [Path(line.split(maxsplit=5)[5]) for line in mapped.splitlines() if "omp" in line.rpartition("/")[2]]
+    return [path for path in dict.fromkeys([*found, *loaded]) if str(path) in mapped]
