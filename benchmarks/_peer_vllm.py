@@ -17,7 +17,7 @@ class VLLM:
     """See `benchmarks._peers.Engine`."""
 
     def __init__(self, options: Namespace) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(options.processes)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cache_gib))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         import vllm
@@ -62,6 +62,5 @@ if __name__ == "__main__":
     parser.add_argument("--cache-gib", type=int, default=4)
     parser.add_argument("--batched-tokens", type=int, default=4096, help="the default for offline use on a CPU")
     parser.add_argument("--block-size", type=int, default=0, help="0: vLLM's choice, 128 tokens")
-    parser.add_argument("--processes", type=int, default=0, help="1: the engine core in a process of its own")
     parser.add_argument("--eager", type=int, default=0, help="1: do not compile")
     serve(VLLM, parser)

@@ -24,6 +24,7 @@ process, so pipes and JSON are not in it. In place of an answer, `{"error": ...}
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ from typing import IO, Any, Literal, Protocol
 
 Name = Literal["vllm", "llamacpp", "transformers"]
 ROOT = Path(__file__).resolve().parent.parent
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _WARM_UP = [list(range(1, 40)), list(range(2, 60))]
 
 
@@ -265,6 +267,7 @@ def flags() -> argparse.ArgumentParser:
 def serve(load: Callable[[argparse.Namespace], Engine], parser: argparse.ArgumentParser) -> None:
     """The main loop of a peer program, until its input ends. `load` imports what it needs: importing takes its time."""
     began = time.perf_counter()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a paused peer could not notice that its asker died
     options = parser.parse_args()
     shape = json.loads((options.model / "config.json").read_text())
     longest = int(shape.get("max_position_embeddings") or shape["n_positions"])

@@ -1,8 +1,7 @@
 """The tensor that holds K and V of all blocks, and how large it may be. Owns layout and bytes, not who uses a block.
 
 Block-major, `[blocks, layers, 2, kv_heads, block_size, head_dim]`: one block is one contiguous piece, so moving it is
-one memcpy, one checksum, one socket write. Kernels want rows instead, so two flat views of the same bytes are offered:
-runs of one (block, layer, K or V, head), and single tokens of such a run.
+one memcpy, one checksum, one socket write. A *run* is K or V of one (block, layer, head).
 """
 
 from __future__ import annotations
@@ -19,26 +18,37 @@ from torch import Tensor
 from kvproto.errors import OutOfMemory
 from services.worker.model.vector.memory import huge_pages
 
+SCALE_BYTES = 4
+LEVELS = 127.0  # of int8, on either side of zero
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What the model stores per token."""
+    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    quantized: bool = False
+
+    def bytes_per_run(self, block_size: int) -> int:
+        """Of K or V of one block, layer and head: numbers, then scales."""
+        if self.quantized:
+            return block_size * (self.head_dim + SCALE_BYTES)
+        return block_size * self.head_dim * self.dtype.itemsize
 
     def bytes_per_block(self, block_size: int) -> int:
-        return self.layers * 2 * self.kv_heads * block_size * self.head_dim * self.dtype.itemsize
+        return self.layers * 2 * self.kv_heads * self.bytes_per_run(block_size)
 
 
 class KvPool:
     """`data` is zero at first, so that no slot ever holds anything but numbers a model wrote.
 
-    Raises OutOfMemory if the device cannot hold it.
+    `[blocks, layers, 2, kv_heads, block_size, head_dim]`; quantized, the last two are one dimension of bytes, int8
+    numbers `[block_size, head_dim]` and then fp32 scales `[block_size]`. Raises OutOfMemory if the device cannot hold
+    it.
     """
 
     def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -46,31 +56,44 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[shape.dtype]
-        size = (num_blocks, shape.layers, 2, shape.kv_heads, block_size, shape.head_dim)
+        self.run_bytes = shape.bytes_per_run(block_size)
+        outer = (num_blocks, shape.layers, 2, shape.kv_heads)
+        inner: tuple[int, ...] = (self.run_bytes,) if shape.quantized else (block_size, shape.head_dim)
         try:
-            self.data = _zeros(size, shape.dtype, device)
+            self.data = _zeros(outer + inner, torch.int8 if shape.quantized else shape.dtype, device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             total = num_blocks * shape.bytes_per_block(block_size)
             raise OutOfMemory(f"a KV pool of {num_blocks} blocks ({total / 2**30:.2f} GiB): {error}") from error
 
-    kind = 0
+    def store(self, rows: Tensor, values: Tensor) -> None:
+        """Write `values` `[n, head_dim]` to rows run * block_size + slot, runs counted in the order of `data`."""
+        if not self.shape.quantized:
+            self.data.view(-1, self.shape.head_dim).index_copy_(0, rows, values)
+            return
+        numbers, scales = self._quantized_runs()
+        runs, slots = rows // self.block_size, rows % self.block_size
+        values = values.float()
+        scale = values.abs().amax(dim=-1) / LEVELS
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        numbers[runs, slots] = (values * inverse[:, None]).round().to(torch.int8)
+        scales[runs, slots] = scale
 
-    @property
-    def run_bytes(self):
-        return self.block_size * self.shape.head_dim * self.shape.dtype.itemsize
+    def gather(self, rows: Tensor) -> Tensor:
+        """Runs `[n, block_size, head_dim]` in the model's own dtype, copied."""
+        if not self.shape.quantized:
+            shape = (-1, self.block_size * self.shape.head_dim)
+            return self.data.view(shape).index_select(0, rows).view(-1, self.block_size, self.shape.head_dim)
+        numbers, scales = self._quantized_runs()
+        return (numbers[rows] * scales[rows][:, :, None]).to(self.shape.dtype)
 
-    @property
-    def runs(self) -> Tensor:
-        """`[blocks * layers * 2 * kv_heads, block_size * head_dim]`, a view."""
-        return self.data.view(-1, self.block_size * self.shape.head_dim)
-
-    @property
-    def tokens(self) -> Tensor:
-        """`[blocks * layers * 2 * kv_heads * block_size, head_dim]`, a view."""
-        return self.data.view(-1, self.shape.head_dim)
+    def _quantized_runs(self) -> tuple[Tensor, Tensor]:
+        """Numbers `[runs, block_size, head_dim]` and scales `[runs, block_size]`, views."""
+        runs = self.data.view(-1, self.run_bytes)
+        border = self.block_size * self.shape.head_dim
+        numbers = runs[:, :border].view(-1, self.block_size, self.shape.head_dim)
+        return numbers, runs[:, border:].view(torch.float32)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one after the other: a target may be a later source."""
@@ -79,9 +102,13 @@ class KvPool:
                 self.data[target].copy_(self.data[source])
 
     def read(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V `[tokens, kv_heads, head_dim]` of one layer, copied to the host."""
+        """K and V `[tokens, kv_heads, head_dim]` of one layer, copied to the host, in the model's own dtype."""
+        shape = self.shape
         table = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        kv = self.data[table, layer].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens].cpu()
+        both = torch.arange(2 * shape.kv_heads, device=self.device)
+        rows = ((table * shape.layers + layer) * 2 * shape.kv_heads)[:, None] + both
+        runs = self.gather(rows.reshape(-1)).view(len(blocks), 2, shape.kv_heads, self.block_size, shape.head_dim)
+        kv = runs.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens].cpu()
         return kv[0].contiguous(), kv[1].contiguous()
 
 

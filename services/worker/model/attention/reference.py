@@ -49,7 +49,7 @@ class ReferenceStep:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         size = self._pool.block_size
         rows = torch.stack((key, value), dim=1).reshape(-1, key.shape[-1])
-        self._pool.tokens.index_copy_(0, self._write + layer * self._layer_runs * size, rows)
+        self._pool.store(self._write + layer * self._layer_runs * size, rows)
         out = torch.empty_like(query)
         for part in self._parts:
             part.attend(self, layer, query, out, form)
@@ -58,11 +58,11 @@ class ReferenceStep:
     def gather(self, rows: Tensor, layer: int, sequences: int) -> Tensor:
         """K and V `[2, sequences, kv_heads, tokens, head_dim]` of the blocks that `rows` names, a fresh copy."""
         shape = self._pool.shape
-        runs = self._pool.runs.index_select(0, rows + layer * self._layer_runs)
+        runs = self._pool.gather(rows + layer * self._layer_runs)
         return runs.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
 
     def run_rows(self, tables: Sequence[Sequence[int]]) -> Tensor:
-        """Rows of `KvPool.runs` in layer 0 for equally long block tables, ordered [2, sequence, kv_head, block]."""
+        """Rows of `KvPool.gather` in layer 0 for equally long block tables, ordered [2, sequence, kv_head, block]."""
         shape = self._pool.shape
         table = np.array(tables, dtype=np.int64)
         kv = np.arange(2).reshape(2, 1, 1, 1)
@@ -77,7 +77,7 @@ class ReferenceStep:
         return part.blocks[: -(-part.end // self._pool.block_size)]
 
     def _token_rows(self, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
-        """Rows of `KvPool.tokens` in layer 0 where K and V of each slot go, ordered [T, 2, kv_head]."""
+        """Rows of `KvPool.store` in layer 0 where K and V of each slot go, ordered [T, 2, kv_head]."""
         shape, size = self._pool.shape, self._pool.block_size
         run = (slots // size * shape.layers * 2)[:, None, None] + np.arange(2)[None, :, None]
         run = run * shape.kv_heads + np.arange(shape.kv_heads)[None, None, :]

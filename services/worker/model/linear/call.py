@@ -8,8 +8,9 @@ PANEL = 32  # output columns that lie together in a packed weight: two vectors
 FLOAT32, BFLOAT16 = 0, 1
 ITEM_BYTES = (4, 2)
 
-# What becomes of a product before it is written.
-PLAIN, SILU_GATE, TANH_GATE = 0, 1, 2
+# What becomes of a product before it is written: nothing, act(gate) * product, or act(product); act is SiLU or GELU's
+# tanh form.
+PLAIN, SILU_GATE, TANH_GATE, SILU, TANH = range(5)
 
 ROWS_AT_ONCE = 64  # of x whose sums are kept in a thread's scratch memory
 DEPTH_AT_ONCE = 1024  # numbers of a row between two visits of the sums
@@ -30,7 +31,7 @@ SCRATCH_FLOATS = ROWS_AT_ONCE * 2 * PANEL
     OUT_BYTES,
     KIND,
     BIAS,  # address of floats, 0: none
-    GATE,
+    ACT,
     PANELS_PER_ITEM,
     ROWS_PER_ITEM,
     SCRATCH,

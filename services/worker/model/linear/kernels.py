@@ -81,12 +81,14 @@ def _panel(p, panel, first, last, sums):
     others = sums + c.ROWS_AT_ONCE * LINE
     for begin in range(first, last, c.ROWS_AT_ONCE):
         rows = min(c.ROWS_AT_ONCE, last - begin)
-        if p[c.GATE] == c.PLAIN:
-            _sum_panel(p, panel, begin, rows, sums)
-        else:
+        if p[c.ACT] in (c.SILU_GATE, c.TANH_GATE):
             _sum_panel(p, 2 * panel, begin, rows, sums)
             _sum_panel(p, 2 * panel + 1, begin, rows, others)
-            row_gate(sums, others, rows * c.PANEL, p[c.GATE] == c.TANH_GATE)
+        else:
+            _sum_panel(p, panel, begin, rows, sums)
+            row_fill(others, rows * c.PANEL, ONE)
+        if p[c.ACT] != c.PLAIN:
+            row_gate(sums, others, rows * c.PANEL, p[c.ACT] in (c.TANH_GATE, c.TANH))
         for row in range(rows):
             target = p[c.OUT] + (begin + row) * p[c.OUT_BYTES] + panel * c.PANEL * size
             if p[c.KIND] == c.FLOAT32:

@@ -7,7 +7,7 @@ which stays for lookups.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from services.worker.model.vector.memory import huge_pages
 
 log = logging.getLogger(__name__)
 
+Layer: TypeAlias = nn.Linear | Conv1D
 KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16}
 SHARES = 8  # items per thread that a product of few rows is cut into
 ROWS_PER_ITEM = 256  # of many
@@ -38,7 +39,10 @@ class Multiplier:
 
 
 class PackedLinear(nn.Module):
-    """`x @ weight.T + bias`, `weight` `[out, in]`; or `act(x @ gate.T) * (x @ weight.T)` where there is a `gate`."""
+    """`x @ weight.T + bias`, `weight` `[out, in]`, or an activation of it; see `call` for `act`.
+
+    With a `gate` it is `act(x @ gate.T) * (x @ weight.T)`.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class PackedLinear(nn.Module):
         block[c.WEIGHT], block[c.PANELS] = self._packed.data_ptr(), len(self._packed)
         block[c.OUT_BYTES] = self.out_features * weight.dtype.itemsize
         block[c.X_BYTES] = self.in_features * weight.dtype.itemsize
-        block[c.KIND], block[c.GATE] = KINDS[weight.dtype], act
+        block[c.KIND], block[c.ACT] = KINDS[weight.dtype], act
         block[c.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
         block[c.SCRATCH] = multiplier.scratch.ctypes.data
 
@@ -119,20 +123,24 @@ def _unpacked(packed: Tensor) -> Tensor:
     return plain.reshape(-1, plain.shape[2] * (plain.shape[3] if plain.dim() == 4 else 1))
 
 
-def can_pack(module: Any) -> bool:
-    """Whether the layer's numbers are of a kind that the kernels multiply."""
+def plain_weight(layer: Layer) -> Tensor:
+    """`[out, in]`; a Conv1D holds it transposed."""
+    weight: Tensor = layer.weight
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def can_pack(module: Any) -> TypeGuard[Layer]:
+    """Whether this is a linear layer on numbers that the kernels multiply."""
     if type(module) not in (nn.Linear, Conv1D):
         return False
-    weight: Tensor = module.weight
-    depth = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
-    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.numel() > 0 and depth % 2 == 0
+    weight = plain_weight(module)
+    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.numel() > 0 and weight.shape[1] % 2 == 0
 
 
 def pack(model: Any, multiplier: Multiplier) -> int:
     """Replace the model's linear layers by packed ones, the output head included. Returns how many."""
     names = [name for name, module in model.named_modules() if can_pack(module)]
     for name in names:
-        module = model.get_submodule(name)
-        weight: Tensor = module.weight.t() if isinstance(module, Conv1D) else module.weight
-        model.set_submodule(name, PackedLinear(multiplier, weight, module.bias))
+        layer = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear(multiplier, plain_weight(layer), layer.bias))
     return len(names)

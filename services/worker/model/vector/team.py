@@ -41,7 +41,7 @@ def _fork() -> Fork | None:
             continue
         entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         entry.restype = None
-        return entry  # type: ignore[no-any-return]
+        return entry
     log.warning("torch's OpenMP runtime was not found: attention runs on one thread")
     return None
 

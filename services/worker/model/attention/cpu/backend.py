@@ -117,7 +117,7 @@ class CpuStep:
         items = cut(batch.slices, first, pool.block_size, shape.kv_heads, group, self._threads)
         padded = -(-dim // 16) * 16
         backend.reserve(group, padded, items.partials)
-        kind = pool.kind
+        kind = c.INT8 if shape.quantized else KINDS[shape.dtype]
         block[c.TOKENS] = len(batch.ids)
         block[c.ITEMS], block[c.ITEM_TABLE] = len(items.items), items.items.ctypes.data
         block[c.SLICES], block[c.TABLES] = items.slices.ctypes.data, items.tables.ctypes.data

@@ -62,9 +62,8 @@ def cut(slices: Sequence[Slice], first: Ints, block_size: int, kv_heads: int, gr
     work = int((counts * (starts + (counts + 1) / 2)).sum() * kv_heads * group)
     decoding = np.flatnonzero(counts == 1)
     decodes, splits, partials = _decodes(decoding, ends, first, kv_heads, group, work // (threads * SHARES))
-    chunks = [
-        _prefill(at, int(counts[at]), int(starts[at]), kv_heads, group, threads) for at in np.flatnonzero(counts > 1)
-    ]
+    several: list[int] = np.flatnonzero(counts > 1).tolist()
+    chunks = [_prefill(at, int(counts[at]), int(starts[at]), kv_heads, group, threads) for at in several]
     items = np.concatenate([*(items for items, _ in chunks), decodes[0]])
     cost = np.concatenate([*(cost for _, cost in chunks), decodes[1]])
     return Items(np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), table, tables, splits, partials)

@@ -1,0 +1,104 @@
+"""Norms and rotary embeddings, row by row in fp32: what each thread does. Numba."""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numba import carray, njit
+
+from services.worker.model.fused import call as c
+from services.worker.model.vector.cells import read_float, take_ticket
+from services.worker.model.vector.compiled import Entry, entry
+from services.worker.model.vector.rows import narrow, widen
+from services.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
+
+ONE = np.float32(1.0)
+ZERO = np.float32(0.0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _read(kind, source, target, count):
+    if kind == c.FLOAT32:
+        widen(0, source, target, count, ONE)
+    else:
+        widen(1, source, target, count, ONE)
+
+
+@njit(nogil=True, error_model="numpy")
+def _write(kind, source, target, count):
+    if kind == c.FLOAT32:
+        narrow(0, source, target, count, ONE)
+    else:
+        narrow(1, source, target, count, ONE)
+
+
+@njit(nogil=True, error_model="numpy")
+def _norm(p, row, scratch):
+    size, kind = p[c.SIZE], p[c.KIND]
+    _read(kind, p[c.X] + row * p[c.X_BYTES], scratch, size)
+    mean = row_sum(scratch, size) / np.float32(size) if p[c.CENTERED] else ZERO
+    variance = row_spread(scratch, size, mean) / np.float32(size)
+    scale = np.float32(1.0 / math.sqrt(variance + read_float(p[c.EPSILON])))
+    row_affine(scratch, size, mean, scale, p[c.WEIGHT], p[c.BIAS])
+    _write(kind, scratch, p[c.OUT] + row * size * c.ITEM_BYTES[kind], size)
+
+
+def _norm_share(block):
+    p = carray(block, (c.NORM_FIELDS,), np.int64)
+    scratch = p[c.SCRATCH] + take_ticket(p[c.SELF] + 8 * c.SEAT) * p[c.SCRATCH_BYTES]
+    while True:
+        first = take_ticket(p[c.SELF] + 8 * c.TICKET) * c.ROWS_AT_ONCE
+        if first >= p[c.ROWS]:
+            return
+        for row in range(first, min(first + c.ROWS_AT_ONCE, p[c.ROWS])):
+            _norm(p, row, scratch)
+
+
+@njit(nogil=True, error_model="numpy")
+def _rotate(p, x, heads, head_stride, cosines, sines, scratch):
+    size, kind = p[c.SIZE], p[c.KIND]
+    for head in range(heads):
+        where = x + head * head_stride * c.ITEM_BYTES[kind]
+        if kind == c.FLOAT32:
+            row_rotate(where, cosines, sines, size // 2)
+        else:
+            _read(kind, where, scratch, size)
+            row_rotate(scratch, cosines, sines, size // 2)
+            _write(kind, scratch, where, size)
+
+
+def _rotate_share(block):
+    p = carray(block, (c.ROTATION_FIELDS,), np.int64)
+    size, kind = p[c.SIZE], p[c.KIND]
+    item = c.ITEM_BYTES[kind]
+    cosines = p[c.ROTATION_SCRATCH] + take_ticket(p[c.SELF] + 8 * c.SEAT) * p[c.ROTATION_SCRATCH_BYTES]
+    sines = cosines + 4 * size
+    scratch = sines + 4 * size
+    while True:
+        first = take_ticket(p[c.SELF] + 8 * c.TICKET) * c.ROWS_AT_ONCE
+        if first >= p[c.ROWS]:
+            return
+        for token in range(first, min(first + c.ROWS_AT_ONCE, p[c.ROWS])):
+            _read(kind, p[c.COSINES] + token * size * item, cosines, size)
+            _read(kind, p[c.SINES] + token * size * item, sines, size)
+            x = p[c.X] + token * p[c.TOKEN_STRIDE] * item
+            _rotate(p, x, p[c.HEADS], p[c.HEAD_STRIDE], cosines, sines, scratch)
+            x = p[c.OTHER] + token * p[c.OTHER_TOKEN_STRIDE] * item
+            _rotate(p, x, p[c.OTHER_HEADS], p[c.OTHER_HEAD_STRIDE], cosines, sines, scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    norm: Entry
+    rotate: Entry
+
+
+@cache
+def compiled() -> Entries:
+    """Compile, or load what was compiled before: seconds the first time, to be spent before a worker is ready."""
+    return Entries(entry(_norm_share), entry(_rotate_share))

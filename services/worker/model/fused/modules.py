@@ -1,0 +1,118 @@
+"""Norms, gated MLPs and rotary embeddings as one compiled call each."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from services.worker.model.fused import call as c
+from services.worker.model.linear.call import SILU, SILU_GATE, TANH, TANH_GATE
+from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
+from services.worker.model.vector import team
+
+KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16}
+LANES = 16
+SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
+GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
+ACTS = {"silu": SILU, "gelu_tanh": TANH}
+
+
+class FusedNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; RMS norm where not `centered`."""
+
+    def __init__(self, threads: int, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool) -> None:
+        from services.worker.model.fused.kernels import compiled  # numba takes time to import
+
+        super().__init__()
+        self._entry = compiled().norm
+        self._threads = threads
+        self.size = len(weight)
+        self._weight = weight.detach().float().contiguous()
+        self._bias = torch.zeros(self.size) if bias is None else bias.detach().float().contiguous()
+        self._epsilon = np.array([eps], dtype=np.float32)
+        self._scratch = np.empty(threads * self.size, dtype=np.float32)
+        block = self._block = np.zeros(c.NORM_FIELDS, dtype=np.int64)
+        block[c.SELF], block[c.SIZE], block[c.CENTERED] = block.ctypes.data, self.size, centered
+        block[c.WEIGHT], block[c.BIAS] = self._weight.data_ptr(), self._bias.data_ptr()
+        block[c.EPSILON] = self._epsilon.ctypes.data
+        block[c.SCRATCH], block[c.SCRATCH_BYTES] = self._scratch.ctypes.data, 4 * self.size
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.size)
+        if flat.stride(-1) != 1:
+            flat = flat.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        block = self._block
+        block[c.SEAT] = block[c.TICKET] = 0
+        block[c.ROWS], block[c.KIND] = flat.shape[0], KINDS[x.dtype]
+        block[c.X], block[c.X_BYTES], block[c.OUT] = (
+            flat.data_ptr(),
+            flat.stride(0) * x.dtype.itemsize,
+            out.data_ptr(),
+        )
+        team.run(self._entry.address, int(block[c.SELF]), 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
+        return out
+
+
+class FusedMlp(nn.Module):
+    """Two products, the activation being part of the first."""
+
+    def __init__(self, up: PackedLinear, down: PackedLinear) -> None:
+        super().__init__()
+        self.up = up
+        self.down = down
+
+    @classmethod
+    def gated(cls, multiplier: Multiplier, gate: Layer, up: Layer, down: Layer, act: str) -> FusedMlp:
+        """`down(act(gate(x)) * up(x))`, without biases in gate and up."""
+        first = PackedLinear(multiplier, plain_weight(up), None, plain_weight(gate), GATES[act])
+        return cls(first, PackedLinear(multiplier, plain_weight(down), down.bias))
+
+    @classmethod
+    def plain(cls, multiplier: Multiplier, up: Layer, down: Layer, act: str) -> FusedMlp:
+        """`down(act(up(x)))`."""
+        first = PackedLinear(multiplier, plain_weight(up), up.bias, act=ACTS[act])
+        return cls(first, PackedLinear(multiplier, plain_weight(down), down.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x))
+        return out
+
+
+class Rotary:
+    """`apply_rotary_pos_emb` of transformers for one flat row of tokens: turns query and key in place."""
+
+    def __init__(self, threads: int) -> None:
+        from services.worker.model.fused.kernels import compiled  # numba takes time to import
+
+        self._entry = compiled().rotate
+        self._threads = threads
+        self._scratch = np.empty(0, dtype=np.float32)
+        self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)
+        self._block[c.SELF] = self._block.ctypes.data
+
+    def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        """`query` and `key` `[1, heads, T, size]`, the others `[1, T, size]`."""
+        size, block = query.shape[-1], self._block
+        if len(self._scratch) < 3 * size * self._threads:
+            self._scratch = np.empty(3 * size * self._threads, dtype=np.float32)
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        block[c.SEAT : c.KIND + 1] = 0, 0, query.shape[2], size, KINDS[query.dtype]
+        block[c.X] = query.data_ptr()
+        block[c.HEADS : c.ROTATION_FIELDS] = (
+            query.shape[1],
+            query.stride(2),
+            query.stride(1),
+            key.data_ptr(),
+            key.shape[1],
+            key.stride(2),
+            key.stride(1),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            self._scratch.ctypes.data,
+            12 * size,
+        )
+        few = query.numel() + key.numel() <= SERIAL_NUMBERS
+        team.run(self._entry.address, int(block[c.SELF]), 1 if few else self._threads)
+        return query, key
