@@ -80,11 +80,8 @@ def _unsupported_architecture(config: Any) -> str | None:
 def _chunked(config: Any, context_length: int) -> str | None:
     """A chunk counts where some layer uses it and it is shorter than the context."""
     chunk = getattr(config, "attention_chunk_size", None)
-    if (
-        CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or [])
-        and chunk is not None
-        and chunk < context_length
-    ):
+    used = CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or ())
+    if used and chunk is not None and chunk < context_length:
         return f"chunked attention (chunks of {chunk} tokens)"
     return None
 

@@ -68,7 +68,7 @@ class ReferenceStep:
         self._layer_runs = 2 * pool.shape.kv_heads
         self._write = self._token_rows(batch.slots)
         self._slices = list(zip(batch.first, batch.slices, strict=True))
-        self._longest = max(part.end for part in batch.slices)
+        self._longest = max((part.end for part in batch.slices), default=0)
         self._parts: dict[int | None, list[_Chunk | _Decodes]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
@@ -142,11 +142,10 @@ class _Chunk:
         self._slots = slice(reach.skip, reach.seen)
         keys = torch.arange(reach.low, part.end, device=self._rows.device)[None, :]
         queries = torch.arange(part.start, part.end, device=self._rows.device)[:, None]
-        self._mask: Tensor | None = None
+        self._causal = window is None and part.start == 0
+        self._mask = keys <= queries
         if window is not None:
-            self._mask = (keys <= queries) & (keys > queries - window)
-        elif part.start:
-            self._mask = keys <= queries
+            self._mask &= keys > queries - window
 
     def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, form: AttentionForm) -> None:
         kv = step.gather(self._rows, layer, 1)[:, 0, :, self._slots]  # [2, kv_heads, tokens, head_dim]
@@ -155,14 +154,12 @@ class _Chunk:
         grouped = chunk.reshape(kv_heads, heads // kv_heads, *chunk.shape[1:])
         if form.softcap is None:
             keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
+            mask = None if self._causal else self._mask
             done = scaled_dot_product_attention(
-                grouped, keys, values, attn_mask=self._mask, is_causal=self._mask is None, scale=form.scaling
+                grouped, keys, values, attn_mask=mask, is_causal=self._causal, scale=form.scaling
             )
         else:  # one KV head at a time, to bound the scores
-            mask = (
-                self._mask if self._mask is not None else torch.ones(2 * chunk.shape[1:2], device=kv.device).tril() > 0
-            )
-            done = torch.stack([_capped(g, k, v, mask, form) for g, k, v in zip(grouped, *kv, strict=True)])
+            done = torch.stack([_capped(g, k, v, self._mask, form) for g, k, v in zip(grouped, *kv, strict=True)])
         out[self._tokens] = done.flatten(0, 1).transpose(0, 1)
 
 
