@@ -1,13 +1,23 @@
-"""Exactness tests compute on one thread: other processes share the cores, and spinning threads are slow."""
+"""Exactness tests compute on one thread: other processes share the cores, and spinning threads are slow.
+
+`make_rig` makes them run on every attention backend; a new one is added to `BACKENDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, make_model
+from tiny_configs import CONFIGS, REPRESENTATIVE
+from tiny_models import Rig, make_model
+
+from services.worker.model.attention.base import AttentionBackend
+from services.worker.model.attention.reference import ReferenceBackend
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +28,25 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    """Each attention backend in turn."""
+    return BACKENDS[request.param]()
+
+
+@pytest.fixture
+def make_rig(backend: AttentionBackend) -> Callable[..., Rig]:
+    """`Rig` on each attention backend in turn."""
+    return partial(Rig, backend=backend)
+
+
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> Any:
     """Each supported architecture in turn."""
+    return make_model(request.param)
+
+
+@pytest.fixture(params=REPRESENTATIVE)
+def representative(request: pytest.FixtureRequest) -> Any:
+    """Those for the long tests."""
     return make_model(request.param)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONTEXT, TOLERANCE, VOCAB, Rig, make_model, plain_logits
+from tiny_configs import CONTEXT, VOCAB
+from tiny_models import TOLERANCE, Rig, make_model, plain_logits
 
 REQUESTS = 32
 
@@ -44,8 +46,8 @@ def assert_exact(rig: Rig) -> None:
     assert rig.check_greedy() <= sum(len(turn.outputs) for turn in rig.turns.values()) / 10_000
 
 
-def test_storm_with_room(model: Any) -> None:
-    rig = Rig(model, blocks=200, block_size=16, budget=64)
+def test_storm_with_room(representative: Any, make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(representative, blocks=200, block_size=16, budget=64)
     storm(rig, seed=1)
     assert_exact(rig)
     hits = sum(turn.cached for turn in rig.turns.values())
@@ -54,8 +56,8 @@ def test_storm_with_room(model: Any) -> None:
     assert rig.engine.load().preemptions_total == 0
 
 
-def test_storm_in_a_small_pool_with_small_chunks(model: Any) -> None:
-    rig = Rig(model, blocks=30, block_size=8, budget=24, slots=12)
+def test_storm_in_a_small_pool_with_small_chunks(representative: Any, make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(representative, blocks=30, block_size=8, budget=24, slots=12)
     storm(rig, seed=2, rate=0.7, longest=40)
     assert_exact(rig)
     load = rig.engine.load()
@@ -64,32 +66,38 @@ def test_storm_in_a_small_pool_with_small_chunks(model: Any) -> None:
     assert sum(turn.cached for turn in rig.turns.values()) > 0
 
 
-def test_control_one_corrupted_cached_block_is_noticed(model: Any) -> None:
-    """The comparison above would be worthless if it did not fail here."""
-    rig = Rig(model, blocks=64, block_size=16)
+def test_chunked_cached_and_beside_others(model: Any, make_rig: Callable[..., Rig]) -> None:
+    """And one corrupted cached block is noticed: the comparison would be worthless if it did not fail then."""
     chance = random.Random(3)
-    first = rig.add("first", tokens(chance, 50), 6)
+    rig = make_rig(model, blocks=64, block_size=16, budget=37)
+    first = rig.add("first", tokens(chance, 70), 6)
+    rig.add("beside", tokens(chance, 41), 30)
     rig.run()
-    cached, blocks = rig.engine.locate(b"tenant root 16 b", first.ids)
-    assert cached == 55
-    rig.runner.pool.data[blocks[1]] += 0.05
-    rig.add("second", first.ids + tokens(chance, 5), 6)
+    rig.add("second", first.ids + tokens(chance, 40), 6)
+    rig.add("forked", first.ids[:52] + tokens(chance, 7), 6)
+    rig.run()
+    assert rig.turns["second"].cached == 75
+    assert rig.turns["forked"].cached >= 48
+    assert_exact(rig)
+    _, blocks = rig.engine.locate(b"tenant root 16 b", first.ids)
+    rig.runner.pool.data[blocks[3]] += 0.05
+    rig.add("corrupted", first.ids + tokens(chance, 5), 6)
     rig.run()
     worst = rig.differences()
-    assert worst["first"] < TOLERANCE
-    assert worst["second"] > 10 * TOLERANCE
+    assert worst.pop("corrupted") > 10 * TOLERANCE
+    assert max(worst.values()) < TOLERANCE
 
 
-def test_greedy_equals_generate(model: Any) -> None:
+def test_greedy_equals_generate(representative: Any, make_rig: Callable[..., Rig]) -> None:
     prompt = tokens(random.Random(4), 37)
-    expected = model.generate(
-        torch.tensor([prompt], device=model.device),
+    expected = representative.generate(
+        torch.tensor([prompt], device=representative.device),
         max_new_tokens=40,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    rig = Rig(model, budget=11)
+    rig = make_rig(representative, budget=11)
     for name in ("cold", "warm"):
         turn = rig.add(name, prompt, 40)
         rig.run()
@@ -98,15 +106,15 @@ def test_greedy_equals_generate(model: Any) -> None:
     assert_exact(rig)
 
 
-def test_sampled_tokens_do_not_depend_on_company_or_chunks() -> None:
+def test_sampled_tokens_do_not_depend_on_company_or_chunks(make_rig: Callable[..., Rig]) -> None:
     chance = random.Random(5)
     prompts = [tokens(chance, chance.randint(5, 60)) for _ in range(6)]
     alone: list[list[int]] = []
     for at, prompt in enumerate(prompts):
-        rig = Rig(make_model("qwen2"))
+        rig = make_rig(make_model("qwen2"))
         alone.append(rig.add("r", prompt, 20, temperature=0.8, top_p=0.9, top_k=50, seed=at).outputs)
         rig.run()
-    together = Rig(make_model("qwen2"), budget=17, block_size=4, blocks=120)
+    together = make_rig(make_model("qwen2"), budget=17, block_size=4, blocks=120)
     turns = [
         together.add(f"r{at}", prompt, 20, temperature=0.8, top_p=0.9, top_k=50, seed=at)
         for at, prompt in enumerate(prompts)
@@ -115,8 +123,8 @@ def test_sampled_tokens_do_not_depend_on_company_or_chunks() -> None:
     assert [turn.outputs for turn in turns] == alone
 
 
-def test_up_to_the_last_position_of_the_context(model: Any) -> None:
-    rig = Rig(model, budget=100)
+def test_up_to_the_last_position_of_the_context(representative: Any, make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(representative, budget=100)
     turn = rig.add("r", tokens(random.Random(6), CONTEXT - 4), 4)
     rig.run()
     assert len(turn.ids) == CONTEXT
@@ -124,15 +132,15 @@ def test_up_to_the_last_position_of_the_context(model: Any) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 32])
-def test_other_block_sizes(block_size: int) -> None:
-    rig = Rig(make_model("llama"), block_size=block_size, blocks=2400 // block_size, budget=40)
+def test_other_block_sizes(block_size: int, make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(make_model("llama"), block_size=block_size, blocks=2400 // block_size, budget=40)
     storm(rig, seed=7)
     assert_exact(rig)
 
 
-def test_nan_of_one_request_does_not_spread() -> None:
+def test_nan_of_one_request_does_not_spread(make_rig: Callable[..., Rig]) -> None:
     """Blocks are reused without being wiped: what a broken sequence left in one must not reach another."""
-    rig = Rig(make_model("llama"), blocks=40)
+    rig = make_rig(make_model("llama"), blocks=40)
     rig.runner.pool.data.fill_(float("nan"))
     chance = random.Random(8)
     for at in range(6):
@@ -141,14 +149,14 @@ def test_nan_of_one_request_does_not_spread() -> None:
     assert_exact(rig)
 
 
-def test_bfloat16_errs_no_more_than_transformers(model: Any) -> None:
+def test_bfloat16_errs_no_more_than_transformers(model: Any, make_rig: Callable[..., Rig]) -> None:
     """Teacher-forced: both compute logits of the same tokens, the measure is the distance to an fp32 oracle."""
     chance = random.Random(9)
     history, new = tokens(chance, 90), tokens(chance, 40)
     oracle = plain_logits(model, history + new)
     half = copy.deepcopy(model).to(torch.bfloat16)
     theirs = (plain_logits(half, history + new).float() - oracle).abs()[len(history) :].mean()
-    rig = Rig(half, budget=37)
+    rig = make_rig(half, budget=37)
     rig.add("history", history, 1)
     rig.run()
     turn = rig.add("r", history + new, 1)

@@ -8,32 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, CONTEXT, TOLERANCE, Rig, make_model, plain_logits
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    Gemma2Config,
-    GPT2Config,
-    JambaConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    T5Config,
-)
+import transformers as hf
+from tiny_configs import CONFIGS, CONTEXT
+from tiny_models import TOLERANCE, Rig, make_model, plain_logits
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.kv_pool import KvPool, KvShape, blocks_that_fit, free_bytes
 from services.worker.model.loader import adopt_model, load_model
+from services.worker.model.probe import probe
 from services.worker.model.runner import TorchRunner
 from services.worker.model.support import supported_context
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA_4: dict[str, Any] = TINY | {
+    "attention_chunk_size": 32, "intermediate_size_mlp": 32, "head_dim": 16, "num_local_experts": 2,
+    "attn_temperature_tuning": False,
 }  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128,
@@ -44,23 +39,24 @@ LONGROPE = {
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        (lambda: Gemma2Config(**TINY), "attention soft-capping"),
-        (lambda: MistralConfig(sliding_window=32, **TINY), "sliding window attention"),
-        (
-            lambda: Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1, **TINY),
-            "sliding window",
-        ),
-        (lambda: T5Config(), "encoder-decoder"),
-        (lambda: MambaConfig(), "recurrent"),
-        (lambda: JambaConfig(), "recurrent"),
-        (lambda: BloomConfig(), "ALiBi"),
-        (lambda: FalconConfig(alibi=True), "ALiBi"),
-        (lambda: GPT2Config(reorder_and_upcast_attn=True), "reorder_and_upcast_attn"),
-        (lambda: GPT2Config(add_cross_attention=True), "cross-attention"),
-        (lambda: LlamaConfig(rope_parameters=LONGROPE, **TINY), "longrope beyond its original context of 128"),
+        (lambda: hf.T5Config(), "encoder-decoder"),
+        (lambda: hf.MambaConfig(), "recurrent"),
+        (lambda: hf.JambaConfig(), "recurrent"),
+        (lambda: hf.Lfm2Config(layer_types=["conv", "full_attention"], **TINY), "recurrent"),
+        (lambda: hf.BloomConfig(), "ALiBi"),
+        (lambda: hf.FalconConfig(alibi=True), "ALiBi"),
+        (lambda: hf.GPT2Config(reorder_and_upcast_attn=True), "reorder_and_upcast_attn"),
+        (lambda: hf.GPT2Config(add_cross_attention=True), "cross-attention"),
+        (lambda: hf.LlamaConfig(rope_parameters=LONGROPE, **TINY), "longrope beyond its original context of 128"),
+        (lambda: hf.DeepseekV3Config(), "multi-head latent attention"),
+        (lambda: hf.Llama4TextConfig(**LLAMA_4), "chunked attention"),
+        (lambda: hf.Llama4TextConfig(**LLAMA_4 | {"attn_temperature_tuning": True}), "attention temperature tuning"),
+        (lambda: hf.Gemma3Config(), "multi-modal"),
+        (lambda: hf.LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}, **TINY), "quantized"),
+        (lambda: hf.DeepseekV4Config(), "layers of type"),
     ],
 )
-def test_refused_by_feature_and_model(config: Any, feature: str, tmp_path: Path) -> None:
+def test_refused_by_configuration(config: Any, feature: str, tmp_path: Path) -> None:
     made: PreTrainedConfig = config()
     made.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=feature) as raised:
@@ -69,22 +65,74 @@ def test_refused_by_feature_and_model(config: Any, feature: str, tmp_path: Path)
     assert raised.value.field == "model"
 
 
-def test_window_as_long_as_the_served_context_is_no_window() -> None:
-    config = MistralConfig(sliding_window=64, **TINY)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModel, match=r"sliding_window 64, context 256"):
-        adopt_model(model)
-    assert adopt_model(model, context_length=64).context_length == 64
-    assert supported_context(Qwen2Config(use_sliding_window=False, sliding_window=32, **TINY)) == CONTEXT
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (lambda: hf.GptOssConfig(num_local_experts=2, head_dim=16, **TINY), "attention sinks"),
+        (lambda: hf.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2), "attention that cannot be rep"),
+        (lambda: hf.GPTJConfig(n_embd=32, n_head=2, n_layer=2, rotary_dim=8), "attention that cannot be replaced"),
+        (lambda: hf.BertConfig(**TINY), "attention that is not causal"),
+        (lambda: hf.Gemma3TextConfig(use_bidirectional_attention=True, **TINY), "attention that is not causal"),
+        (lambda: hf.DogeConfig(**TINY), "attention under a mask of the model's own"),
+        (lambda: hf.DiffLlamaConfig(**TINY), "attention outside AttentionInterface"),
+        (lambda: hf.Lfm2Config(layer_types=["conv", "full_attention"], **TINY), "attention outside AttentionInterface"),
+        (
+            lambda: hf.FalconH1Config(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **TINY),
+            "mixing tokens outside attention",
+        ),
+        (lambda: hf.Llama4TextConfig(**LLAMA_4), "neither causal nor a sliding window"),
+        (
+            lambda: hf.Qwen2MoeConfig(use_sliding_window=True, sliding_window=32, **EXPERTS, **TINY),
+            "a window of 32 tokens by its mask and of None by its layer",
+        ),
+        (
+            lambda: hf.Gemma4TextConfig(head_dim=16, global_head_dim=32, vocab_size_per_layer_input=64, **TINY),
+            "keys and values of several shapes",
+        ),
+        (
+            lambda: hf.MiMoV2FlashConfig(
+                head_dim=16, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, **TINY
+            ),
+            "keys and values of several shapes",
+        ),
+    ],
+)
+def test_refused_by_what_it_computes(config: Any, feature: str) -> None:
+    """Whatever its configuration says: found by running it once."""
+    model = AutoModelForCausalLM.from_config(config()).eval()
+    with pytest.raises(UnsupportedModel, match=feature) as raised:
+        probe(model, CONTEXT)
+    assert model.config.model_type in str(raised.value)
+    assert raised.value.field == "model"
 
 
-def test_attention_that_asks_for_more_is_found_by_the_probe() -> None:
-    """A model whose configuration says nothing of it."""
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**TINY)).eval()
-    model.config.attn_logit_softcapping = None
-    model.config.layer_types = ["full_attention"] * 2
-    with pytest.raises(UnsupportedModel, match="attention soft-capping is not supported"):
+@pytest.mark.parametrize(
+    ("keyword", "feature"),
+    [("position_bias", "position bias"), ("indices", "sparse attention"), ("tilt", "attention with 'tilt'")],
+)
+def test_attention_asked_for_more_is_refused(keyword: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what nobody knows yet."""
+    model = make_model("llama")
+    attention = type(model.model.layers[0].self_attn)
+    plain = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *given, **named: plain(*given, **named, **{keyword: 2}))
+    with pytest.raises(UnsupportedModel, match=f"{feature} is not supported"):
         adopt_model(model)
+
+
+def test_forward_pass_that_computes_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    plain = model.forward
+    monkeypatch.setattr(model, "forward", lambda logits_to_keep, **named: plain(**named))
+    with pytest.raises(UnsupportedModel, match="ignores which logits are wanted"):
+        adopt_model(model)
+
+
+def test_experts_run_grouped_and_without_the_training_loss() -> None:
+    """Of transformers' ways to run experts the one that is exact and fast with few tokens and many."""
+    loaded = adopt_model(make_model("mixtral"))
+    assert loaded.config._experts_implementation == "grouped_mm"
+    assert loaded.config.output_router_logits is False
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -95,6 +143,7 @@ def test_folder_computes_what_transformers_computes(name: str, tmp_path: Path) -
     assert loaded.kv_shape.dtype is torch.float32
     assert loaded.kv_shape.layers == model.config.num_hidden_layers
     assert loaded.context_length == CONTEXT
+    assert loaded.window == adopt_model(model).window
     rig = Rig(loaded.model)
     turn = rig.add("r", range(20), 5)
     rig.run()

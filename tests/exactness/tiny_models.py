@@ -1,29 +1,22 @@
-"""Small random models of every supported architecture, an engine that notes all logits, and the comparison."""
+"""Small random models, an engine that notes all logits, and the comparison with a plain forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from tiny_configs import CONFIGS
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from kvproto.messages import Sampling
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import IdDetokenizer
 from services.worker.engine import Engine
+from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.base import Drawn
 from services.worker.model.batch import RaggedBatch
@@ -36,43 +29,8 @@ from services.worker.sequence import SequenceSpec
 from services.worker.step_plan import Slice
 
 TOLERANCE = 1e-4
-VOCAB = 211
-CONTEXT = 256
 ROOT = b"tenant root 16 b"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
-    "max_position_embeddings": CONTEXT, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": None,
-    "pad_token_id": None,
-}  # fmt: skip
-
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=CONTEXT, initializer_range=0.3, bos_token_id=0,
-        eos_token_id=None,
-    ),
-    "gpt2-scaled-by-layer": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=CONTEXT, initializer_range=0.3, bos_token_id=0,
-        eos_token_id=None, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False,
-    ),
-    "llama": lambda: LlamaConfig(num_key_value_heads=4, **_COMMON),
-    "llama-3-rope-tied": lambda: LlamaConfig(
-        num_key_value_heads=2, tie_word_embeddings=True, head_dim=32,
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        },
-        **_COMMON,
-    ),
-    "llama-dynamic-rope": lambda: LlamaConfig(
-        num_key_value_heads=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, **_COMMON
-    ),
-    "qwen2": lambda: Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **_COMMON),
-    "qwen3": lambda: Qwen3Config(num_key_value_heads=2, head_dim=24, **_COMMON),
-    "mistral": lambda: MistralConfig(num_key_value_heads=1, sliding_window=None, **_COMMON),
-    "gemma": lambda: GemmaConfig(num_key_value_heads=1, head_dim=16, hidden_act="gelu_pytorch_tanh", **_COMMON),
-}  # fmt: skip
 
 
 def make_model(name: str) -> Any:
@@ -84,9 +42,9 @@ def make_model(name: str) -> Any:
 
 @torch.inference_mode()
 def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
-    """What transformers computes for `ids` in one forward pass, `[len, vocab]`."""
+    """What transformers computes for `ids` in one forward pass, `[len, vocab]`; its sdpa knows no soft-capping."""
     ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
     logits: Tensor = model(torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0].cpu()
     model.set_attn_implementation(ours)
     return logits
@@ -131,10 +89,17 @@ class Rig:
     """An engine over a model, its requests, and all logits it computed by (request, position)."""
 
     def __init__(
-        self, model: Any, *, blocks: int = 128, block_size: int = 16, budget: int = 512, slots: int = 64
+        self,
+        model: Any,
+        *,
+        backend: AttentionBackend | None = None,
+        blocks: int = 128,
+        block_size: int = 16,
+        budget: int = 512,
+        slots: int = 64,
     ) -> None:
         self.model = model
-        self.runner = NotingRunner(adopt_model(model), ReferenceBackend(), blocks, block_size)
+        self.runner = NotingRunner(adopt_model(model), backend or ReferenceBackend(), blocks, block_size)
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots)
         self.engine = Engine(self.runner, self.pool, self.scheduler, IdDetokenizer())

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvproto.errors import InvalidRequest, UnsupportedModel
-from services.worker.model.attention.interface import NAME, register
+from services.worker.model.attention.interface import attach
 from services.worker.model.kv_pool import KvShape
 from services.worker.model.probe import probe
 from services.worker.model.support import name_of, supported_context
@@ -75,17 +75,19 @@ def adopt_model(
     config = model.config
     served = supported_context(config, context_length)
     model.eval().requires_grad_(False)
-    kv_shape = probe(model, served)
-    register()
-    model.set_attn_implementation(NAME)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # a loss for training, over all tokens of the batch
+    attention = probe(model, served)
+    attach(model)
     return LoadedModel(
         model=model,
         config=config,
-        kv_shape=kv_shape,
+        kv_shape=attention.kv_shape,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         context_length=served,
         eos_ids=_eos_ids(config, generation),
         device=model.get_input_embeddings().weight.device,
+        window=attention.window,
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from kvproto.errors import UnsupportedModel
 
-FULL_ATTENTION = "full_attention"
-WINDOWED = {"sliding_attention": "sliding window attention", "chunked_attention": "chunked attention"}
+CHUNKED_ATTENTION = "chunked_attention"
+ATTENTION = {"full_attention", "sliding_attention", CHUNKED_ATTENTION, "attention"}
+RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
 ALIBI_MODELS = {"bloom", "mpt"}
 RECURRENT_MODELS = {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}
 
@@ -28,7 +29,7 @@ def supported_context(config: Any, limit: int | None = None) -> int:
             feature = "a configuration that does not tell the context length"
         else:
             context_length = min(own, limit) if limit else own
-            feature = _windowed(config, context_length) or _length_dependent_rope(config, context_length)
+            feature = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
             if feature is None:
                 return context_length
     raise UnsupportedModel(f"{name_of(config)}: {feature} is not supported", field="model")
@@ -58,41 +59,30 @@ def _unsupported_architecture(config: Any) -> str | None:
         return "a multi-modal model"
     if getattr(config, "quantization_config", None):
         return "a quantized checkpoint"
-    if kind in RECURRENT_MODELS or _recurrent_layers(config):
+    layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    if kind in RECURRENT_MODELS or layers & RECURRENT:
         return "a recurrent or hybrid model (mamba or linear attention layers)"
+    if layers - ATTENTION:
+        return f"a model with layers of type {min(layers - ATTENTION)}"
     if kind in ALIBI_MODELS or getattr(config, "alibi", False):
         return "ALiBi position bias"
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"attention soft-capping (attn_logit_softcapping {config.attn_logit_softcapping})"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn"
     if getattr(config, "add_cross_attention", False):
         return "cross-attention"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "attention temperature tuning"  # counts positions by the place in the batch
     return None
 
 
-def _recurrent_layers(config: Any) -> bool:
-    kinds = [*(getattr(config, "layer_types", None) or []), *(getattr(config, "layers_block_type", None) or [])]
-    return any(kind not in (FULL_ATTENTION, "attention", *WINDOWED) for kind in kinds)
-
-
-def _windowed(config: Any, context_length: int) -> str | None:
-    """A window counts where some layer uses it and it is shorter than the context."""
-    layer_types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+def _chunked(config: Any, context_length: int) -> str | None:
+    """A chunk counts where some layer uses it and it is shorter than the context."""
     chunk = getattr(config, "attention_chunk_size", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    if layer_types is not None:
-        used = set(layer_types) & set(WINDOWED)
-        if "chunked_attention" in used and chunk is not None and chunk < context_length:
-            return f"{WINDOWED['chunked_attention']} (chunks of {chunk} tokens)"
-        if "sliding_attention" not in used:
-            return None
-    if isinstance(window, int) and window < context_length:
-        return f"{WINDOWED['sliding_attention']} (sliding_window {window}, context {context_length})"
+    used = CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or ())
+    if used and chunk is not None and chunk < context_length:
+        return f"chunked attention (chunks of {chunk} tokens)"
     return None
 
 

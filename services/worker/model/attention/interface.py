@@ -1,12 +1,14 @@
 """The hook into transformers: one attention function for all models and backends. Adapter.
 
-transformers hands a registered attention the layer's module, query, key, value and every keyword that the model was
-called with, so the step travels as a keyword. A name without a mask function gets no mask at all, which is right: the
-step knows who attends to what.
+The model is called with the step as a keyword; it is taken off before the model sees it and given to every layer's
+attention, because some models pass no keywords on to their layers. transformers hands a registered attention the
+layer's module, query, key and value. A name without a mask function gets no mask at all, which is right: the step knows
+who attends to what.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +20,31 @@ NAME = "kvfleet_paged"
 STEP = "kvfleet_step"  # the keyword that carries the AttentionStep
 
 
-def register() -> None:
-    """Make `NAME` known to transformers; more than once is fine."""
+class _Running(threading.local):
+    """The step of the forward pass that this thread is in."""
+
+    step: AttentionStep | None = None
+
+
+_running = _Running()
+
+
+def attach(model: Any) -> None:
+    """Make all layers of `model` attend through the step that it is called with; more than once is fine."""
     AttentionInterface.register(NAME, paged_attention)
+    model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(_take_step, with_kwargs=True)
+    model.register_forward_hook(_drop_step, always_call=True)
+
+
+def _take_step(model: Any, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if STEP in keywords:
+        _running.step = keywords.pop(STEP)
+    return arguments, keywords
+
+
+def _drop_step(model: Any, arguments: Any, output: Any) -> None:
+    _running.step = None
 
 
 def paged_attention(
@@ -37,7 +61,8 @@ def paged_attention(
 
     Returns `[1, T, heads, head_dim]`. Which keywords a model may pass was settled when it was probed at load.
     """
-    step: AttentionStep = keywords[STEP]
+    step = _running.step
+    assert step is not None, "attention outside of a forward pass that was given a step"
     out = step.attend(
         module.layer_idx,
         query[0].transpose(0, 1),

@@ -1,13 +1,15 @@
 """Attention with plain torch operators on any device: the oracle for the other backends, not a fast one.
 
 A prompt chunk gathers its sequence's blocks and calls scaled_dot_product_attention; sequences that decode are grouped
-by similar length, gathered together and attended in one call per group. Masked slots are set to zero after gathering:
-a masked NaN would still spoil a sum.
+by similar length, gathered together and attended in one call per group. Within a window only the blocks that it reaches
+are gathered: what lies before may be anything, or no block any more (-1). Slots of a gathered block that hold no token
+in reach are cut off or set to zero: a masked NaN would still spoil a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -31,27 +33,50 @@ class ReferenceBackend:
         return ReferenceStep(batch, pool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What the tokens of one slice see: tokens [low, end) of their sequence, the last `seen` slots but `skip` of
+    `blocks`.
+
+    blocks:  |..........|..........|..........|
+             ^- skip -^ low              end ^      seen = skip + end - low
+    """
+
+    first: int  # flat index of the slice's first token
+    part: Slice
+    low: int
+    skip: int
+    seen: int
+    blocks: list[int]
+
+    @classmethod
+    def of(cls, first: int, part: Slice, window: int | None, block_size: int) -> _Reach:
+        low = 0 if window is None else max(0, part.start + 1 - window)
+        lowest = low // block_size
+        skip = low - lowest * block_size
+        blocks = list(part.blocks[lowest : -(-part.end // block_size)])
+        return cls(first, part, low, skip, skip + part.end - low, blocks)
+
+
 class ReferenceStep:
-    """Index tensors of one step, made once; layers differ by an offset into the pool's rows."""
+    """Index tensors of one step, made once for each window that some layer has; layers differ by an offset into the
+    pool's rows.
+    """
 
     def __init__(self, batch: RaggedBatch, pool: KvPool) -> None:
         self._pool = pool
         self._layer_runs = 2 * pool.shape.kv_heads
         self._write = self._token_rows(batch.slots)
-        chunks, decodes = [], []
-        for first, part in zip(batch.first, batch.slices, strict=True):
-            if len(part.ids) > 1:
-                chunks.append(_Chunk(first, part, self))
-            else:
-                decodes.append((first, part))
-        self._parts: list[_Chunk | _Decodes] = [*chunks, *(_Decodes(g, self) for g in self._groups(decodes))]
+        self._slices = list(zip(batch.first, batch.slices, strict=True))
+        self._longest = max((part.end for part in batch.slices), default=0)
+        self._parts: dict[int | None, list[_Chunk | _Decodes]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         size = self._pool.block_size
         rows = torch.stack((key, value), dim=1).reshape(-1, key.shape[-1])
         self._pool.store(self._write + layer * self._layer_runs * size, rows)
         out = torch.empty_like(query)
-        for part in self._parts:
+        for part in self._parts_within(form.window):
             part.attend(self, layer, query, out, form)
         return out
 
@@ -73,9 +98,6 @@ class ReferenceStep:
     def move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(array).to(self._pool.device)
 
-    def blocks_of(self, part: Slice) -> Sequence[int]:
-        return part.blocks[: -(-part.end // self._pool.block_size)]
-
     def _token_rows(self, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
         """Rows of `KvPool.store` in layer 0 where K and V of each slot go, ordered [T, 2, kv_head]."""
         shape, size = self._pool.shape, self._pool.block_size
@@ -83,20 +105,29 @@ class ReferenceStep:
         run = run * shape.kv_heads + np.arange(shape.kv_heads)[None, None, :]
         return self.move((run * size + (slots % size)[:, None, None]).reshape(-1))
 
-    def _groups(self, decodes: list[tuple[int, Slice]]) -> list[list[tuple[int, Slice]]]:
-        """Decodes of similar length together."""
-        groups: list[list[tuple[int, Slice]]] = []
+    def _parts_within(self, window: int | None) -> list[_Chunk | _Decodes]:
+        if window is not None and window >= self._longest:
+            window = None
+        if window not in self._parts:
+            reaches = [_Reach.of(first, part, window, self._pool.block_size) for first, part in self._slices]
+            chunks = [_Chunk(reach, window, self) for reach in reaches if len(reach.part.ids) > 1]
+            decodes = self._groups([reach for reach in reaches if len(reach.part.ids) == 1])
+            self._parts[window] = [*chunks, *(_Decodes(group, self) for group in decodes)]
+        return self._parts[window]
+
+    def _groups(self, decodes: list[_Reach]) -> list[list[_Reach]]:
+        """Decodes that see similarly much together, the most first."""
+        groups: list[list[_Reach]] = []
         needed = 0
-        for first, part in sorted(decodes, key=lambda decode: -decode[1].end):
-            blocks = len(self.blocks_of(part))
+        for reach in sorted(decodes, key=lambda decode: -decode.seen):
+            blocks = len(reach.blocks)
             if groups:
-                longest = len(self.blocks_of(groups[-1][0][1]))
-                gathered = longest * (len(groups[-1]) + 1)
+                gathered = len(groups[-1][0].blocks) * (len(groups[-1]) + 1)
                 if gathered <= PADDING * (needed + blocks) and gathered * self._pool.block_size <= GATHERED_TOKENS:
-                    groups[-1].append((first, part))
+                    groups[-1].append(reach)
                     needed += blocks
                     continue
-            groups.append([(first, part)])
+            groups.append([reach])
             needed = blocks
         return groups
 
@@ -104,50 +135,70 @@ class ReferenceStep:
 class _Chunk:
     """Several tokens of one sequence, after `start` cached ones."""
 
-    def __init__(self, first: int, part: Slice, step: ReferenceStep) -> None:
-        self._rows = step.run_rows([step.blocks_of(part)])
-        self._tokens = slice(first, first + len(part.ids))
-        self._end = part.end
-        self._mask: Tensor | None = None
-        if part.start:
-            reach = torch.arange(part.start, part.end, device=self._rows.device)[:, None]
-            self._mask = torch.arange(part.end, device=self._rows.device)[None, :] <= reach
+    def __init__(self, reach: _Reach, window: int | None, step: ReferenceStep) -> None:
+        part = reach.part
+        self._rows = step.run_rows([reach.blocks])
+        self._tokens = slice(reach.first, reach.first + len(part.ids))
+        self._slots = slice(reach.skip, reach.seen)
+        keys = torch.arange(reach.low, part.end, device=self._rows.device)[None, :]
+        queries = torch.arange(part.start, part.end, device=self._rows.device)[:, None]
+        self._causal = window is None and part.start == 0
+        self._mask = keys <= queries
+        if window is not None:
+            self._mask &= keys > queries - window
 
     def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, form: AttentionForm) -> None:
-        kv = step.gather(self._rows, layer, 1)[:, 0, :, : self._end]  # [2, kv_heads, end, head_dim]
+        kv = step.gather(self._rows, layer, 1)[:, 0, :, self._slots]  # [2, kv_heads, tokens, head_dim]
         heads, kv_heads = query.shape[1], kv.shape[1]
         chunk = query[self._tokens].transpose(0, 1)
         grouped = chunk.reshape(kv_heads, heads // kv_heads, *chunk.shape[1:])
-        keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
-        done = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._mask, is_causal=self._mask is None, scale=form.scaling
-        )
+        if form.softcap is None:
+            keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
+            mask = None if self._causal else self._mask
+            done = scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=mask, is_causal=self._causal, scale=form.scaling
+            )
+        else:  # one KV head at a time, to bound the scores
+            done = torch.stack([_capped(g, k, v, self._mask, form) for g, k, v in zip(grouped, *kv, strict=True)])
         out[self._tokens] = done.flatten(0, 1).transpose(0, 1)
 
 
 class _Decodes:
-    """One token each of several sequences of similar length, padded to the longest."""
+    """One token each of several sequences that see similarly much, padded to the one that sees most."""
 
-    def __init__(self, group: list[tuple[int, Slice]], step: ReferenceStep) -> None:
-        tables = [list(step.blocks_of(part)) for _, part in group]
-        longest = len(tables[0])
-        self._rows = step.run_rows([table + [table[-1]] * (longest - len(table)) for table in tables])
-        self._tokens = step.move(np.array([first for first, _ in group], dtype=np.int64))
-        self._longest = group[0][1].end
-        lengths = step.move(np.array([part.end for _, part in group], dtype=np.int64))
-        valid = torch.arange(self._longest, device=lengths.device)[None, :] < lengths[:, None]
+    def __init__(self, group: list[_Reach], step: ReferenceStep) -> None:
+        most = len(group[0].blocks)
+        self._rows = step.run_rows([r.blocks + [r.blocks[-1]] * (most - len(r.blocks)) for r in group])
+        self._tokens = step.move(np.array([r.first for r in group], dtype=np.int64))
+        self._seen = group[0].seen
+        skips, seen = step.move(np.array([[r.skip for r in group], [r.seen for r in group]], dtype=np.int64))
+        slots = torch.arange(self._seen, device=seen.device)[None, :]
+        valid = (slots >= skips[:, None]) & (slots < seen[:, None])
         self._mask: Tensor | None = None
-        if any(part.end != self._longest for _, part in group):
+        if any(r.skip or r.seen != self._seen for r in group):
             self._mask = valid[:, None, None, :]
             self._masked = (~valid).nonzero(as_tuple=True)
 
     def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, form: AttentionForm) -> None:
         count = len(self._tokens)
-        kv = step.gather(self._rows, layer, count)[:, :, :, : self._longest]
+        kv = step.gather(self._rows, layer, count)[:, :, :, : self._seen]
         if self._mask is not None:
-            sequences, positions = self._masked
-            kv.permute(1, 3, 0, 2, 4)[sequences, positions] = 0
+            sequences, slots = self._masked
+            kv.permute(1, 3, 0, 2, 4)[sequences, slots] = 0
         kv_heads = kv.shape[2]
         grouped = query[self._tokens].view(count, kv_heads, -1, query.shape[-1])
-        done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=form.scaling)
+        if form.softcap is None:
+            done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=form.scaling)
+        else:
+            done = _capped(grouped, kv[0], kv[1], self._mask, form)
         out[self._tokens] = done.flatten(1, 2)
+
+
+def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
+    """Soft-capped attention, which scaled_dot_product_attention has not. Scores and weights are fp32."""
+    assert form.softcap is not None
+    scores = query.float() @ keys.float().transpose(-2, -1)
+    scores = scores.mul_(form.scaling / form.softcap).tanh_().mul_(form.softcap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return (scores.softmax(dim=-1) @ values.float()).to(values.dtype)
