@@ -15,9 +15,10 @@ from tiny_configs import CONFIGS, REPRESENTATIVE
 from tiny_models import Rig, make_model
 
 from services.worker.model.attention.base import AttentionBackend
+from services.worker.model.attention.cpu.backend import CpuBackend
 from services.worker.model.attention.reference import ReferenceBackend
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.base import Drawn
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.loader import adopt_model
+from services.worker.model.optimise import optimise
 from services.worker.model.runner import TorchRunner
 from services.worker.model.sampler import sample
 from services.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
@@ -86,7 +88,10 @@ class Turn:
 
 
 class Rig:
-    """An engine over a model, its requests, and all logits it computed by (request, position)."""
+    """An engine over a copy of a model, its requests, and all logits it computed by (request, position).
+
+    The `cpu` backend comes with all that makes a model fast on a CPU: packed linear layers and fused operations.
+    """
 
     def __init__(
         self,
@@ -97,9 +102,16 @@ class Rig:
         block_size: int = 16,
         budget: int = 512,
         slots: int = 64,
+        quantized: bool = False,
     ) -> None:
         self.model = model
-        self.runner = NotingRunner(adopt_model(model), backend or ReferenceBackend(), blocks, block_size)
+        backend = backend or ReferenceBackend()
+        loaded = adopt_model(copy.deepcopy(model))
+        if quantized:
+            loaded = replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
+        if backend.name == "cpu":
+            optimise(loaded.model, torch.get_num_threads())
+        self.runner = NotingRunner(loaded, backend, blocks, block_size)
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots)
         self.engine = Engine(self.runner, self.pool, self.scheduler, IdDetokenizer())
