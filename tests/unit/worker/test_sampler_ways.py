@@ -23,8 +23,8 @@ from transformers.generation.logits_process import (
 )
 
 from kvproto.messages import Sampling
-from services.worker.model.sampler import sample
-from services.worker.model.sampling import cpu, portable
+from services.worker.model.sampler import sample, warm_up
+from services.worker.model.sampling import cpu, kernels, portable
 from services.worker.model.sampling.weights import DrawSettings, weight_bits
 from services.worker.step_plan import Draw
 
@@ -129,3 +129,26 @@ def test_frequencies_follow_the_probabilities_that_transformers_computes(limits:
     chi_square = sum((drawn[token] - count * expected[token]) ** 2 / (count * expected[token]) for token in possible)
     freedom = len(possible) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 1
+
+
+def test_after_the_warm_up_nothing_is_left_to_compile() -> None:
+    warm_up(torch.device("cpu"))
+    before = [len(kernel.signatures) for kernel in (kernels.draw, kernels.masses_and_best)]  # type: ignore[attr-defined]
+    for logits in (random_logits(5, 300, seed=1), random_logits(5, 300, seed=1).bfloat16()[1:4]):
+        for limits in LIMITS:
+            sample(logits, draws(len(logits), logprobs=3, presence_penalty=1.0, **limits))
+            sample(logits[::2], draws(len(logits[::2]), **limits))
+    after = [len(kernel.signatures) for kernel in (kernels.draw, kernels.masses_and_best)]  # type: ignore[attr-defined]
+    assert before == after == [1, 1]
+
+
+def test_threads_change_nothing() -> None:
+    logits, asked = random_logits(30, 1000, seed=4), draws(30, top_p=0.9, logprobs=2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = sample(logits, asked)
+        torch.set_num_threads(2)
+        assert sample(logits, asked) == alone
+    finally:
+        torch.set_num_threads(threads)
