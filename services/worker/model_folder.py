@@ -17,8 +17,8 @@ def served_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def resolve_model(model: str) -> Path:
-    """A local folder with the model's files. Raises UnsupportedModel in one line if there is none."""
+def local_folder(model: str) -> Path | None:
+    """Its folder on this machine; None for a hub id. Raises UnsupportedModel if it can be neither."""
     if model == DEMO and not Path(model).is_dir():
         return DEMO_FOLDER
     path = Path(model)
@@ -26,6 +26,14 @@ def resolve_model(model: str) -> Path:
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise UnsupportedModel(f"model folder {model!r} does not exist")
+    return None
+
+
+def resolve_model(model: str) -> Path:
+    """A local folder with the model's files. Raises UnsupportedModel in one line if there is none."""
+    folder = local_folder(model)
+    if folder is not None:
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

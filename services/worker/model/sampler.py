@@ -1,91 +1,166 @@
 """Logits to tokens, a batch at a time.
 
-A token depends on its own logits and on (seed, choice, index) alone, never on what else is in the batch or on a
-generator's state: a sequence that is moved, preempted or replayed draws the same tokens. The random number is a hash
-of the three, turned into a point of [0, 1) and looked up in the cumulative distribution in token order; probabilities
-are float64, so the 53 bits of that point all count.
+A token depends on its own logits and on what its request asks, its random number on (seed, choice, index) alone, never
+on what else is in the batch or on a generator's state: a sequence that is moved, preempted or replayed draws the same
+tokens. `sampling.weights` says exactly which; a row that asks for nothing special is one `argmax`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvproto.errors import EngineFailure
-from services.worker.model.base import Drawn
+from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
+from kvproto.messages import Sampling, TokenLogprobs
+from services.worker.model.base import Drawn, Scored
+from services.worker.model.kv_pool import is_out_of_memory
+from services.worker.model.sampling.changes import Changes, apply, wants_changes
+from services.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
 from services.worker.step_plan import Draw
 
-ROWS_AT_ONCE = 16  # bounds the float64 copies of large vocabularies
+log = logging.getLogger(__name__)
 
 
-def uniform(seed: int, choice: int, index: int) -> float:
-    """The random number of one draw, in [0, 1), a multiple of 2**-53."""
-    raw = struct.pack("<QII", seed & (2**64 - 1), choice & (2**32 - 1), index & (2**32 - 1))
-    return (int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+class _Way(Protocol):
+    """How it is computed on a device: `sampling.cpu` and `sampling.portable`. Logits are float32."""
+
+    ROWS_AT_ONCE: int
+
+    def greedy(self, logits: Tensor) -> tuple[list[int], list[float]]: ...
+
+    def draw(self, logits: Tensor, settings: DrawSettings) -> list[int]: ...
+
+    def masses_and_best(self, logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One token per row of `logits` `[rows, vocab]`; an error in place of one whose logits are not finite."""
-    if not draws:
-        return []
-    peaks, greedy = logits.max(dim=-1)
-    tokens: list[Drawn] = list(greedy.tolist())
-    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    for at in range(0, len(random), ROWS_AT_ONCE):
-        rows = random[at : at + ROWS_AT_ONCE]
-        index = torch.tensor(rows, device=logits.device)
-        drawn = _draw(logits[index].double(), [draws[row] for row in rows])
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[row] = token
-    for row in (~torch.isfinite(peaks)).nonzero().flatten().tolist():
-        tokens[row] = EngineFailure("the model computed logits that are not finite")
-    return tokens
+    """One token per row of `logits` `[rows, vocab]`, or why that row has none: the others are not concerned."""
+    try:
+        return _sample(logits, draws)
+    except Exception as error:
+        if len(draws) == 1:
+            return [_failure(error)]
+        log.warning("sampling %d rows raised; each is sampled alone", len(draws), exc_info=True)
+        return [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
 
 
-def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """`[rows]` tokens, drawn from float64 `logits` `[rows, vocab]`, temperatures above 0."""
-    device = logits.device
-    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=torch.float64, device=device)
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
-    weights = _keep_top_p(_keep_top_k(logits, draws).softmax(dim=-1), draws)
-    cumulative = weights.cumsum(dim=-1)
-    points = torch.tensor(
-        [[uniform(draw.sampling.seed or 0, draw.choice, draw.index)] for draw in draws],
-        dtype=torch.float64,
-        device=device,
-    )
-    found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True).squeeze(-1)
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
-    return torch.minimum(found, last)  # rounding must not lead past the last possible token
+def warm_up(device: torch.device) -> None:
+    """Compile, or read from disk, what `sample` needs on this device: seconds that no request should wait for."""
+    sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
 
 
-def _keep_top_k(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """-inf for what is below the k-th largest logit; ties with it stay."""
-    vocab = logits.shape[-1]
-    limits = [draw.sampling.top_k if 0 < draw.sampling.top_k < vocab else 0 for draw in draws]
-    largest = max(limits)
-    if not largest:
-        return logits
-    top = logits.topk(largest, dim=-1).values
-    at = torch.tensor([max(limit - 1, 0) for limit in limits], device=logits.device)
-    floor = top.gather(-1, at[:, None])
-    unlimited = torch.tensor([not limit for limit in limits], device=logits.device)[:, None]
-    return logits.masked_fill((logits < floor) & ~unlimited, float("-inf"))
+def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    way = _way(logits.device)
+    drawn: list[Drawn] = [None] * len(draws)
+    plain: list[int] = []
+    changed: list[int] = []
+    for row, draw in enumerate(draws):
+        (changed if wants_changes(draw) else plain).append(row)
+    for rows, some in _parts(plain, draws, way):
+        _put(drawn, rows, _draw(way, _rows(logits, rows), some, "the model computed logits that are not finite"))
+    for rows, some in _parts(changed, draws, way):
+        _put(drawn, rows, _draw_changed(way, _rows(logits, rows), some))
+    scored = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    for rows, some in _parts([row for row in scored if isinstance(drawn[row], int)], draws, way):
+        tokens = [drawn[row] for row in rows]
+        _put(drawn, rows, _score(way, _rows(logits, rows), tokens, [one.sampling.logprobs or 0 for one in some]))
+    return drawn
 
 
-def _keep_top_p(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """0 for what is less probable than the smallest set of most probable tokens that reaches p; ties stay."""
-    limited = [row for row, draw in enumerate(draws) if draw.sampling.top_p < 1]
-    if not limited:
-        return weights
-    rows = torch.tensor(limited, device=weights.device)
-    mass = torch.tensor([[draws[row].sampling.top_p] for row in limited], dtype=torch.float64, device=weights.device)
-    chosen = weights[rows]
-    ordered = chosen.sort(dim=-1, descending=True).values
-    last = (ordered.cumsum(dim=-1) < mass).sum(dim=-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)
-    weights[rows] = chosen.masked_fill(chosen < ordered.gather(-1, last), 0.0)
-    return weights
+def _draw(way: _Way, logits: Tensor, draws: Sequence[Draw], why_not: str) -> list[Drawn]:
+    """Draw from logits as they are; EngineFailure where the largest is not finite."""
+    tokens, peaks = way.greedy(logits)
+    drawn: list[Drawn] = list(tokens)
+    random: list[int] = []
+    for row, draw in enumerate(draws):
+        if not math.isfinite(peaks[row]):
+            drawn[row] = EngineFailure(why_not)
+        elif not is_greedy(draw.sampling):
+            random.append(row)
+    if random:
+        settings = DrawSettings.of([draws[row] for row in random], logits.shape[-1])
+        _put(drawn, random, way.draw(_rows(logits, random), settings))
+    return drawn
+
+
+def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """Draw from a copy of the logits, changed as the requests want."""
+    _, peaks = way.greedy(logits)
+    drawn: list[Drawn] = [None] * len(draws)
+    changes: dict[int, Changes] = {}
+    for row, draw in enumerate(draws):
+        try:
+            if not math.isfinite(peaks[row]):
+                raise EngineFailure("the model computed logits that are not finite")
+            changes[row] = Changes.of(draw, logits.shape[-1])
+        except KvfleetError as error:
+            drawn[row] = error
+    if changes:
+        rows = list(changes)
+        chosen = _rows(logits, rows).clone()
+        apply(chosen, list(changes.values()))
+        _put(drawn, rows, _draw(way, chosen, [draws[row] for row in rows], "every token is banned: none can be drawn"))
+    return drawn
+
+
+def _score(way: _Way, logits: Tensor, tokens: Sequence[Drawn], asked: Sequence[int]) -> list[Drawn]:
+    """The drawn tokens with the log probabilities that the model itself gives them and `asked` alternatives."""
+    masses, best = way.masses_and_best(logits, min(max(1, *asked), logits.shape[-1]))
+    ids = np.column_stack((np.array(tokens, dtype=np.int64), best))
+    values = logits.gather(-1, torch.from_numpy(ids).to(logits.device)).double().tolist()
+    bits = weight_bits(logits.shape[-1])
+    scored: list[Drawn] = []
+    for token, count, mass, others, (own, *found) in zip(
+        tokens, asked, masses.tolist(), best.tolist(), values, strict=True
+    ):
+        whole = found[0] + math.log(mass) - bits * math.log(2)  # log of the sum of e**logit
+        assert isinstance(token, int)
+        alternatives = tuple(value - whole for value in found[:count])
+        scored.append(Scored(token, TokenLogprobs(own - whole, tuple(others[:count]), alternatives)))
+    return scored
+
+
+def _failure(error: Exception) -> KvfleetError:
+    if isinstance(error, KvfleetError):
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemory("sampling a token does not fit into memory")
+    return EngineFailure(f"sampling failed: {type(error).__name__}: {error}")
+
+
+def _parts(rows: Sequence[int], draws: Sequence[Draw], way: _Way) -> Iterator[tuple[Sequence[int], list[Draw]]]:
+    """Some rows at a time, each with its draw: bounds the copies of large vocabularies."""
+    for at in range(0, len(rows), way.ROWS_AT_ONCE):
+        some = rows[at : at + way.ROWS_AT_ONCE]
+        yield some, [draws[row] for row in some]
+
+
+def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows (ascending) in float32: a view where that is possible."""
+    first, last = rows[0], rows[-1]
+    if last - first + 1 == len(rows):
+        return logits[first : last + 1].float()
+    return logits[torch.tensor(rows, device=logits.device)].float()
+
+
+def _put(drawn: list[Drawn], rows: Sequence[int], found: Sequence[Drawn]) -> None:
+    for row, one in zip(rows, found, strict=True):
+        drawn[row] = one
+
+
+def _way(device: torch.device) -> _Way:
+    # Imported where it is used: Numba is nothing that a GPU worker should wait for.
+    if device.type == "cpu":
+        from services.worker.model.sampling import cpu
+
+        return cpu
+    from services.worker.model.sampling import portable
+
+    return portable

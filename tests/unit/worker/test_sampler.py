@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvproto.errors import EngineFailure
 from kvproto.messages import Sampling
-from services.worker.model.sampler import sample, uniform
+from services.worker.model.sampler import sample
+from services.worker.model.sampling.chance import uniform
 from services.worker.step_plan import Draw
 
 
@@ -32,7 +34,7 @@ def draw(index: int = 0, choice: int = 0, **fields: object) -> Draw:
 def naive(logits: list[float], wanted: Draw) -> int:
     """One row: order, cut, normalise, walk the cumulative distribution in token order."""
     sampling = wanted.sampling
-    if sampling.temperature == 0:
+    if sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1:
         return logits.index(max(logits))
     peak = max(logits)
     weights = [math.exp((value - peak) / sampling.temperature) for value in logits]
@@ -48,6 +50,7 @@ def naive(logits: list[float], wanted: Draw) -> int:
             if mass >= sampling.top_p:
                 break
         weights = [w if w >= floor else 0.0 for w in weights]
+    weights = [w if w >= sampling.min_p * max(weights) else 0.0 for w in weights]
     point = uniform(sampling.seed, wanted.choice, wanted.index) * math.fsum(weights)
     mass = 0.0
     for token, weight in enumerate(weights):
@@ -65,6 +68,7 @@ draws = st.builds(
     temperature=st.sampled_from([0.0, 1e-300, 0.1, 0.7, 1.0, 3.0, 100.0]),
     top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0]),
 )
 
 
@@ -76,10 +80,29 @@ def test_equals_the_naive_sampler(wanted: list[Draw], seed: int) -> None:
     assert sample(logits, wanted) == expected
 
 
-@settings(relaxed, max_examples=50)
-@given(st.lists(draws, min_size=2, max_size=40), st.randoms(use_true_random=False))
-def test_a_token_does_not_depend_on_the_rest_of_the_batch(wanted: list[Draw], chance: object) -> None:
-    logits = torch.randn(len(wanted), 50, generator=torch.Generator().manual_seed(1))
+# Every feature at once: what one row asks for must not reach another.
+demanding = st.builds(
+    lambda one, extra, ids: replace(one, sampling=replace(one.sampling, **extra), prompt_ids=ids[:3], output_ids=ids),
+    draws,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "repetition_penalty": st.just(1.3),
+            "frequency_penalty": st.just(0.7),
+            "presence_penalty": st.just(-0.4),
+            "logit_bias": st.dictionaries(st.integers(0, 299), st.floats(-5, 5), max_size=3),
+            "logprobs": st.integers(0, 5),
+        },
+    ),
+    st.lists(st.integers(0, 299), max_size=8),
+)
+
+
+@settings(relaxed, max_examples=60)
+@given(st.lists(demanding, min_size=2, max_size=40), st.randoms(use_true_random=False), st.booleans())
+def test_a_row_is_the_same_bit_for_bit_in_any_batch(wanted: list[Draw], chance: object, brain: bool) -> None:
+    logits = torch.randn(len(wanted), 300, generator=torch.Generator().manual_seed(1)) * 3
+    logits = logits.bfloat16() if brain else logits  # with many equal logits
     together = sample(logits, wanted)
     assert together == [sample(logits[at : at + 1], [one])[0] for at, one in enumerate(wanted)]
     order = list(range(len(wanted)))
@@ -87,10 +110,47 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(wanted: list[Draw], ch
     assert sample(logits[order], [wanted[at] for at in order]) == [together[at] for at in order]
 
 
+def test_logits_are_left_as_they_are() -> None:
+    logits = torch.randn(3, 20)
+    before = logits.clone()
+    sample(logits, [draw(logit_bias={1: 5.0}, temperature=0.0), draw(seed=1), draw(logprobs=3)])
+    assert torch.equal(logits, before)
+
+
 def test_greedy_takes_the_first_of_equal_logits_and_never_divides() -> None:
     logits = torch.tensor([[1.0, 7.0, 7.0, -5.0]])
     assert sample(logits, [draw(temperature=0.0, top_k=3, top_p=0.1)]) == [1]
     assert sample(logits.bfloat16(), [draw(temperature=0.0)]) == [1]
+
+
+@pytest.mark.parametrize("only_the_best", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 0.0}])
+def test_where_only_the_best_may_come_the_first_of_them_does(only_the_best: dict[str, float]) -> None:
+    logits = torch.tensor([[1.0, 7.0, 7.0, -5.0]]).repeat(50, 1)
+    assert set(sample(logits, [draw(seed=at, **only_the_best) for at in range(50)])) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
+def test_a_tiny_temperature_overflows_nothing_and_is_greedy(temperature: float) -> None:
+    logits = torch.randn(20, 700, generator=torch.Generator().manual_seed(3)) * 10
+    tiny = [draw(seed=at, temperature=temperature, top_p=(1.0, 0.9)[at % 2]) for at in range(20)]
+    assert sample(logits, tiny) == logits.argmax(dim=-1).tolist()
+
+
+def test_a_limit_beyond_the_vocabulary_is_none() -> None:
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(4))
+    for limit in (30, 31, 2**31 - 1):
+        limited = sample(logits, [draw(seed=at, top_k=limit) for at in range(40)])
+        assert limited == sample(logits, [draw(seed=at) for at in range(40)])
+
+
+def test_negative_zero_is_zero() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0]])
+    assert sample(logits, [draw(temperature=0.0)]) == [0]
+    twin = torch.tensor([[0.0, -0.0, -1.0]])
+    for at in range(50):
+        for fields in ({}, {"top_k": 2}, {"top_p": 0.5}, {"repetition_penalty": 2.0}):
+            one = replace(draw(seed=at, **fields), prompt_ids=(0, 1))
+            assert sample(logits, [one]) == sample(twin, [one])
 
 
 def test_frequencies_follow_the_probabilities() -> None:
@@ -117,6 +177,21 @@ def test_logits_that_are_not_finite_fail_their_row_alone(bad: float, temperature
     assert isinstance(tokens[1], EngineFailure)
     assert isinstance(tokens[0], int)
     assert isinstance(tokens[2], int)
+
+
+def test_a_vocabulary_without_a_finite_logit_fails() -> None:
+    assert isinstance(sample(torch.full((1, 5), float("-inf")), [draw()])[0], EngineFailure)
+
+
+def test_what_raises_in_one_row_fails_that_row_alone() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(5))
+    fine = [draw(seed=at, presence_penalty=0.5) for at in range(4)]
+    broken = [*fine[:2], replace(fine[2], output_ids=object()), fine[3]]
+    expected = sample(logits, fine)
+    drawn = sample(logits, broken)
+    assert [drawn[at] == expected[at] for at in (0, 1, 3)] == [True] * 3
+    assert isinstance(drawn[2], EngineFailure)
+    assert "sampling failed: TypeError" in drawn[2].message
 
 
 def test_masked_logits_are_never_drawn() -> None:

@@ -1,0 +1,93 @@
+"""`kvfleet kv-size`: the memory that a model's keys and values take, as a table.
+
+The worker's own code computes it, in a process of its own: this one only shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from services.cli.console import out
+from services.cli.up import Device, DType
+
+
+class KvDType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
+def kv_size(
+    model: Annotated[str, typer.Argument(help="demo, a model folder or a hub id; only its config.json is read")],
+    block_size: Annotated[int, typer.Option(min=1, max=256, help="tokens in a block")] = 16,
+    kv_dtype: Annotated[list[KvDType] | None, typer.Option(help="only this one; may be repeated")] = None,
+    dtype: Annotated[DType, typer.Option(help="what `auto` is")] = DType.auto,
+    device: Annotated[Device, typer.Option(help="whose free memory counts")] = Device.auto,
+    memory: Annotated[str | None, typer.Option(help="such as 8GiB; default: what a worker would take here")] = None,
+    kv_memory_fraction: Annotated[float, typer.Option(min=0.01, max=0.95, help="share of the free memory")] = 0.3,
+    workers_on_host: Annotated[int, typer.Option(min=1, help="how many workers share it")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
+) -> None:
+    """How much memory keys and values take: per token, per sequence, and how many sequences fit."""
+    flags = [f"--block-size={block_size}", f"--dtype={dtype.value}", f"--device={device.value}"]
+    flags += [f"--kv-memory-fraction={kv_memory_fraction}", f"--workers-on-host={workers_on_host}"]
+    flags += [f"--kv-dtype={one.value}" for one in kv_dtype or []]
+    flags += [] if memory is None else [f"--memory={memory}"]
+    command = [sys.executable, "-m", "services.worker.kv_size_report", *flags, "--", model]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode)
+    if as_json:
+        typer.echo(done.stdout, nl=False)
+        return
+    found = json.loads(done.stdout)
+    out.print(_headline(found), markup=False)
+    out.print(_table(found))
+
+
+def _headline(found: dict[str, Any]) -> str:
+    window = f", window {found['window']:,}" if found["window"] else ""
+    return (
+        f"{found['model']}: {found['formula']} a token ({found['auto']}), context {found['context_length']:,}{window}"
+    )
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """Lines on a terminal, bare columns where the output is piped."""
+    table = Table(box=box.SIMPLE_HEAD if out.is_terminal else None)
+    sizes = found["sizes"]
+    table.add_column("")
+    for size in sizes:
+        own = " (auto)" if size["kv_dtype"] == found["auto"] else ""
+        table.add_column(size["kv_dtype"] + own, justify="right", no_wrap=True)
+    table.add_row("a token", *(_bytes(size["bytes_per_token"]) for size in sizes))
+    table.add_row(f"a block of {found['block_size']}", *(_bytes(size["bytes_per_block"]) for size in sizes))
+    rows = range(len(sizes[0]["sequences"]))
+    for at in rows:
+        each = [size["sequences"][at] for size in sizes]
+        table.add_row(f"a sequence of {each[0]['tokens']:,}", *(_bytes(one["bytes"]) for one in each))
+    free = "" if found["free"] is None else f" ({found['memory'] / found['free']:.0%} of what is free)"
+    table.add_row(f"in {_bytes(found['memory'])}{free}:", *("" for _ in sizes))
+    table.add_row("blocks", *(f"{size['blocks']:,}" for size in sizes))
+    for at in rows:
+        each = [size["sequences"][at] for size in sizes]
+        table.add_row(f"sequences of {each[0]['tokens']:,}", *(f"{one['fit']:,}" for one in each))
+    return table
+
+
+def _bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} GiB"

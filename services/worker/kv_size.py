@@ -1,0 +1,122 @@
+"""How much memory keys and values take. Pure: the one formula behind `kvfleet kv-size` and what a worker says at start.
+
+    bytes of a token = layers * 2 * kv_heads * (head_dim * bytes of a number + bytes of a scale)
+
+A scale comes with int8 only, one for each token and head. Memory is given out in blocks of `block_size` tokens for all
+layers. Where every layer has a sliding window, a sequence holds no more blocks than its widest window touches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+SCALE_BYTES = {"int8": 4}  # a float32
+LENGTHS = (1024, 4096, 8192, 32_768, 131_072)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What of a model decides. `window` is that of the layer which sees furthest; None: one sees everything."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+    window: int | None = None
+
+    def bytes_per_token(self, kv_dtype: str) -> int:
+        row = self.head_dim * NUMBER_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
+        return self.layers * 2 * self.kv_heads * row
+
+    def bytes_per_block(self, block_size: int, kv_dtype: str) -> int:
+        return block_size * self.bytes_per_token(kv_dtype)
+
+    def blocks_of(self, tokens: int, block_size: int) -> int:
+        """Blocks that a sequence of so many tokens holds while it decodes."""
+        blocks = -(-tokens // block_size)
+        if self.window is None:
+            return blocks
+        return min(blocks, -(-(self.window - 1) // block_size) + 1)  # a window may begin at the end of a block
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSize:
+    """A sequence of `tokens`: its blocks and bytes, and how many such fit into the memory asked about."""
+
+    tokens: int
+    blocks: int
+    bytes: int
+    fit: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvSize:
+    """One column of the table: K and V stored as `kv_dtype`."""
+
+    kv_dtype: str
+    bytes_per_token: int
+    bytes_per_block: int
+    blocks: int  # that fit into the memory asked about
+    sequences: tuple[SequenceSize, ...]
+
+
+def kv_size(layout: KvLayout, block_size: int, kv_dtype: str, memory: int) -> KvSize:
+    """The sizes for some lengths and for the whole context, and how many of each fit into `memory` bytes."""
+    per_block = layout.bytes_per_block(block_size, kv_dtype)
+    fitting = memory // per_block
+    sequences = []
+    for tokens in lengths(layout.context_length):
+        blocks = layout.blocks_of(tokens, block_size)
+        sequences.append(SequenceSize(tokens, blocks, blocks * per_block, fitting // blocks))
+    return KvSize(kv_dtype, layout.bytes_per_token(kv_dtype), per_block, fitting, tuple(sequences))
+
+
+def lengths(context_length: int) -> list[int]:
+    return [*(length for length in LENGTHS if length < context_length), context_length]
+
+
+def size_lines(layout: KvLayout, block_size: int, kv_dtype: str, num_blocks: int) -> list[str]:
+    """What a worker with so many blocks says at its start."""
+    size = kv_size(layout, block_size, kv_dtype, num_blocks * layout.bytes_per_block(block_size, kv_dtype))
+    each = ", ".join(f"{one.fit:,} of {one.tokens:,}" for one in size.sequences)
+    return [
+        f"KV of a token: {formula(layout, kv_dtype)} = {readable(size.bytes_per_token)}, "
+        f"of a block of {block_size}: {readable(size.bytes_per_block)}",
+        f"{num_blocks:,} blocks, {readable(num_blocks * size.bytes_per_block)}: {num_blocks * block_size:,} tokens; "
+        f"sequences at once: {each}",
+    ]
+
+
+def formula(layout: KvLayout, kv_dtype: str) -> str:
+    row = f"{layout.head_dim} x {NUMBER_BYTES[kv_dtype]}"
+    if kv_dtype in SCALE_BYTES:
+        row = f"({row} + {SCALE_BYTES[kv_dtype]})"
+    return f"{layout.layers} layers x 2 x {layout.kv_heads} heads x {row} bytes"
+
+
+def readable(size: int) -> str:
+    """Bytes as people read them: 12.0 KiB."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{size:,} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """`8GiB`, `500 MB`, `1e9`: bytes. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a size such as 8GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def columns(auto: str, asked: Sequence[str] = ()) -> list[str]:
+    """The number formats to compare: those asked for (`auto` is the model's own), else the usual ones."""
+    named = [auto if one == "auto" else one for one in asked or ("auto", "float32", "bfloat16", "int8")]
+    return list(dict.fromkeys(named))

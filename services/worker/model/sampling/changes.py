@@ -1,0 +1,113 @@
+"""What requests want changed in their logits before a token is drawn: penalties, biases, tokens that must not come.
+
+All rows that want something are changed at once, one step after the other in the order that `kvproto.messages.Sampling`
+states. Each step reads the logits it changes, computes in float64 and writes float32 back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvproto.errors import InvalidRequest
+from services.worker.step_plan import Draw
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+LARGEST_BIAS = 1e30  # together with a logit still a float32
+NOTHING = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one request wants changed: token ids, all of the vocabulary, and by how much. `seen` may repeat ids."""
+
+    seen: Ints  # in prompt or output
+    repetition_penalty: float
+    generated: Ints
+    lowered: Floats  # by how much the logits of the generated ones fall
+    biased: Ints
+    biases: Floats
+    banned: Ints
+
+    @classmethod
+    def of(cls, draw: Draw, vocab: int) -> Changes:
+        """Raises InvalidRequest that names the field."""
+        asked = draw.sampling
+        output = _ids(draw.output_ids, vocab, "output_ids")
+        seen = generated = counts = NOTHING
+        if asked.repetition_penalty != 1:
+            seen = np.concatenate((_ids(draw.prompt_ids, vocab, "prompt_ids"), output))
+        if _counts(draw):
+            generated, counts = np.unique(output, return_counts=True)
+        biases = np.array(list(asked.logit_bias.values()), dtype=np.float64)
+        if not (np.abs(biases) <= LARGEST_BIAS).all():
+            raise InvalidRequest(f"a bias is beyond +-{LARGEST_BIAS:.0e}", field="logit_bias")
+        banned = np.array(draw.banned, dtype=np.int64)
+        return cls(
+            seen=seen,
+            repetition_penalty=asked.repetition_penalty,
+            generated=generated,
+            lowered=asked.frequency_penalty * counts.astype(np.float64) + asked.presence_penalty,
+            biased=_ids(list(asked.logit_bias), vocab, "logit_bias"),
+            biases=biases,
+            banned=banned[(banned >= 0) & (banned < vocab)],  # others are never drawn anyway
+        )
+
+
+def wants_changes(draw: Draw) -> bool:
+    asked = draw.sampling
+    return bool(asked.repetition_penalty != 1 or _counts(draw) or asked.logit_bias or draw.banned)
+
+
+def apply(logits: Tensor, changes: Sequence[Changes]) -> None:
+    """Change `logits` `[rows, vocab]` float32 in place."""
+    _change(logits, [one.seen for one in changes], [one.repetition_penalty for one in changes], _penalise)
+    _change(logits, [one.generated for one in changes], [one.lowered for one in changes], torch.sub)
+    _change(logits, [one.biased for one in changes], [one.biases for one in changes], torch.add)
+    _change(logits, [one.banned for one in changes], [-math.inf] * len(changes), lambda _, minus: minus)
+
+
+def _penalise(logits: Tensor, penalties: Tensor) -> Tensor:
+    return torch.where(logits < 0, logits * penalties, logits / penalties)
+
+
+def _change(
+    logits: Tensor,
+    ids: Sequence[Ints],
+    values: Sequence[Floats | float],
+    changed: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """One step: the logits of each row's `ids` become `changed(logits, values)`; values are one per id or per row.
+
+    An id that repeats is read before any is written, so it is changed once.
+    """
+    lengths = [len(one) for one in ids]
+    if not any(lengths):
+        return
+    device = logits.device
+    rows = np.repeat(np.arange(len(ids)), lengths)
+    at = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(ids)).to(device)
+    beside = np.concatenate([np.broadcast_to(value, length) for value, length in zip(values, lengths, strict=True)])
+    logits[at] = changed(logits[at].double(), torch.from_numpy(beside).to(device)).float()
+
+
+def _counts(draw: Draw) -> bool:
+    return draw.sampling.frequency_penalty != 0 or draw.sampling.presence_penalty != 0
+
+
+def _ids(ids: Sequence[int], vocab: int, field: str) -> Ints:
+    try:
+        found = np.asarray(ids, dtype=np.int64)
+    except OverflowError:
+        raise InvalidRequest(f"a token is not one of the model's {vocab}", field=field) from None
+    if len(found) and not 0 <= found.min() <= found.max() < vocab:
+        wrong = found[(found < 0) | (found >= vocab)][0]
+        raise InvalidRequest(f"token {wrong} is not one of the model's {vocab}", field=field)
+    return found
