@@ -26,6 +26,7 @@ from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Bundle, Sampling
 from kvproto.request_driver import RequestDriver, read_placement
+from kvproto.schema import read_map, to_map
 from kvproto.stream import Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix
 
@@ -202,7 +203,7 @@ class Client:
 
 def _check_sampling(sampling: Sampling) -> None:
     """As the worker would find it. Raises InvalidRequest naming the field."""
-    codec.from_map(Sampling, codec.to_map(sampling))
+    read_map(Sampling, to_map(sampling), "sampling")
 
 
 def _check_text_and_ids(generation: Generation) -> None:

@@ -266,12 +266,12 @@ async def test_a_worker_takes_as_many_choices_as_it_has_room_for(fleet: FakeFlee
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
-        ({"logit_bias": {-5: 1.0}}, "logit_bias.-5"),
-        ({"logit_bias": {5: float("nan")}}, "logit_bias.5"),
-        ({"min_p": 2.0}, "min_p"),
-        ({"logprobs": -1}, "logprobs"),
+        ({"n": 0}, "sampling.n"),
+        ({"n": 129}, "sampling.n"),
+        ({"logit_bias": {-5: 1.0}}, "sampling.logit_bias.-5"),
+        ({"logit_bias": {5: float("nan")}}, "sampling.logit_bias.5"),
+        ({"min_p": 2.0}, "sampling.min_p"),
+        ({"logprobs": -1}, "sampling.logprobs"),
     ],
 )
 async def test_sampling_that_no_worker_would_read_is_refused_at_once(
