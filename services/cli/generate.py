@@ -97,7 +97,7 @@ def generate(
                 else:
                     out.print()
                     for one in scored:
-                        err.print(logprob_line(one), markup=False, highlight=False)
+                        err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
                     ttft = 1000 * ((first or time.monotonic()) - began)
                     err.print(
                         f"[dim]seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "

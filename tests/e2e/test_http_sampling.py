@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.test_producer import ask
+from tests.support.processes import KVFLEET
 from tests.support.up import Up
 
 MESSAGES: Any = [{"role": "user", "content": "Good morrow, cousin."}]
@@ -144,3 +147,20 @@ async def test_a_bare_producers_mistakes_are_named(up: Up, body: dict[str, Any],
         (failed,) = await ask(up.nats_url, {"prompt": "x", **body}, as_json)
         assert failed["type"] == "failed"
         assert failed["field"].startswith(field)
+
+
+def generate(up: Up, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [KVFLEET, "generate", "ROMEO:\nBut soft", f"--url={up.base}", "--max-tokens=3", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_line_asks_for_them_too(up: Up) -> None:
+    done = generate(
+        up, "--temperature=0", "--logprobs=1", "--repetition-penalty=1.1", "--min-p=0.1", "--context-overflow=sliding"
+    )
+    assert done.returncode == 0, done.stderr
+    scored = re.findall(r"^.+ -?\d+\.\d{3}   of .+ -?\d+\.\d{3}$", done.stderr, re.MULTILINE)
+    assert len(scored) == 3, done.stderr
+    refused = generate(up, "--context-overflow=cut")
+    assert refused.returncode == 1
+    assert "context_overflow: must be one of" in refused.stderr
