@@ -24,8 +24,9 @@ from kvproto.generation import Counters, Generation, draw_seed
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_request_id
 from kvproto.inbox import Inbox
 from kvproto.members import Members
-from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Bundle
+from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Bundle, Sampling
 from kvproto.request_driver import RequestDriver, read_placement
+from kvproto.schema import read_map, to_map
 from kvproto.stream import Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix
 
@@ -121,14 +122,16 @@ class Client:
         if bool(generation.prompt_ids) == (generation.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
         _check_text_and_ids(generation)
+        _check_sampling(generation.sampling)
         if generation.sampling.seed is None:  # kept in the request, so that a later attempt draws the same tokens
             generation = replace(generation, sampling=replace(generation.sampling, seed=draw_seed()))
         request = generation.request or new_request_id()
         if request in self._streams:
             raise InvalidRequest("this request id is already running", field="request")
         self.subjects.place(generation.tenant, generation.model)  # refuses a tenant that is no subject token
-        limit = min(generation.sampling.max_tokens, BUFFER_TOKENS)
-        stream = Stream(request, limit, self.now)
+        choices = generation.sampling.n
+        limit = min(generation.sampling.max_tokens * choices, BUFFER_TOKENS)
+        stream = Stream(request, limit, self.now, choices)
         self._streams[request] = stream
         self.inbox.register(request, stream)
         self.counters.requests_total += 1
@@ -196,6 +199,11 @@ class Client:
         """Tokenizer, template and defaults of the model this worker serves."""
         data = await self.admin(worker, AdminRequest(AdminCommand.BUNDLE))
         return codec.decode(Bundle, data, limit=codec.MAX_BUNDLE_BYTES)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """As the worker would find it. Raises InvalidRequest naming the field."""
+    read_map(Sampling, to_map(sampling), "sampling")
 
 
 def _check_text_and_ids(generation: Generation) -> None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgpack
 
 from kvproto import messages as m
 from kvproto.errors import CodecError, InvalidRequest, VersionMismatch
+from kvproto.logprobs import floored, logprob_rows, read_logprobs
 from kvproto.schema import enum_reader, read_map, schema_of, to_map, type_error
 
 VERSION = 1
@@ -36,14 +38,14 @@ def from_map(kind: type[T], value: Any) -> T:
     return read_map(kind, value)
 
 
-def _unpack(data: bytes | memoryview) -> Any:
+def _unpack(data: bytes | memoryview, *, text_keys: bool = True) -> Any:
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, raw=False, strict_map_key=text_keys)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise CodecError(f"not msgpack: {str(error)[:120] or type(error).__name__}") from None
 
 
-def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Any:
+def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES, *, text_keys: bool = True) -> Any:
     """Version byte checked, rest unpacked."""
     if not data:
         raise CodecError("empty message")
@@ -53,7 +55,7 @@ def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Any:
         raise CodecError("looks like JSON: send the header Content-Type: application/json with it")
     if not MIN_VERSION <= data[0] <= VERSION:
         raise VersionMismatch(f"version {data[0]}, this reader accepts {MIN_VERSION} to {VERSION}")
-    return _unpack(memoryview(data)[1:])
+    return _unpack(memoryview(data)[1:], text_keys=text_keys)
 
 
 def encode(message: Any, version: int = VERSION) -> bytes:
@@ -89,11 +91,14 @@ def is_map_marker(first: int) -> bool:
 
 
 def decode_plain(kind: type[T], data: bytes, *, as_json: bool) -> T:
-    """Read a bare producer's message: JSON, or a msgpack map with or without the version byte."""
+    """Read a bare producer's message: JSON, or a msgpack map with or without the version byte.
+
+    Token ids that are keys may be integers in msgpack: that is how a map of them is written in most languages.
+    """
     if not as_json:
         if data and is_map_marker(data[0]) and len(data) <= MAX_MESSAGE_BYTES:
-            return read_map(kind, _unpack(data))
-        return decode(kind, data)
+            return read_map(kind, _unpack(data, text_keys=False))
+        return read_map(kind, _open(data, text_keys=False))
     return read_map(kind, _parse_json(data))
 
 
@@ -116,7 +121,7 @@ def _no_constant(name: str) -> Any:
 
 def encode_plain_frame(frame: m.Frame, *, as_json: bool) -> bytes:
     """One frame as a map with its `type`, ids as a list: what a producer in any language reads."""
-    value = {"type": _TYPES[type(frame)], **to_map(frame, packed=False)}
+    value = {"type": _TYPES[type(frame)], **to_map(_floored(frame), packed=False)}
     if as_json:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
@@ -143,6 +148,7 @@ _TAGS: dict[int, type[Any]] = {
     4: m.Failed,
     5: m.Moved,
     6: m.Progress,
+    7: m.ChoiceFinished,
 }
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
 _TYPES = {kind: kind.__name__.lower() for kind in _TAGS.values()}
@@ -151,9 +157,13 @@ _TOKENS = 2
 
 
 def _frame_values(frame: m.Frame) -> list[Any]:
+    row: list[Any]
     if type(frame) is m.Tokens:
-        return [_TOKENS, frame.request, frame.attempt, frame.choice, frame.index, frame.ids, frame.text]
-    row: list[Any] = [_TAG_OF[type(frame)]]
+        row = [_TOKENS, frame.request, frame.attempt, frame.choice, frame.index, frame.ids, frame.text]
+        if frame.logprobs:
+            row.append(logprob_rows(frame.logprobs))
+        return row
+    row = [_TAG_OF[type(frame)]]
     for f in schema_of(type(frame)):
         value = getattr(frame, f.name)
         row.append(f.write(value, True) if f.write else value)
@@ -195,7 +205,18 @@ def _read_tokens(row: list[Any]) -> m.Tokens:
     for one, piece in zip(ids, text, strict=True):
         if type(one) is not int or type(piece) is not str:
             raise CodecError("wrong type", field="tokens.ids")
+    if len(row) > 7:
+        return m.Tokens(
+            request, attempt, choice, index, tuple(ids), tuple(text), read_logprobs(row[7], len(ids), "tokens.logprobs")
+        )
     return m.Tokens(request, attempt, choice, index, tuple(ids), tuple(text))
+
+
+def _floored(frame: m.Frame) -> m.Frame:
+    """JSON knows no infinity, and maps are read with finite numbers only."""
+    if type(frame) is m.Tokens and frame.logprobs:
+        return replace(frame, logprobs=tuple(floored(one) for one in frame.logprobs))
+    return frame
 
 
 def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:

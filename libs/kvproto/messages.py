@@ -22,6 +22,7 @@ File = Annotated[str, MaxLength(67_108_864)]  # a tokenizer.json may have tens o
 Count = Annotated[int, Range(0, 2**63 - 1)]
 U64 = Annotated[int, Range(0, 2**64 - 1)]
 Seconds = Annotated[float, Range(0.0, 1e12)]
+LogitBias = Annotated[dict[int, float], MaxLength(4096)]  # token id -> added to its logit
 
 
 class State(StrEnum):
@@ -108,7 +109,7 @@ class Sampling:
     presence_penalty: Annotated[float, Range(-100.0, 100.0)] = 0.0
     frequency_penalty: Annotated[float, Range(-100.0, 100.0)] = 0.0
     repetition_penalty: Annotated[float, Range(0.001, 1000.0)] = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    logit_bias: LogitBias = field(default_factory=dict)
     logprobs: Annotated[int, Range(0, 128)] | None = None  # alternatives beside the token's own; None: nothing at all
     min_tokens: Count = 0
     overflow: Overflow = Overflow.ERROR
@@ -125,7 +126,7 @@ class PlaceRequest:
     session: Name | None = None
     attempt: Count = 0
     excluded: Annotated[tuple[Name, ...], MaxLength(4096)] = ()  # workers this request has already lost
-    max_tokens: Count = 0
+    max_tokens: Count = 0  # of all choices together
     policy: Name | None = None
     worker: Name | None = None  # for the policy `direct`
 
@@ -145,11 +146,21 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """One choice as earlier attempts left it: generation goes on after `output_ids`, unless it has ended."""
+
+    output_ids: Tokens32 = ()
+    text_sent: Count = 0  # characters that are with the client
+    finished: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One attempt at one request, published to one worker; the NATS reply subject gets `Accepted` or `Failed`.
 
     `output_ids` are tokens that an earlier attempt generated: generation goes on after them, and `text_sent`
-    characters of text are already with the client. `expires_unix_ms` guards against late delivery after a reconnect;
+    characters of text are already with the client. Where several choices are asked for, `continuations` says so of each
+    (none: from the beginning). `expires_unix_ms` guards against late delivery after a reconnect;
     `deadline_ms` is what remained of the caller's patience when it was sent. Either `prompt_ids` or `prompt` is set.
     """
 
@@ -169,6 +180,13 @@ class GenerateRequest:
     expires_unix_ms: Annotated[int, Range(0, 2**53)] | None = None
     traceparent: Annotated[str, MaxLength(128)] | None = None
     watcher: Name | None = None  # the placement that booked it and wants to see it end (bare producers)
+    continuations: Annotated[tuple[Continuation, ...], MaxLength(128)] = ()
+
+    def continuation(self, choice: int) -> Continuation:
+        """Where a choice goes on."""
+        if self.sampling.n == 1:
+            return Continuation(self.output_ids, self.text_sent)
+        return self.continuations[choice] if choice < len(self.continuations) else Continuation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +211,15 @@ class ProducerRequest:
     deadline_ms: Annotated[int, Range(0, 2**53)] | None = None
     request: Annotated[str, MaxLength(64)] | None = None
     traceparent: Annotated[str, MaxLength(128)] | None = None
+    n: Annotated[int, Range(1, 128)] = 1
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    presence_penalty: Annotated[float, Range(-100.0, 100.0)] = 0.0
+    frequency_penalty: Annotated[float, Range(-100.0, 100.0)] = 0.0
+    repetition_penalty: Annotated[float, Range(0.001, 1000.0)] = 1.0
+    logit_bias: LogitBias = field(default_factory=dict)
+    logprobs: Annotated[int, Range(0, 128)] | None = None
+    min_tokens: Count = 0
+    context_overflow: Overflow = Overflow.ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +230,16 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class ResendRequest:
-    """Repeat the frames of a request from a generated index on. Also the question "are you still there?"."""
+    """Repeat the frames of a request from a generated index on. Also the question "are you still there?".
+
+    `from_indices` are those of its choices where they differ; a choice beyond them begins at `from_index`.
+    """
 
     request: Name
     attempt: Count
     from_index: Count
     inbox: Annotated[str, MaxLength(512)]
+    from_indices: Annotated[tuple[Count, ...], MaxLength(128)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +305,22 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """Not terminal: one of several choices has ended. Sent for each, before `Finished`, and only where n > 1."""
+
+    request: Name
+    attempt: Count
+    choice: Count
+    reason: FinishReason
+    output_tokens: Count  # of this choice, those of earlier attempts included
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """Terminal. `output_tokens` counts all generated tokens, those of earlier attempts included."""
+    """Terminal. `output_tokens` counts all generated tokens, those of earlier attempts included.
+
+    Of several choices it is the sum of theirs, and `reason` is that of choice 0.
+    """
 
     request: Name
     attempt: Count
@@ -311,14 +356,17 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Answer to ResendRequest: the worker lives and has generated tokens up to `next_index`."""
+    """Answer to ResendRequest: the worker lives and has generated tokens up to `next_index`.
+
+    Of several choices that is the sum of theirs: a reader that has fewer in all lacks some.
+    """
 
     request: Name
     attempt: Count
     next_index: Count
 
 
-Frame = Accepted | Started | Tokens | Finished | Failed | Moved | Progress
+Frame = Accepted | Started | Tokens | ChoiceFinished | Finished | Failed | Moved | Progress
 TERMINAL = (Finished, Failed, Moved)
 
 

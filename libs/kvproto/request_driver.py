@@ -141,7 +141,7 @@ class RequestDriver:
             session=generation.session,
             attempt=stream.attempts,
             excluded=tuple(excluded),
-            max_tokens=generation.sampling.max_tokens,
+            max_tokens=generation.sampling.max_tokens * generation.sampling.n,
             policy=generation.policy,
             worker=generation.worker,
         )
@@ -202,14 +202,15 @@ class RequestDriver:
             inbox=self.inbox.batch,
             prompt_ids=generation.prompt_ids,
             prompt=generation.prompt,
-            output_ids=tuple(assembly.ids),
-            text_sent=assembly.chars,
+            output_ids=tuple(assembly.ids) if generation.sampling.n == 1 else (),
+            text_sent=assembly.chars if generation.sampling.n == 1 else 0,
             encoding=Encoding.FRAMES,
             session=generation.session,
             priority=generation.priority,
             deadline_ms=int(remaining * 1000),
             expires_unix_ms=int((time.time() + remaining) * 1000),
             traceparent=generation.traceparent,
+            continuations=assembly.continuations(),
         )
         data = codec.encode(body, self._version_of(worker))
         if len(data) > self.connection.max_payload:
@@ -276,8 +277,10 @@ class RequestDriver:
     async def _ask_again(self, stream: Stream, worker: str) -> None:
         self.counters.resends_total += 1
         stream.last_probe_at = self.now()
-        inbox = self.inbox.of(stream.request, stream.assembly.attempt)
-        question = ResendRequest(stream.request, stream.assembly.attempt, stream.assembly.next_index, inbox)
+        assembly = stream.assembly
+        inbox = self.inbox.of(stream.request, assembly.attempt)
+        first, *others = indices = assembly.next_indices
+        question = ResendRequest(stream.request, assembly.attempt, first, inbox, indices if others else ())
         await self.connection.publish(self.subjects.worker_resend(worker), codec.encode(question), reply=inbox)
 
     async def _cancel_at(self, worker: str, stream: Stream) -> None:

@@ -115,19 +115,24 @@ def _sequence(item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
     return read, write
 
 
-def _mapping(key_kind: Any, item: Any) -> tuple[_Read, _Write]:
-    """Keys are text on the wire, as JSON demands; integer keys are written in decimal."""
+def _mapping(key_kind: Any, item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
+    """Keys are text on the wire, as JSON demands; integer keys, none of them negative, are written in decimal."""
     read_item, write_item = _compile(item)
+    limit = next((b.limit for b in bounds if isinstance(b, MaxLength)), None)
 
     def read(value: Any, path: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
             raise type_error(path, "map", value)
+        if limit is not None and len(value) > limit:
+            raise CodecError(f"at most {limit} entries, got {len(value)}", field=path)
         out: dict[Any, Any] = {}
         for key, element in value.items():
+            if key_kind is int and type(key) is int:  # a bare producer's msgpack
+                key = str(key)
             if type(key) is not str:
                 raise type_error(f"{path} key", "str", key)
             if key_kind is int and not (key.isascii() and key.isdigit() and len(key) < 20):
-                raise CodecError("keys must be integers in decimal", field=f"{path}.{key[:64]}")
+                raise CodecError("keys must be integers in decimal, at least 0", field=f"{path}.{key[:64]}")
             out[key_kind(key)] = read_item(element, f"{path}.{key}")
         return out
 
@@ -159,7 +164,8 @@ def _compile(hint: Any) -> tuple[_Read, _Write | None]:
     if origin is tuple:
         return _sequence(get_args(hint)[0], bounds)
     if origin is dict:
-        return _mapping(*get_args(hint))
+        key_kind, item = get_args(hint)
+        return _mapping(key_kind, item, bounds)
     if is_dataclass(hint) and isinstance(hint, type):
         kind = hint
         return lambda value, path: read_map(kind, value, path), lambda value, packed: to_map(value, packed=packed)

@@ -12,10 +12,21 @@ from collections.abc import AsyncIterator, Callable
 from enum import Enum
 
 from kvproto.errors import Cancelled, KvfleetError
-from kvproto.messages import Accepted, Failed, Finished, Frame, Moved, Placement, Progress, Started, Tokens
+from kvproto.messages import (
+    Accepted,
+    ChoiceFinished,
+    Failed,
+    Finished,
+    Frame,
+    Moved,
+    Placement,
+    Progress,
+    Started,
+    Tokens,
+)
 from kvproto.stream_assembly import StreamAssembly
 
-Event = Started | Tokens | Finished
+Event = Started | Tokens | ChoiceFinished | Finished
 
 
 class Signal(Enum):
@@ -36,12 +47,13 @@ class Stream:
     """Events of one request, each exactly once and in order: `Started`, `Tokens`..., `Finished`; or an error raised.
 
     Use as `async with client.generate(...) as stream: async for event in stream: ...`. Leaving the block early cancels
-    the request at the worker.
+    the request at the worker. Where several choices are asked for, `Tokens` say of which they are, in order for each,
+    and `ChoiceFinished` follows the last ones of each; the buffer is that of all choices together.
     """
 
-    def __init__(self, request: str, buffer_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, request: str, buffer_tokens: int, clock: Callable[[], float], choices: int = 1) -> None:
         self.request = request
-        self.assembly = StreamAssembly()
+        self.assembly = StreamAssembly(choices)
         self.placement: Placement | None = None
         self.worker: str | None = None
         self.worker_epoch: str | None = None
@@ -109,8 +121,12 @@ class Stream:
 
     @property
     def ids(self) -> list[int]:
-        """Generated token ids so far."""
+        """Generated token ids so far, of the first choice."""
         return self.assembly.ids
+
+    def ids_of(self, choice: int) -> list[int]:
+        """Generated token ids of one choice so far."""
+        return self.assembly.choices[choice].ids
 
     # ------------------------------------------------------------------ what the inbox calls
 
@@ -126,7 +142,7 @@ class Stream:
                 self.accepted, self.worker_epoch = True, frame.epoch
                 self.signal(Signal.ACCEPTED)
         elif isinstance(frame, Progress):
-            if frame.next_index > self.assembly.next_index and self.gap_since is None:
+            if frame.next_index > self.assembly.tokens and self.gap_since is None:
                 self.gap_since = self.last_frame_at
         else:
             self.accepted = True  # an acknowledgement may be lost, a frame proves as much
@@ -147,10 +163,10 @@ class Stream:
                 self._ready.append(frame)
                 self._done = True
                 self.signal(Signal.TERMINAL)
-            elif isinstance(frame, Started):
+            elif isinstance(frame, Started | ChoiceFinished):
                 self._ready.append(frame)
         assembly = self.assembly
-        if assembly._waiting or assembly._held is not None:
+        if assembly.is_waiting:
             if assembly.missing() is not None and self.gap_since is None:
                 self.gap_since = self.last_frame_at
         elif self.gap_since is not None:

@@ -2,42 +2,86 @@
 
 Every token is delivered once: frames of another attempt are dropped (fenced), repeats are cut off, and frames after a
 gap wait until the missing ones have been sent again. `Started` comes first, whatever NATS lost; `Finished` is held back
-until all tokens it counts are here.
+until all tokens it counts are here. Each choice is in order by itself:
 
-    index   0 1 2 3 4 5 6            next_index = 4
-    have    x x x x . w w            w waits; missing() = 4
+    choice 0   0 1 2 3 4 5 6         next_index = 4
+    have       x x x x . w w         w waits; missing() = (4, 2)
+    choice 1   0 1                   next_index = 2
+    have       x x E                 E: it has ended, which is known for good; a later attempt leaves it alone
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvproto.messages import Failed, Finished, Frame, Moved, Started, Tokens
+from kvproto.messages import ChoiceFinished, Continuation, Failed, Finished, Frame, Moved, Started, Tokens
 
 MAX_WAITING = 4096  # frames kept behind a gap; more are dropped and asked for again
 
 
 @dataclass(slots=True)
-class StreamAssembly:
-    """State of one choice of one request. `ids` and `chars` are what a next attempt needs to go on."""
+class Choice:
+    """What is here of one choice: what a next attempt needs to go on. `ended` only where there are several."""
 
-    attempt: int = 0
     ids: list[int] = field(default_factory=list)
     chars: int = 0
-    started: Started | None = None
-    terminal: Finished | Failed | Moved | None = None
-    fenced: int = 0
-    _waiting: dict[int, Tokens] = field(default_factory=dict)
-    _held: Finished | Failed | Moved | None = None
+    ended: ChoiceFinished | None = None
+
+
+class StreamAssembly:
+    """State of one request with `n` choices."""
+
+    __slots__ = ("_ends", "_held", "_waiting", "attempt", "choices", "fenced", "started", "terminal")
+
+    def __init__(self, n: int = 1) -> None:
+        self.attempt = 0
+        self.choices = [Choice() for _ in range(n)]
+        self.started: Started | None = None
+        self.terminal: Finished | Failed | Moved | None = None
+        self.fenced = 0
+        self._waiting: dict[tuple[int, int], Tokens] = {}  # (choice, index)
+        self._ends: dict[int, ChoiceFinished] = {}  # held back
+        self._held: Finished | Failed | Moved | None = None
 
     @property
-    def next_index(self) -> int:
-        return len(self.ids)
+    def ids(self) -> list[int]:
+        """Of the first choice."""
+        return self.choices[0].ids
+
+    @property
+    def chars(self) -> int:
+        """Of the first choice."""
+        return self.choices[0].chars
+
+    @property
+    def next_indices(self) -> tuple[int, ...]:
+        """The next index of each choice."""
+        return tuple(len(choice.ids) for choice in self.choices)
+
+    @property
+    def tokens(self) -> int:
+        """Of all choices together."""
+        return sum(len(choice.ids) for choice in self.choices)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something has arrived that cannot be delivered yet."""
+        return bool(self._waiting or self._ends or self._held is not None)
+
+    def continuations(self) -> tuple[Continuation, ...]:
+        """Where a next attempt's choices go on; none of one choice, or where nothing is here."""
+        if len(self.choices) == 1 or not any(choice.ids or choice.ended for choice in self.choices):
+            return ()
+        return tuple(
+            Continuation(tuple(choice.ids), choice.chars, choice.ended.reason if choice.ended else None)
+            for choice in self.choices
+        )
 
     def begin(self, attempt: int) -> None:
         """A new attempt: whatever an older one still sends is fenced off."""
         self.attempt = attempt
         self._waiting.clear()
+        self._ends.clear()
         self._held = None
         self.terminal = None
 
@@ -49,63 +93,98 @@ class StreamAssembly:
         if type(frame) is Tokens:
             return self._tokens(frame)
         if isinstance(frame, Started):
-            if self.started is not None and self.started.attempt == frame.attempt:
+            return self._start(frame)
+        if isinstance(frame, ChoiceFinished):
+            if not 0 <= frame.choice < len(self.choices) or self.choices[frame.choice].ended is not None:
                 return []
-            first = self.started is None
-            self.started = frame
-            return self._release(self._ripen([frame])) if first else []
+            self._ends[frame.choice] = frame
+            return self._release([])
         if isinstance(frame, Finished | Failed | Moved):
             self._held = frame
             return self._release([])
         return []
 
-    def missing(self) -> int | None:
-        """The index to have sent again, if something later has arrived; else None."""
-        if self._waiting or (self._held is not None and self._counts_more(self._held)):
-            return self.next_index
+    def missing(self) -> tuple[int, ...] | None:
+        """The indices to have sent again from, if something later has arrived; else None."""
+        if self._waiting or self._ends or (self._held is not None and self._counts_more(self._held)):
+            return self.next_indices
         return None
 
     def _counts_more(self, frame: Finished | Failed | Moved) -> bool:
         # A failed or moved attempt ends anyway: what it had not delivered is generated again.
-        return isinstance(frame, Finished) and (self.started is None or frame.output_tokens > self.next_index)
+        if not isinstance(frame, Finished):
+            return False
+        if self.started is None or frame.output_tokens > self.tokens:
+            return True
+        return len(self.choices) > 1 and any(choice.ended is None for choice in self.choices)
+
+    def _start(self, frame: Started) -> list[Frame]:
+        if self.started is not None:
+            if self.started.attempt != frame.attempt:
+                self.started = frame
+            return []
+        self.started = frame
+        out: list[Frame] = [frame]
+        for at, choice in enumerate(self.choices):
+            self._ripen(at, choice, out)
+        return self._release(out)
 
     def _tokens(self, frame: Tokens) -> list[Frame]:
-        if frame.index > self.next_index or self.started is None:
-            if len(self._waiting) < MAX_WAITING:
-                known = self._waiting.get(frame.index)
-                if known is None or len(known.ids) < len(frame.ids):
-                    self._waiting[frame.index] = frame
+        at = frame.choice
+        if not 0 <= at < len(self.choices):
+            return []
+        choice = self.choices[at]
+        if frame.index > len(choice.ids) or self.started is None:
+            known = self._waiting.get((at, frame.index))
+            if len(self._waiting) < MAX_WAITING and (known is None or len(known.ids) < len(frame.ids)):
+                self._waiting[at, frame.index] = frame
             return []
         out: list[Frame] = []
-        self._deliver(frame, out)
-        return self._release(self._ripen(out))
+        _deliver(choice, frame, out)
+        if self._waiting:
+            self._ripen(at, choice, out)
+        return self._release(out)
 
-    def _ripen(self, out: list[Frame]) -> list[Frame]:
-        while self._waiting and (later := self._ripe()) is not None:
-            self._deliver(later, out)
-        return out
+    def _ripen(self, at: int, choice: Choice, out: list[Frame]) -> None:
+        """Deliver what waited and no longer has to."""
+        while self._waiting and (later := self._ripe(at, len(choice.ids))) is not None:
+            _deliver(choice, later, out)
 
-    def _ripe(self) -> Tokens | None:
-        frame = self._waiting.pop(self.next_index, None)
+    def _ripe(self, at: int, next_index: int) -> Tokens | None:
+        frame = self._waiting.pop((at, next_index), None)
         if frame is not None:
             return frame
-        for index in [i for i in self._waiting if i < self.next_index]:  # overlaps of repeated frames
-            return self._waiting.pop(index)
+        for key in [key for key in self._waiting if key[0] == at and key[1] < next_index]:  # repeats that overlap
+            return self._waiting.pop(key)
         return None
 
-    def _deliver(self, frame: Tokens, out: list[Frame]) -> None:
-        known = self.next_index - frame.index
-        if known:
-            if known >= len(frame.ids):
-                return
-            frame = replace(frame, index=self.next_index, ids=frame.ids[known:], text=frame.text[known:])
-        self.ids.extend(frame.ids)
-        for piece in frame.text:
-            self.chars += len(piece)
-        out.append(frame)
-
     def _release(self, out: list[Frame]) -> list[Frame]:
+        """What was held back and no longer has to be."""
+        if self._ends and self.started is not None:
+            for at in [at for at, end in self._ends.items() if end.output_tokens <= len(self.choices[at].ids)]:
+                self.choices[at].ended = end = self._ends.pop(at)
+                out.append(end)
         if self._held is not None and not self._counts_more(self._held):
             self.terminal, self._held = self._held, None
             out.append(self.terminal)
         return out
+
+
+def _deliver(choice: Choice, frame: Tokens, out: list[Frame]) -> None:
+    """Append what is new of a frame that continues a choice or overlaps with it."""
+    next_index = len(choice.ids)
+    known = next_index - frame.index
+    if known:
+        if known >= len(frame.ids):
+            return
+        frame = replace(
+            frame,
+            index=next_index,
+            ids=frame.ids[known:],
+            text=frame.text[known:],
+            logprobs=frame.logprobs[known:],
+        )
+    choice.ids.extend(frame.ids)
+    for piece in frame.text:
+        choice.chars += len(piece)
+    out.append(frame)

@@ -12,7 +12,7 @@ import typer
 
 from services.cli import sse
 from services.cli.console import err, fail, out
-from services.cli.generate import DEFAULT_URL, Key, Url, headers
+from services.cli.generate import DEFAULT_URL, ContextOverflow, Key, MinP, RepetitionPenalty, Url, given, headers
 
 with contextlib.suppress(ImportError):  # where Python has it, importing it gives input() line editing and history
     import readline  # noqa: F401
@@ -25,13 +25,21 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float | None, typer.Option(min=0, help="default: the model's")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    context_overflow: ContextOverflow = None,
     api_key: Key = None,
 ) -> None:
     """Talk to a model. Empty line or Ctrl-D ends; /new starts over."""
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     options: dict[str, Any] = {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
-    options |= {"temperature": temperature} if temperature is not None else {}
-    options |= {"seed": seed} if seed is not None else {}
+    options |= given(
+        temperature=temperature,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        context_overflow=context_overflow,
+    )
     with httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False, headers=headers(api_key)) as http:
         model = model or _first_model(http, url)
         err.print(f"[dim]{model} at {url} · an empty line ends, /new starts over[/dim]")

@@ -14,6 +14,23 @@ from services.cli.console import err, fail, out
 Url = Annotated[str, typer.Option(envvar="KVFLEET_URL", help="the ingress")]
 Key = Annotated[str | None, typer.Option(envvar="KVFLEET_API_KEY")]
 DEFAULT_URL = "http://127.0.0.1:8080"
+MinP = Annotated[float | None, typer.Option(min=0, max=1, help="least probability, as a share of the best token's")]
+RepetitionPenalty = Annotated[float | None, typer.Option(min=0.001, help="above 1: say less of what was said")]
+ContextOverflow = Annotated[
+    str | None,
+    typer.Option(help="what does not fit the context: error, truncate_left, truncate_generation or sliding"),
+]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: the others are the server's to choose."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def logprob_line(event: dict[str, Any]) -> str:
+    """A token, its log probability, and the alternatives with theirs."""
+    top = "  ".join(f"{one['token']!r} {one['logprob']:.3f}" for one in event["top_logprobs"])
+    return f"{event['token']!r} {event['logprob']:.3f}" + (f"   of {top}" if top else "")
 
 
 def headers(api_key: str | None) -> dict[str, str]:
@@ -30,14 +47,33 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: Annotated[int | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option()] = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: Annotated[float | None, typer.Option(min=-2, max=2)] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(min=-2, max=2)] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="no stop token before so many")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="list each token's log probability and so many alternatives")
+    ] = None,
+    context_overflow: ContextOverflow = None,
     api_key: Key = None,
 ) -> None:
-    """Continue a text; the session's id, cached tokens and TTFT go to stderr."""
+    """Continue a text; the session's id, cached tokens and TTFT go to stderr, and log probabilities where asked for."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     body |= {"seq_id": seq_id} if seq_id else {}
-    body |= {"seed": seed} if seed is not None else {}
     body |= {"stop": stop} if stop else {}
     body |= {"model_name": model} if model else {}
+    body |= given(
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        context_overflow=context_overflow,
+    )
+    scored: list[dict[str, Any]] = []
     began = time.monotonic()
     first: float | None = None
     try:
@@ -55,10 +91,13 @@ def generate(
                 elif event["type"] == "token":
                     first = first or time.monotonic()
                     out.print(event["token"], end="", markup=False)
+                    scored += [event] if "logprob" in event else []
                 elif event["type"] == "error":
                     fail(f"{event['code']}: {event['error']}")
                 else:
                     out.print()
+                    for one in scored:
+                        err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
                     ttft = 1000 * ((first or time.monotonic()) - began)
                     err.print(
                         f"[dim]seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.ingress.fields import Body, required_text, text
-from services.ingress.openai_schema import MAX_MODEL_CHARS, read_seq_id
+from kvproto.errors import InvalidRequest
+from services.ingress.fields import Body, integer, required_text, text
+from services.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, read_seq_id
 from services.ingress.sampling_ask import SamplingAsk, read_sampling
 
 DEFAULT_MAX_TOKENS = 50
@@ -24,7 +25,9 @@ class GenerateAsk:
 
 def read_generate(body: Body) -> GenerateAsk:
     """Raises InvalidRequest naming the field."""
-    said = read_sampling(body)
+    said = read_sampling(body, logprobs=integer(body, "logprobs", 0, MAX_CHAT_LOGPROBS))
+    if said.n != 1:
+        raise InvalidRequest(f"must be 1: a session has one continuation, got {said.n}", field="n")
     return GenerateAsk(
         prompt=required_text(body, "prompt", MAX_PROMPT_CHARS),
         sampling=replace(

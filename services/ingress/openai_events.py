@@ -1,7 +1,8 @@
 """OpenAI's answers as bytes: chunks of a stream and whole bodies, for chat and for completions. Pure.
 
-A request's chunk is built once, as the bytes before and after the piece of text; a token then costs one escaped string
-and two appends. What the fleet knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore.
+Chunks are built once per request and choice, as the bytes before and after the piece of text; a token then costs one
+escaped string and two appends. With log probabilities every token is a chunk of its own, made anew. What the fleet
+knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import orjson
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import Finished, Started, Tokens
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, Tokens
 from services.ingress.error_bodies import error_body
-from services.ingress.sse import Transcript
+from services.ingress.openai_logprobs import chat_logprobs, completion_logprobs
+from services.ingress.sse import ChoiceTranscript, Transcript
+from services.ingress.token_spelling import TokenSpelling
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"  # stands for the text while a template is cut
@@ -23,13 +26,18 @@ _MARK_JSON = orjson.dumps(_MARK)
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk and body of one answer repeats. `id` is `chatcmpl-<request>` or `cmpl-<request>`."""
+    """What every chunk and body of one answer repeats. `id` is `chatcmpl-<request>` or `cmpl-<request>`.
+
+    `spelling` is that of the model's tokens where the request asks for log probabilities, else None.
+    """
 
     request: str
     model: str
     created: int
     fingerprint: str
     chat: bool
+    choices: int = 1
+    spelling: TokenSpelling | None = None
 
     def as_map(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -44,6 +52,7 @@ class AnswerHead:
 
 
 def usage_map(finished: Finished, cached_tokens: int) -> dict[str, Any]:
+    """The prompt's tokens once, the generated ones of all choices."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.output_tokens,
@@ -72,35 +81,65 @@ def answer_body(head: AnswerHead, transcript: Transcript) -> bytes:
     """The whole answer of a request that does not stream."""
     finished = transcript.finished
     assert finished is not None
-    text = transcript.text
-    content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
-    choice = {
-        "index": 0,
-        **(content if head.chat else {"text": text}),
-        "logprobs": None,
-        "finish_reason": finished.reason.value,
-    }
     return orjson.dumps(
         {
             **head.as_map(chunk=False),
-            "choices": [choice],
+            "choices": [_choice(head, at, choice) for at, choice in enumerate(transcript.choices)],
             "usage": usage_map(finished, cached_tokens(transcript)),
             "kvfleet": fleet_map(head.request, finished, transcript),
         }
     )
 
 
+def _choice(head: AnswerHead, index: int, choice: ChoiceTranscript) -> dict[str, Any]:
+    assert choice.reason is not None
+    text = choice.text
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+    logprobs = None
+    if head.spelling is not None and len(choice.logprobs) == len(choice.ids):  # none from a worker of an older version
+        if head.chat:
+            logprobs = chat_logprobs(head.spelling, choice.ids, choice.logprobs)
+        else:
+            logprobs = completion_logprobs(head.spelling, choice.ids, choice.pieces, choice.logprobs)
+    return {
+        "index": index,
+        **(content if head.chat else {"text": text}),
+        "logprobs": logprobs,
+        "finish_reason": choice.reason.value,
+    }
+
+
 class OpenAiEvents:
-    """Writer of one stream. With `include_usage` every chunk has `usage: null`; a last one, without choices, has it."""
+    """Writer of one stream. With `include_usage` every chunk has `usage: null`; a last one, without choices, has it.
+
+    Each choice ends in a chunk with its `finish_reason`; the one that ends the answer carries the `kvfleet` object.
+    """
 
     def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
         self._head = head
         self._include_usage = include_usage
-        template = self._chunk({"content": _MARK} if head.chat else _MARK)
-        self._before, _, self._after = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
+        self._around = [self._template(choice) for choice in range(head.choices)]
+        self._running = head.choices
+        self._last: ChoiceFinished | None = None  # of several choices the one that ended last
+        self._offsets = [0] * head.choices  # characters sent of each choice
 
-    def _chunk(self, delta: Any, *, finish: str | None = None, **extra: Any) -> bytes:
-        choice = {"index": 0, "delta" if self._head.chat else "text": delta, "logprobs": None, "finish_reason": finish}
+    def _template(self, choice: int) -> tuple[bytes, bytes]:
+        template = self._chunk(choice, self._text(_MARK))
+        before, _, after = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
+        return before, after
+
+    def _text(self, text: str) -> Any:
+        return {"content": text} if self._head.chat else text
+
+    def _chunk(
+        self, index: int, delta: Any, *, logprobs: Any = None, finish: FinishReason | None = None, **extra: Any
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta" if self._head.chat else "text": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
         value = {**self._head.as_map(chunk=True), "choices": [choice], **extra}
         if self._include_usage:
             value["usage"] = None
@@ -108,16 +147,42 @@ class OpenAiEvents:
 
     def started(self, started: Started, out: list[bytes]) -> None:
         if self._head.chat:
-            out.append(self._chunk({"role": "assistant", "content": ""}))
+            out += [self._chunk(at, {"role": "assistant", "content": ""}) for at in range(self._head.choices)]
 
     def tokens(self, tokens: Tokens, out: list[bytes], dumps: Any = orjson.dumps) -> None:
+        if tokens.logprobs and self._head.spelling is not None:
+            self._scored_tokens(tokens, self._head.spelling, out)
+            return
+        before, after = self._around[tokens.choice]
         for piece in tokens.text:
             if piece:  # empty: held back, it comes with a later token
-                out += (self._before, dumps(piece), self._after)
+                out += (before, dumps(piece), after)
+
+    def _scored_tokens(self, tokens: Tokens, spelling: TokenSpelling, out: list[bytes]) -> None:
+        """A chunk each, also for one whose text is held back: its probability is not."""
+        for token, piece, scores in zip(tokens.ids, tokens.text, tokens.logprobs, strict=True):
+            if self._head.chat:
+                logprobs = chat_logprobs(spelling, (token,), (scores,))
+            else:
+                offset = self._offsets[tokens.choice]
+                logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
+                self._offsets[tokens.choice] += len(piece)
+            out.append(self._chunk(tokens.choice, self._text(piece), logprobs=logprobs))
+
+    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
+        self._running -= 1
+        if self._running:
+            out.append(self._end(ended.choice, ended.reason))
+        else:
+            self._last = ended  # its chunk ends the answer
+
+    def _end(self, index: int, reason: FinishReason, **extra: Any) -> bytes:
+        return self._chunk(index, {} if self._head.chat else "", finish=reason, **extra)
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         fleet = fleet_map(self._head.request, finished, transcript)
-        out.append(self._chunk({} if self._head.chat else "", finish=finished.reason.value, kvfleet=fleet))
+        index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
+        out.append(self._end(index, reason, kvfleet=fleet))
         if self._include_usage:
             usage = usage_map(finished, cached_tokens(transcript))
             value = {**self._head.as_map(chunk=True), "choices": [], "usage": usage, "kvfleet": fleet}

@@ -10,24 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, boolean, expected, required_text, text
-from services.ingress.sampling_ask import SamplingAsk, read_sampling
+from services.ingress.fields import Body, boolean, expected, integer, required_text, text
+from services.ingress.sampling_ask import MAX_CHOICES, SamplingAsk, read_sampling
 
 MAX_MODEL_CHARS = 256
 MAX_SEQ_ID_CHARS = 1024
 MAX_MESSAGES = 16_384
+MAX_CHAT_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
 ROLES = ("system", "developer", "user", "assistant")
 
 # Field -> the values that ask for nothing special.
 _COMMON_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "service_tier": ("auto", "default"),
-    "best_of": (1,),
 }
 _CHAT_DEFAULTS: dict[str, tuple[Any, ...]] = {
     **_COMMON_DEFAULTS,
@@ -36,8 +31,7 @@ _CHAT_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "best_of": (1,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -47,7 +41,6 @@ _CHAT_DEFAULTS: dict[str, tuple[Any, ...]] = {
 }
 _COMPLETION_DEFAULTS: dict[str, tuple[Any, ...]] = {
     **_COMMON_DEFAULTS,
-    "logprobs": (),
     "echo": (False,),
     "suffix": ("",),
 }
@@ -96,7 +89,7 @@ def read_chat(body: Body) -> ChatAsk:
     return ChatAsk(
         model=required_text(body, "model", MAX_MODEL_CHARS),
         messages=_read_messages(body),
-        sampling=read_sampling(body, max_tokens_field=limit_field),
+        sampling=read_sampling(body, max_tokens_field=limit_field, logprobs=_read_chat_logprobs(body)),
         stream=stream,
         include_usage=include_usage,
         seq_id=read_seq_id(body),
@@ -108,11 +101,15 @@ def read_completion(body: Body) -> CompletionAsk:
     _refuse(body, _COMPLETION_DEFAULTS)
     stream, include_usage = _read_stream(body)
     prompt, prompt_ids = _read_prompt(body)
+    sampling = read_sampling(body, logprobs=integer(body, "logprobs", 0, MAX_COMPLETION_LOGPROBS))
+    best_of = integer(body, "best_of", 1, MAX_CHOICES)
+    if best_of not in (None, 1, sampling.n):
+        raise InvalidRequest(f"only n, {sampling.n}, is supported by this server, got {best_of}", field="best_of")
     return CompletionAsk(
         model=required_text(body, "model", MAX_MODEL_CHARS),
         prompt=prompt,
         prompt_ids=prompt_ids,
-        sampling=read_sampling(body),
+        sampling=sampling,
         stream=stream,
         include_usage=include_usage,
     )
@@ -130,9 +127,15 @@ def _refuse(body: Body, defaults: dict[str, tuple[Any, ...]]) -> None:
         value = body.get(name)
         if value is not None and not any(value == one and type(value) in _alike(one) for one in allowed):
             raise InvalidRequest("not supported by this server", field=name)
-    n = body.get("n")
-    if n is not None and (type(n) is not int or n != 1):
-        raise InvalidRequest(f"at most 1 choice per request, got {str(n)[:40]}", field="n")
+
+
+def _read_chat_logprobs(body: Body) -> int | None:
+    """Alternatives per token, 0 for the token's own log probability alone; None where none are asked for."""
+    wanted = boolean(body, "logprobs", False)
+    top = integer(body, "top_logprobs", 0, MAX_CHAT_LOGPROBS)
+    if top and not wanted:
+        raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
+    return (top or 0) if wanted else None
 
 
 def _alike(value: object) -> tuple[type, ...]:

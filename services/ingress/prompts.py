@@ -39,13 +39,25 @@ class Prompts:
         self._executor = executor
         self._inline_chars = inline_chars
 
-    async def plain(self, model: ServedModel, text: str, *, begins: bool, field: str = "prompt") -> tuple[int, ...]:
-        """Ids of a text; with the model's BOS where a sequence `begins`. Raises ContextLengthExceeded early."""
-        _refuse_hopeless(model, text, 0, field)
+    async def plain(
+        self, model: ServedModel, text: str, *, begins: bool, must_fit: bool = True, field: str = "prompt"
+    ) -> tuple[int, ...]:
+        """Ids of a text; with the model's BOS where a sequence `begins`.
+
+        Raises ContextLengthExceeded early for one that `must_fit` the model's context and cannot.
+        """
+        if must_fit:
+            _refuse_hopeless(model, text, 0, field)
         return await self._run(text, lambda: model.tokenizer.encode(text, add_special_tokens=begins))
 
     async def chat(
-        self, model: ServedModel, tenant: str, messages: tuple[ChatMessage, ...], history: tuple[int, ...] = ()
+        self,
+        model: ServedModel,
+        tenant: str,
+        messages: tuple[ChatMessage, ...],
+        history: tuple[int, ...] = (),
+        *,
+        must_fit: bool = True,
     ) -> ChatPrompt:
         """Render, splice what is known (of `history`, or of any finished turn), tokenise the rest."""
         tokenizer = model.tokenizer
@@ -55,7 +67,8 @@ class Prompts:
             recorded = await self._run(text, lambda: match_history(history, text, tokenizer))
             if recorded is not None and (splice is None or recorded.chars > splice.chars):
                 splice = recorded
-        _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
+        if must_fit:
+            _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
         return await self._run(text[splice.chars :] if splice else text, lambda: _encode(text, splice, model))
 
     def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...]) -> None:

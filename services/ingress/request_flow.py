@@ -31,11 +31,21 @@ from services.ingress.native_schema import DEFAULT_MAX_TOKENS, read_generate
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
 from services.ingress.openai_schema import check_vocabulary, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
-from services.ingress.sampling_ask import SamplingAsk, resolve, room_after
+from services.ingress.sampling_ask import SamplingAsk
+from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
 from services.ingress.session_index import SessionIndex, new_seq_id
 from services.ingress.sessions import OpenTurn, Session, Sessions
-from services.ingress.sse import EventWriter, Transcript, complete, gather, placement_headers, relay
+from services.ingress.sse import (
+    ChoiceTranscript,
+    EventWriter,
+    Transcript,
+    complete,
+    gather,
+    placement_headers,
+    relay,
+)
 from services.ingress.tenancy import ApiKey, Tenancy
+from services.ingress.token_spelling import TokenSpelling
 
 log = logging.getLogger(__name__)
 
@@ -80,19 +90,20 @@ class RequestFlow:
     # ------------------------------------------------------------------ routes
 
     async def chat_completions(self, exchange: Exchange) -> None:
-        """POST /v1/chat/completions."""
+        """POST /v1/chat/completions. Of several choices the first is the one that is remembered as the turn."""
         arrived_at, caller = _now(), self.authenticate(exchange)
         ask = read_chat(parse_body(await exchange.read_body(self._config.max_body_bytes)))
         with self._admitted(caller):
             model = await self._models.get(ask.model)
             session = await self._offered_session(caller, ask.seq_id)
             history = session.ids if session and session.head and session.head.model == model.name else ()
-            prompt = await self._prompts.chat(model, caller.tenant, ask.messages, history)
+            must_fit = prompt_must_fit(ask.sampling.overflow)
+            prompt = await self._prompts.chat(model, caller.tenant, ask.messages, history, must_fit=must_fit)
             self._tally.spliced_tokens += prompt.spliced
             sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
             conversation = session.key if session is not None else conversation_of(ask.messages)
             generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation)
-            head = _answer_head(exchange, model, chat=True)
+            head = _answer_head(exchange, model, sampling, chat=True)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
             job = Job("chat_completions", generation, arrived_at, form)
             async with contextlib.AsyncExitStack() as stack:
@@ -112,32 +123,37 @@ class RequestFlow:
         with self._admitted(caller):
             model = await self._models.get(ask.model)
             if ask.prompt is not None:
-                ids = await self._prompts.plain(model, ask.prompt, begins=True)
+                must_fit = prompt_must_fit(ask.sampling.overflow)
+                ids = await self._prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
             else:
                 check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
             sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
             generation = self._generation(exchange, caller, model, ids, sampling, None)
-            head = _answer_head(exchange, model, chat=False)
+            head = _answer_head(exchange, model, sampling, chat=False)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
             job = Job("completions", generation, arrived_at, form)
             done = await self._run(exchange, job)
         await self._end(exchange, job, done)
 
     async def generate(self, exchange: Exchange) -> None:
-        """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
+        """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one.
+
+        The history is kept whole, also what a `context_overflow` policy leaves out of a turn.
+        """
         arrived_at, caller = _now(), self.authenticate(exchange)
         ask = read_generate(parse_body(await exchange.read_body(self._config.max_body_bytes)))
         with self._admitted(caller):
             session = await self._session_of(caller, ask.seq_id)
             model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
-            tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids)
+            must_fit = prompt_must_fit(ask.sampling.overflow)
+            tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
             ids = session.ids + tail
             sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=DEFAULT_MAX_TOKENS)
             self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
             if session.head is None:
                 await self._session_index.admit(caller.tenant)
             generation = self._generation(exchange, caller, model, ids, sampling, session.key)
-            form = NativeEvents(exchange.request_id, session.seq_id, ask.prompt)
+            form = NativeEvents(exchange.request_id, session.seq_id, ask.prompt, _spelling(model, sampling))
             job = Job("generate", generation, arrived_at, form)
             async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
                 done = await self._run(exchange, job)
@@ -168,9 +184,15 @@ class RequestFlow:
     ) -> Sampling:
         if not prompt_tokens:
             raise InvalidRequest("must hold at least 1 token", field=field)
-        room = room_after(prompt_tokens, model.bundle.context_length, field)
         default = default_max_tokens or self._config.default_max_tokens
-        return resolve(ask, model.bundle, room=room, default_max_tokens=default, seed=draw_seed())
+        return plan_sampling(
+            ask,
+            model.bundle,
+            prompt_tokens=prompt_tokens,
+            field=field,
+            default_max_tokens=default,
+            seed=draw_seed(),
+        )
 
     def _generation(
         self,
@@ -241,7 +263,7 @@ class RequestFlow:
 
     async def _run(self, exchange: Exchange, job: Job) -> Transcript:
         """Start the generation and carry it to the caller, all but its end. Raises the stream's KvfleetError."""
-        transcript = Transcript()
+        transcript = Transcript(choices=[ChoiceTranscript() for _ in range(job.generation.sampling.n)])
         stream = self._client.generate(job.generation)
         self._tally.active_streams += 1
         try:
@@ -274,10 +296,10 @@ class RequestFlow:
         """Metrics of one request, when it has ended."""
         if transcript.first_token_at is not None and transcript.last_token_at is not None:
             self._metrics.ttft.labels(job.route).observe(transcript.first_token_at - job.arrived_at)
-            finished = transcript.finished
-            if finished is not None and finished.output_tokens > 1:
+            longest = max(len(choice.ids) for choice in transcript.choices)  # none before the end
+            if longest > 1:
                 spread = transcript.last_token_at - transcript.first_token_at
-                self._metrics.itl.labels(job.route).observe(spread / (finished.output_tokens - 1))
+                self._metrics.itl.labels(job.route).observe(spread / (longest - 1))
         if transcript.finished is not None:
             self._tally.prompt_tokens += transcript.finished.prompt_tokens
             self._tally.cached_tokens += cached_tokens(transcript)
@@ -296,8 +318,21 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _answer_head(exchange: Exchange, model: ServedModel, *, chat: bool) -> AnswerHead:
-    return AnswerHead(exchange.request_id, model.name, int(time.time()), model.fingerprint, chat)
+def _answer_head(exchange: Exchange, model: ServedModel, sampling: Sampling, *, chat: bool) -> AnswerHead:
+    return AnswerHead(
+        exchange.request_id,
+        model.name,
+        int(time.time()),
+        model.fingerprint,
+        chat,
+        sampling.n,
+        _spelling(model, sampling),
+    )
+
+
+def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:
+    """Needed where log probabilities are asked for."""
+    return model.tokenizer.spelling if sampling.logprobs is not None else None
 
 
 def _traceparent(exchange: Exchange) -> str | None:

@@ -1,27 +1,28 @@
-"""What a caller said about sampling, and what it becomes for one prompt of one model. Pure.
-
-A `max_tokens` that the caller names and the context cannot hold is an error, as is a prompt that leaves no room at all;
-where none is named, what the context leaves bounds the default.
-"""
+"""What a caller said about sampling, as read from a body. Pure. What it becomes for one prompt: `sampling_plan`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
-from kvproto.errors import ContextLengthExceeded, InvalidRequest
-from kvproto.messages import Bundle, Sampling
+from kvproto.errors import InvalidRequest
+from kvproto.messages import Overflow
 from services.ingress.fields import Body, boolean, expected, integer, number
 
 MAX_TOKENS_LIMIT = 16_777_216
 MAX_TEMPERATURE = 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_CHOICES = 128
+MAX_BIASES = 4096
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingAsk:
-    """None: the caller left it to the model's defaults."""
+    """None: the caller left it to the model's defaults. `logprobs` None: the caller wants none."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -31,11 +32,24 @@ class SamplingAsk:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_tokens_field: str = "max_tokens"  # what the caller called it
+    n: int = 1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    min_tokens: int = 0
+    overflow: Overflow = Overflow.ERROR
 
 
-def read_sampling(body: Body, *, max_tokens_field: str = "max_tokens") -> SamplingAsk:
-    """The sampling fields that all routes share. `top_k` -1 or 0 means no limit. Raises InvalidRequest."""
+def read_sampling(body: Body, *, max_tokens_field: str = "max_tokens", logprobs: int | None = None) -> SamplingAsk:
+    """The sampling fields that all routes share; how `logprobs` are asked for differs, so they come read.
+
+    `top_k` -1 or 0 means no limit. Raises InvalidRequest.
+    """
     top_k = integer(body, "top_k", -1, 2**31 - 1)
+    repetition_penalty = number(body, "repetition_penalty", 0.001, 1000.0)
     return SamplingAsk(
         max_tokens=integer(body, max_tokens_field, 1, MAX_TOKENS_LIMIT),
         temperature=number(body, "temperature", 0.0, MAX_TEMPERATURE),
@@ -45,6 +59,15 @@ def read_sampling(body: Body, *, max_tokens_field: str = "max_tokens") -> Sampli
         stop=_read_stop(body),
         ignore_eos=boolean(body, "ignore_eos", False),
         max_tokens_field=max_tokens_field,
+        n=integer(body, "n", 1, MAX_CHOICES) or 1,
+        min_p=number(body, "min_p", 0.0, 1.0) or 0.0,
+        presence_penalty=number(body, "presence_penalty", -MAX_PENALTY, MAX_PENALTY) or 0.0,
+        frequency_penalty=number(body, "frequency_penalty", -MAX_PENALTY, MAX_PENALTY) or 0.0,
+        repetition_penalty=repetition_penalty if repetition_penalty is not None else 1.0,
+        logit_bias=_read_logit_bias(body),
+        logprobs=logprobs,
+        min_tokens=integer(body, "min_tokens", 0, MAX_TOKENS_LIMIT) or 0,
+        overflow=_read_overflow(body),
     )
 
 
@@ -66,41 +89,44 @@ def _read_stop(body: Body) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def room_after(prompt_tokens: int, context_length: int, field: str) -> int:
-    """Tokens that may be generated after a prompt. Raises ContextLengthExceeded when there is no room for one."""
-    if prompt_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"{prompt_tokens} tokens, the model's context takes at most {context_length - 1} and one to generate",
-            field=field,
-        )
-    return context_length - prompt_tokens
+def _read_logit_bias(body: Body) -> dict[int, float]:
+    """Token ids are keys, and so text: `{"50256": -100}`. Whether the model knows them is `check_bias`'s."""
+    value = body.get("logit_bias")
+    if value is None:
+        return {}
+    if type(value) is not dict:
+        raise expected("an object of token ids", value, "logit_bias")
+    if len(value) > MAX_BIASES:
+        raise InvalidRequest(f"at most {MAX_BIASES} token ids, got {len(value)}", field="logit_bias")
+    out: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 20):
+            raise InvalidRequest(f"keys must be token ids, got {key[:40]!r}", field="logit_bias")
+        if type(bias) not in (int, float):
+            raise expected(f"a number for token {key}", bias, "logit_bias")
+        if not (math.isfinite(bias) and -MAX_BIAS <= bias <= MAX_BIAS):
+            raise InvalidRequest(
+                f"must be within [{-MAX_BIAS:g}, {MAX_BIAS:g}], got {bias} for token {key}", field="logit_bias"
+            )
+        out[int(key)] = float(bias)
+    return out
 
 
-def resolve(ask: SamplingAsk, bundle: Bundle, *, room: int, default_max_tokens: int, seed: int) -> Sampling:
-    """The request's sampling: said by the caller, else by the model's generation defaults, else neutral.
-
-    The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise. Raises
-    ContextLengthExceeded for a `max_tokens` beyond `room`.
-    """
-    if ask.max_tokens is not None and ask.max_tokens > room:
-        raise ContextLengthExceeded(
-            f"{ask.max_tokens} is more than the {room} tokens that the context of {bundle.context_length} leaves after "
-            "the prompt",
-            field=ask.max_tokens_field,
-        )
-    temperature = _first(ask.temperature, bundle.default_temperature, 1.0)
-    top_p = _first(ask.top_p, bundle.default_top_p, 1.0)
-    top_k = ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0)
-    return Sampling(
-        max_tokens=ask.max_tokens if ask.max_tokens is not None else min(default_max_tokens, room),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=ask.seed if ask.seed is not None else seed,
-        stop=ask.stop,
-        ignore_eos=ask.ignore_eos,
-    )
+def check_bias(bias: dict[int, float], vocab_size: int) -> None:
+    """Raises InvalidRequest naming the first id the model does not know."""
+    for token in bias:
+        if token >= vocab_size:
+            raise InvalidRequest(f"token ids must be within [0, {vocab_size - 1}], got {token}", field="logit_bias")
 
 
-def _first(said: float | None, default: float | None, neutral: float) -> float:
-    return said if said is not None else default if default is not None else neutral
+def _read_overflow(body: Body) -> Overflow:
+    value = body.get("context_overflow")
+    if value is None:
+        return Overflow.ERROR
+    if type(value) is not str:
+        raise expected("a string", value, "context_overflow")
+    try:
+        return Overflow(value)
+    except ValueError:
+        known = ", ".join(one.value for one in Overflow)
+        raise InvalidRequest(f"must be one of {known}, got {value[:40]!r}", field="context_overflow") from None

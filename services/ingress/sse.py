@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kvproto.errors import KvfleetError
 from kvproto.ids import is_token
-from kvproto.messages import Finished, Started, Tokens
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, TokenLogprobs, Tokens
 from kvproto.stream import Event, Stream
 from services.ingress.error_bodies import Headers
 from services.ingress.http_exchange import Exchange
@@ -28,27 +28,47 @@ WAITING = b": waiting\n\n"
 
 
 @dataclass(slots=True)
-class Transcript:
-    """What one stream has brought. Times are the event loop's."""
+class ChoiceTranscript:
+    """What one choice has brought. `logprobs` are kept, one per token, for an answer that is sent whole."""
 
-    started: Started | None = None
-    finished: Finished | None = None
     pieces: list[str] = field(default_factory=list)
-    ids: tuple[int, ...] = ()  # what was generated, once it has finished
-    unsent: list[bytes] = field(default_factory=list)  # events of the read that brought the end
-    first_token_at: float | None = None
-    last_token_at: float | None = None
+    ids: tuple[int, ...] = ()  # what was generated, once the stream has finished
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
 
+@dataclass(slots=True)
+class Transcript:
+    """What one stream has brought. Times are the event loop's."""
+
+    started: Started | None = None
+    finished: Finished | None = None
+    choices: list[ChoiceTranscript] = field(default_factory=lambda: [ChoiceTranscript()])
+    unsent: list[bytes] = field(default_factory=list)  # events of the read that brought the end
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of the first choice: it is the one that a conversation goes on with."""
+        return self.choices[0].ids
+
+
 class EventWriter(Protocol):
-    """One format of events: appends ready bytes to `out`."""
+    """One format of events: appends ready bytes to `out`. `choice_finished` is called only where there are several."""
 
     def started(self, started: Started, out: list[bytes]) -> None: ...
     def tokens(self, tokens: Tokens, out: list[bytes]) -> None: ...
+    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None: ...
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None: ...
     def failed(self, error: KvfleetError) -> bytes: ...
 
@@ -99,19 +119,24 @@ def _take(
 ) -> None:
     """One read's events into the transcript and into bytes."""
     count = 0
-    keep = transcript.pieces.extend
+    choices = transcript.choices
     write = writer.tokens
     for event in batch:
         if type(event) is Tokens:
             count += len(event.ids)
-            keep(event.text)
+            choices[event.choice].pieces.extend(event.text)
             write(event, out)
         elif isinstance(event, Started):
             transcript.started = event
             writer.started(event, out)
+        elif isinstance(event, ChoiceFinished):
+            choices[event.choice].reason = event.reason
+            writer.choice_finished(event, out)
         elif isinstance(event, Finished):
             transcript.finished = event
-            transcript.ids = tuple(stream.ids)
+            choices[0].reason = event.reason
+            for at, choice in enumerate(choices):
+                choice.ids = tuple(stream.ids_of(at))
     if count:
         now = asyncio.get_running_loop().time()
         if transcript.first_token_at is None:
@@ -123,10 +148,17 @@ def _take(
 class _Silent:
     """The writer of an answer that is sent whole: events are only kept."""
 
+    def __init__(self, transcript: Transcript) -> None:
+        self._choices = transcript.choices
+
     def started(self, started: Started, out: list[bytes]) -> None:
         pass
 
     def tokens(self, tokens: Tokens, out: list[bytes]) -> None:
+        if tokens.logprobs:
+            self._choices[tokens.choice].logprobs.extend(tokens.logprobs)
+
+    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
         pass
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
@@ -138,7 +170,7 @@ class _Silent:
 
 async def gather(exchange: Exchange, stream: Stream, transcript: Transcript, *, on_tokens: OnTokens) -> None:
     """Read a stream to its end for an answer that is sent whole. Raises the stream's KvfleetError."""
-    writer = _Silent()
+    writer = _Silent(transcript)
     async with _watched(exchange, stream):
         while batch := await stream.read():
             _take(batch, stream, transcript, [], writer, on_tokens)

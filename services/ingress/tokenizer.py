@@ -14,12 +14,13 @@ from tokenizers.decoders import ByteLevel
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.messages import Bundle
 from services.ingress.chat_template import ChatTemplate
+from services.ingress.token_spelling import TokenSpelling
 
 
 class ModelTokenizer:
     """Text to ids and back as the worker does it, and chats to text. Immutable. Raises Unavailable for a bad bundle.
 
-    `special_texts` are the spellings of special tokens, `special_ids` their ids.
+    `special_texts` are the spellings of special tokens, `special_ids` their ids; `spelling` is that of single tokens.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -33,6 +34,8 @@ class ModelTokenizer:
         special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special)
         self.special_texts = tuple(special.values())
+        added = set(tokenizer.get_added_tokens_decoder())
+        self.spelling = TokenSpelling(bundle.tokenizer_json, tokenizer.id_to_token, self._decode_one, added)
         self._template = _template_of(bundle)
         self._max_token_chars = _longest_token(tokenizer)
 
@@ -44,6 +47,9 @@ class ModelTokenizer:
         """Text of ids, special tokens spelled out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def _decode_one(self, token: int) -> str:
+        return self.decode((token,))
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """A chat with the generation prompt. Raises InvalidRequest when there is no template or it refuses."""

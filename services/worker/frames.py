@@ -1,14 +1,19 @@
 """Frames of running requests, and of finished ones for a while, so that lost ones can be sent again. Pure.
 
 accepted ──▶ running (tokens collect) ──terminal──▶ finished ──30 s──▶ forgotten
+
+An attempt has one terminal frame however many choices it has: of several, each that ends says so (`ChoiceFinished`),
+the last one is followed by `Finished`, and one that fails ends the attempt.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvproto.messages import (
+    ChoiceFinished,
     Encoding,
     Failed,
     Finished,
@@ -18,29 +23,45 @@ from kvproto.messages import (
     Progress,
     Started,
     Tier,
+    TokenLogprobs,
     Tokens,
 )
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
+from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
 
 KEEP_FINISHED_S = 30.0
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
+SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
 
 Key = tuple[str, int]
 
 
 @dataclass(slots=True)
+class Track:
+    """One choice's tokens. `first_index` is the generated index of `ids[0]`: a continued attempt starts later."""
+
+    first_index: int
+    ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # none, or one per id
+    ended: ChoiceFinished | None = None
+
+    @property
+    def next_index(self) -> int:
+        return self.first_index + len(self.ids)
+
+
+@dataclass(slots=True)
 class Record:
-    """One attempt's frames. `first_index` is the generated index of `ids[0]`: a continued attempt starts later."""
+    """One attempt's frames. `pending` are the choices that the engine is to generate, or go on with."""
 
     request: str
     attempt: int
     inbox: str
     encoding: Encoding
     watcher_reply: str | None
-    first_index: int
-    ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
+    tracks: list[Track]
+    pending: set[int]
     started: Started | None = None
     terminal: Finished | Failed | Moved | None = None
     finished_at: float = 0.0
@@ -48,8 +69,9 @@ class Record:
     paused_at: float | None = None
 
     @property
-    def next_index(self) -> int:
-        return self.first_index + len(self.ids)
+    def output_tokens(self) -> int:
+        """Of all choices together, those of earlier attempts included."""
+        return sum(track.next_index for track in self.tracks)
 
 
 class FrameBook:
@@ -72,6 +94,11 @@ class FrameBook:
     def running_count(self) -> int:
         return len(self._running)
 
+    @property
+    def pending_sequences(self) -> int:
+        """What the engine has to do with: choices of running attempts that have not ended."""
+        return sum(len(record.pending) for record in self._running.values())
+
     def find(self, request: str, attempt: int) -> Record | None:
         """A running attempt."""
         return self._running.get((request, attempt))
@@ -90,72 +117,104 @@ class FrameBook:
             request.inbox,
             request.encoding,
             reply if request.watcher else None,
-            len(request.output_ids),
+            *_tracks(request),
         )
         self._records[request.request, request.attempt] = record
         self._running[request.request, request.attempt] = record
         return record
 
-    def add(self, output: SequenceOutput, now: float) -> tuple[Record, Frame] | None:
-        """The frame to send for one output of the engine; None for an attempt that has already ended."""
+    def add(self, output: SequenceOutput, now: float) -> list[tuple[Record, Frame]]:
+        """The frames to send for one output of the engine; none for an attempt that has already ended."""
         record = self._records.get((output.request, output.attempt))
         if record is None or record.terminal is not None:
-            return None
+            return []
+        if type(output) is SequenceTokens:
+            track = record.tracks[output.choice]
+            track.ids.extend(output.ids)
+            track.text.extend(output.text)
+            if output.logprobs:
+                track.logprobs.extend(output.logprobs)
+            tokens = Tokens(
+                output.request,
+                output.attempt,
+                output.choice,
+                output.index,
+                output.ids,
+                output.text,
+                output.logprobs,
+            )
+            return [(record, tokens)]
         if isinstance(output, SequenceStarted):
+            if record.started is not None:
+                return []  # another choice of the same prompt: what it found is what the first one left
             # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
             hit = min(output.cached_tokens, output.prompt_tokens)
             cached = {Tier.DEVICE.value: hit} if hit else {}
             record.started = Started(
                 output.request, output.attempt, self._worker, output.prompt_tokens, cached, output.queue_seconds
             )
-            return record, record.started
+            return [(record, record.started)]
         if isinstance(output, SequenceFinished):
-            finished = Finished(
-                output.request,
-                output.attempt,
-                output.reason,
-                output.prompt_tokens,
-                output.output_tokens,
-                min(output.cached_tokens, output.prompt_tokens),
-                self._worker,
-            )
-            return self.end(record, finished, now)
-        if isinstance(output, SequenceFailed):
-            error = output.error
-            failed = Failed(
-                output.request,
-                output.attempt,
-                error.code,
-                error.message,
-                error.retryable,
-                error.field,
-                record.next_index,
-            )
-            return self.end(record, failed, now)
-        record.ids.extend(output.ids)
-        record.text.extend(output.text)
-        return record, Tokens(output.request, output.attempt, 0, output.index, output.ids, output.text)
+            return self._finish(record, output, now)
+        assert isinstance(output, SequenceFailed)
+        error = output.error
+        failed = Failed(
+            output.request,
+            output.attempt,
+            error.code,
+            error.message,
+            error.retryable,
+            error.field,
+            record.output_tokens,
+        )
+        return [self.end(record, failed, now)]
+
+    def _finish(self, record: Record, output: SequenceFinished, now: float) -> list[tuple[Record, Frame]]:
+        """A choice has ended; the attempt with it, if it was the last."""
+        key = record.request, record.attempt
+        ended = ChoiceFinished(*key, output.choice, output.reason, output.output_tokens)
+        record.tracks[output.choice].ended = ended
+        record.pending.discard(output.choice)
+        several = len(record.tracks) > 1
+        out: list[tuple[Record, Frame]] = [(record, ended)] if several else []
+        if record.pending:
+            return out
+        cached = min(output.cached_tokens, output.prompt_tokens)
+        if several and record.started is not None:
+            cached = record.started.cached_tokens  # later choices find what the first one computed
+        ends = [track.ended for track in record.tracks if track.ended is not None]
+        total = sum(end.output_tokens for end in ends)
+        finished = Finished(*key, ends[0].reason, output.prompt_tokens, total, cached, self._worker)
+        return [*out, self.end(record, finished, now)]
 
     def end(self, record: Record, terminal: Finished | Failed | Moved, now: float) -> tuple[Record, Frame]:
         """Close an attempt with its one terminal frame."""
         record.terminal, record.finished_at = terminal, now
+        record.pending.clear()
         self._finished[record.request, record.attempt] = None
         self._running.pop((record.request, record.attempt), None)
         return record, terminal
 
-    def repeat(self, request: str, attempt: int, from_index: int) -> list[Frame]:
-        """Everything from `from_index` on, and how far the attempt is. Empty for an unknown attempt."""
+    def repeat(self, request: str, attempt: int, from_index: int, from_indices: Sequence[int] = ()) -> list[Frame]:
+        """Everything from `from_index` on, and how far the attempt is. Empty for an unknown attempt.
+
+        Choices that `from_indices` has an entry for are repeated from there.
+        """
         record = self._records.get((request, attempt))
         if record is None:
             return []
-        frames: list[Frame] = [Progress(request, attempt, record.next_index)]
+        frames: list[Frame] = [Progress(request, attempt, record.output_tokens)]
         if record.started is not None:
             frames.append(record.started)
-        skip = max(0, from_index - record.first_index)
-        for start in range(skip, len(record.ids), TOKENS_PER_RESEND):
-            part = slice(start, start + TOKENS_PER_RESEND)
-            ids, text = tuple(record.ids[part]), tuple(record.text[part])
-            frames.append(Tokens(request, attempt, 0, record.first_index + start, ids, text))
+        for choice, track in enumerate(record.tracks):
+            skip = max(0, (from_indices[choice] if choice < len(from_indices) else from_index) - track.first_index)
+            count = SCORED_PER_RESEND if track.logprobs else TOKENS_PER_RESEND
+            for start in range(skip, len(track.ids), count):
+                part = slice(start, start + count)
+                ids, text, logprobs = tuple(track.ids[part]), tuple(track.text[part]), tuple(track.logprobs[part])
+                frames.append(Tokens(request, attempt, choice, track.first_index + start, ids, text, logprobs))
+            if track.ended is not None and len(record.tracks) > 1:
+                frames.append(track.ended)
         if record.terminal is not None:
             frames.append(record.terminal)
         return frames
@@ -176,3 +235,19 @@ class FrameBook:
                 return
             del self._finished[key]
             del self._records[key]
+
+
+def _tracks(request: GenerateRequest) -> tuple[list[Track], set[int]]:
+    """Where each choice begins, and which of them are to be generated.
+
+    If all had ended and only the attempt's end was lost, the first one goes on: it finds its end at once.
+    """
+    tracks: list[Track] = []
+    for choice in range(request.sampling.n):
+        before = request.continuation(choice)
+        count = len(before.output_ids)
+        track = Track(count)
+        if before.finished is not None:
+            track.ended = ChoiceFinished(request.request, request.attempt, choice, before.finished, count)
+        tracks.append(track)
+    return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None} or {0}

@@ -20,11 +20,7 @@ from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import (
     CodecError,
     DeadlineExceeded,
-    Draining,
-    InvalidRequest,
     KvfleetError,
-    ModelNotFound,
-    Unavailable,
     WorkerLost,
 )
 from kvproto.members import Fenced, Lease
@@ -50,8 +46,8 @@ from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook, Record
 from services.worker.outbox import Outbox
-from services.worker.outputs import StepResult
-from services.worker.sequence import SequenceSpec
+from services.worker.outputs import SequenceFailed, StepResult
+from services.worker.request_intake import check_capacity, check_request, sequences_of
 from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
@@ -162,7 +158,7 @@ class WorkerLoop:
         moved: list[tuple[Record, Frame]] = []
         for record in self.frames.running:
             self._engine.cancel(record.request, record.attempt)
-            moved.append(self.frames.end(record, Moved(record.request, record.attempt, record.next_index), now))
+            moved.append(self.frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now))
         self.outbox.send_frames(moved)
         await self.outbox.drain()
 
@@ -243,36 +239,21 @@ class WorkerLoop:
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
         if remaining is not None:
             record.deadline = asyncio.get_running_loop().time() + remaining
-        self._engine.submit(
-            SequenceSpec(
-                request=request.request,
-                attempt=request.attempt,
-                prompt_ids=ids,
-                sampling=request.sampling,
-                root=self._roots.of(tenant, ids),
-                output_ids=request.output_ids,
-                text_sent=request.text_sent,
-                tenant=tenant,
-                priority=request.priority,
-                deadline=None if remaining is None else time.monotonic() + remaining,
-            )
-        )
+        for spec in sequences_of(
+            request,
+            sorted(record.pending),
+            prompt_ids=ids,
+            root=self._roots.of(tenant, ids),
+            tenant=tenant,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+        ):
+            self._engine.submit(spec)
 
     def _check(self, request: GenerateRequest) -> None:
-        if not is_inbox(request.inbox):
-            raise InvalidRequest("must be an inbox: it begins with _ and has no wildcard", field="inbox")
-        if bool(request.prompt_ids) == (request.prompt is not None):
-            raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
-        if request.prompt == "":
-            raise InvalidRequest("must not be empty", field="prompt")
-        if request.model != self.record.model:
-            raise ModelNotFound(f"this worker serves {self.record.model!r}, not {request.model!r}", field="model")
-        if self._state is State.DRAINING:
-            raise Draining(f"worker {self.record.id} is draining")
-        if request.expires_unix_ms is not None and request.expires_unix_ms < time.time() * 1000:
-            raise DeadlineExceeded("the request arrived after its deadline", field="expires_unix_ms")
-        if self.frames.running_count >= self._limits.waiting + self.record.slots:
-            raise Unavailable(f"worker {self.record.id} has all it takes, waiting and running", retry_after_s=1.0)
+        draining = self._state is State.DRAINING
+        check_request(request, model=self.record.model, draining=draining, unix_ms=time.time() * 1000)
+        limit = self._limits.waiting + self.record.slots
+        check_capacity(request, taken=self.frames.pending_sequences, limit=limit)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
@@ -325,7 +306,7 @@ class WorkerLoop:
         except CodecError as error:
             self._malformed(message, error)
             return
-        frames = self.frames.repeat(asked.request, asked.attempt, asked.from_index)
+        frames = self.frames.repeat(asked.request, asked.attempt, asked.from_index, asked.from_indices)
         if not frames:
             lost = WorkerLost(f"worker {self.record.id} does not know this attempt")
             frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
@@ -347,8 +328,10 @@ class WorkerLoop:
         framed: list[tuple[Record, Frame]] = []
         for result in results:
             for output in result.outputs:
-                if (sent := self.frames.add(output, now)) is not None:
-                    framed.append(sent)
+                sent = self.frames.add(output, now)
+                framed += sent
+                if sent and type(output) is SequenceFailed and len(sent[0][0].tracks) > 1:
+                    self._engine.cancel(output.request, output.attempt)  # its other choices
         if framed:
             self.outbox.send_frames(framed)
         if (events := self._events.batch(results)) is not None:
@@ -367,7 +350,7 @@ class WorkerLoop:
         for record in self.frames.overdue(now):
             self._engine.cancel(record.request, record.attempt)
             late = DeadlineExceeded("the request's deadline passed, or it was paused and nobody came back")
-            failed = Failed(record.request, record.attempt, late.code, late.message, output_tokens=record.next_index)
+            failed = Failed(record.request, record.attempt, late.code, late.message, output_tokens=record.output_tokens)
             ended.append(self.frames.end(record, failed, now))
         self.outbox.send_frames(ended)
 

@@ -39,6 +39,10 @@ HEARTBEAT = m.Heartbeat(
     m.Rates(1234.5, 17.25, 270.0), event_seq=99, digest=2**64 - 1, held=77,
 )  # fmt: skip
 KEY = {"request": "a" * 26, "attempt": 2}
+CHOICES = m.Sampling(
+    max_tokens=8, n=3, min_p=0.05, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.25,
+    logit_bias={5: -100.0, 2**32 - 1: 1.5}, logprobs=2, min_tokens=4, overflow=m.Overflow.TRUNCATE_LEFT,
+)  # fmt: skip
 HASHES = tuple(bytes([i]) * 16 for i in range(3))
 
 MESSAGES: dict[str, Any] = {
@@ -52,6 +56,16 @@ MESSAGES: dict[str, Any] = {
         watcher="p1",
     ),
     "producer_request": m.ProducerRequest(prompt="Wer da? ü", max_tokens=5, temperature=0.0, stop=("x",), seed=7),
+    "generate_request_choices": m.GenerateRequest(
+        **KEY, model="m", sampling=CHOICES, inbox="_ing.i1.b", prompt_ids=(1,),
+        continuations=(m.Continuation((5, 6), 2), m.Continuation((), 0), m.Continuation((7,), 1, m.FinishReason.STOP)),
+    ),
+    "producer_request_choices": m.ProducerRequest(
+        prompt="x", n=2, min_p=0.5, presence_penalty=1.0, frequency_penalty=1.5, repetition_penalty=0.5,
+        logit_bias={0: 1.0}, logprobs=0, min_tokens=1, context_overflow=m.Overflow.SLIDING,
+    ),
+    "resend_request_choices": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b", from_indices=(17, 0, 2**40)),
+    "continuation": m.Continuation((1, 2), 5, m.FinishReason.LENGTH),
     "cancel_request": m.CancelRequest("a" * 26, 1),
     "resend_request": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b"),
     "pause_request": m.PauseRequest(**KEY, paused=True),
@@ -77,6 +91,13 @@ FRAMES: list[m.Frame] = [
     m.Moved(**KEY, output_tokens=9, to="w2"),
     m.Progress(**KEY, next_index=9),
 ]
+CHOICE_FRAMES: list[m.Frame] = [  # since several choices and log probabilities are served
+    m.Tokens(
+        **KEY, choice=2, index=7, ids=(1, 9), text=("\u00fc", ""),
+        logprobs=(m.TokenLogprobs(-0.25, (1, 3), (-0.25, -9999.0)), m.TokenLogprobs(-2.5)),
+    ),
+    m.ChoiceFinished(**KEY, choice=2, reason=m.FinishReason.LENGTH, output_tokens=9),
+]  # fmt: skip
 EVENTS = m.KvEvents(
     "e",
     7,
@@ -91,6 +112,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
         for name, message in MESSAGES.items()
     }
     out["frames"] = (codec.encode_frames(FRAMES), FRAMES, codec.decode_frames)
+    out["frames_choices"] = (codec.encode_frames(CHOICE_FRAMES), CHOICE_FRAMES, codec.decode_frames)
     out["events"] = (codec.encode_events(EVENTS), EVENTS, codec.decode_events)
     for as_json in (False, True):
         kind = "json" if as_json else "msgpack"
@@ -101,8 +123,10 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
             request,
             lambda data, as_json=as_json: codec.decode_plain(m.ProducerRequest, data, as_json=as_json),
         )
-        for frame in FRAMES:
-            out[f"plain_{type(frame).__name__.lower()}_{kind}"] = (
+        scored, ended = CHOICE_FRAMES
+        plain = {type(frame).__name__.lower(): frame for frame in (*FRAMES, ended)} | {"scored_tokens": scored}
+        for name, frame in plain.items():
+            out[f"plain_{name}_{kind}"] = (
                 codec.encode_plain_frame(frame, as_json=as_json),
                 frame,
                 lambda data, as_json=as_json: codec.decode_plain_frame(data, as_json=as_json),

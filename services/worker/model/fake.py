@@ -3,16 +3,22 @@
 It is honest about KV: every slot of its pool holds what a model would have stored there, a value made from the token
 and its position, and the next token is made from the values found in the sequence's blocks. A block that is lost,
 corrupted or written at the wrong position therefore changes the output, as it would with a real model.
+
+Its distribution is as simple as can be and sums to one: the favourite is made from what the blocks hold, and the token
+r places after it in the vocabulary (around its end) has a probability in proportion to 1 / ((r + 1) (r + 2)). Greedy
+takes the favourite; a random draw any token, each as likely. Bans and biases count, penalties do not.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.worker.model.base import Drawn
+from kvproto.messages import TokenLogprobs
+from services.worker.model.base import Drawn, Scored
 from services.worker.step_plan import Draw, Slice
 
 _MASK = 2**64 - 1
@@ -101,16 +107,43 @@ class FakeRunner:
             if offset == size - 1:
                 self._totals[block] = slots[slot]
 
-    def _token(self, part: Slice, draw: Draw) -> int:
+    def _token(self, part: Slice, draw: Draw) -> int | Scored:
         """Reads every block of the sequence, then hashes with what the draw depends on."""
         full, rest = divmod(part.end, self.block_size)
         seen = sum(map(self._totals.__getitem__, part.blocks[:full]))
         if rest:
             seen += self.slots[part.blocks[full] * self.block_size + rest - 1]
-        if draw.sampling.temperature > 0:
-            seen ^= ((draw.sampling.seed or 0) * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX) & _MASK
-        mixed = (seen ^ seen >> 31) * _TOKEN & _MASK
+        sampling = draw.sampling
+        token = favourite = self._hashed(seen)
+        if sampling.temperature > 0:
+            token = self._hashed(seen ^ ((sampling.seed or 0) * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX))
+        if draw.banned or sampling.logit_bias:
+            token = self._allowed(token, draw)
+        return token if sampling.logprobs is None else self._scored(token, favourite, sampling.logprobs)
+
+    def _hashed(self, seen: int) -> int:
+        mixed = (seen & _MASK ^ (seen & _MASK) >> 31) * _TOKEN & _MASK
         return ((mixed ^ mixed >> 32) * _INDEX & _MASK) % self.vocab_size
+
+    def _allowed(self, token: int, draw: Draw) -> int:
+        """The best token when ranks are counted from `token`: what is not biased by rank alone, or one that is."""
+        bias = draw.sampling.logit_bias
+        plain = token
+        while plain in draw.banned or plain in bias:
+            plain = (plain + 1) % self.vocab_size
+            if plain == token:
+                break
+        candidates = [plain, *(one for one in bias if one not in draw.banned)]
+        return max(candidates, key=lambda one: self._logprob(one, token) + bias.get(one, 0.0))
+
+    def _scored(self, token: int, favourite: int, top: int) -> Scored:
+        ranked = [(favourite + rank) % self.vocab_size for rank in range(min(top, self.vocab_size))]
+        values = tuple(self._logprob(one, favourite) for one in ranked)
+        return Scored(token, TokenLogprobs(self._logprob(token, favourite), tuple(ranked), values))
+
+    def _logprob(self, token: int, favourite: int) -> float:
+        rank = (token - favourite) % self.vocab_size
+        return math.log((self.vocab_size + 1) / self.vocab_size) - math.log((rank + 1) * (rank + 2))
 
     def _pace(self, slices: Sequence[Slice]) -> None:
         """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up."""

@@ -1,7 +1,8 @@
 """A worker in a hundred lines: speaks the wire, says what it was told to say, remembers what it was asked.
 
 No model and no engine: it answers every request with `reply`, and counts as cached whatever prefix an earlier request's
-tokens already had, as a worker with endless memory would.
+tokens already had, as a worker with endless memory would. Of several choices each begins one token later in `reply`.
+The log probability of a choice's token i is `-0.5 * (i + 1)`, and no alternative is possible at all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvproto.messages import (
     AdminRequest,
     Bundle,
     CancelRequest,
+    ChoiceFinished,
     Failed,
     Finished,
     FinishReason,
@@ -37,6 +39,7 @@ from kvproto.messages import (
     Load,
     Started,
     State,
+    TokenLogprobs,
     Tokens,
     WorkerRecord,
 )
@@ -165,17 +168,27 @@ class ScriptedWorker:
             return
         cached = min(max((_common(prompt, known) for known in self.sequences), default=0), len(prompt) - 1)
         await send(Started(*me, self.id, len(prompt), {"device": cached}))
-        reply = self.reply[: request.sampling.max_tokens]
-        for index, (token, text) in enumerate(reply):
+        sampling = request.sampling
+        replies = [self.reply[choice:][: sampling.max_tokens] for choice in range(sampling.n)]
+        for index in range(len(replies[0])):
             if failure and index == self.fails_after:
                 await send(failure)
                 return
             if self.token_s:
                 await asyncio.sleep(self.token_s)
-            await send(Tokens(*me, 0, index, (token,), (text,)))
-        self.sequences.append((*prompt, *(token for token, _ in reply)))
-        reason = FinishReason.STOP if len(reply) == len(self.reply) else FinishReason.LENGTH
-        await send(Finished(*me, reason, len(prompt), len(reply), cached, self.id))
+            said = [(choice, *reply[index]) for choice, reply in enumerate(replies) if index < len(reply)]
+            scores = (_scores(index, sampling.logprobs),) if sampling.logprobs is not None else ()
+            await send(*(Tokens(*me, choice, index, (token,), (text,), scores) for choice, token, text in said))
+        self.sequences.append((*prompt, *(token for token, _ in replies[0])))
+        reasons = [
+            FinishReason.STOP if len(reply) == len(self.reply) - choice else FinishReason.LENGTH
+            for choice, reply in enumerate(replies)
+        ]
+        if sampling.n > 1:
+            ends = enumerate(zip(reasons, replies, strict=True))
+            await send(*(ChoiceFinished(*me, choice, reason, len(reply)) for choice, (reason, reply) in ends))
+        total = sum(map(len, replies))
+        await send(Finished(*me, reasons[0], len(prompt), total, cached, self.id))
 
     async def _on_cancel(self, message: Message) -> None:
         cancel = codec.decode(CancelRequest, message.data)
@@ -196,6 +209,10 @@ class ScriptedWorker:
         parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
         reply = AdminReply(request.part, len(parts), parts[request.part])
         await self.connection.publish(message.reply, codec.encode(reply))
+
+
+def _scores(index: int, top: int) -> TokenLogprobs:
+    return TokenLogprobs(-0.5 * (index + 1), tuple(range(6, 6 + top)), (float("-inf"),) * top)
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

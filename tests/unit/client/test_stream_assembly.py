@@ -7,7 +7,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.messages import Failed, Finished, FinishReason, Frame, Started, Tokens
+from kvproto.messages import (
+    ChoiceFinished,
+    Continuation,
+    Failed,
+    Finished,
+    FinishReason,
+    Frame,
+    Started,
+    TokenLogprobs,
+    Tokens,
+)
 from kvproto.stream_assembly import StreamAssembly
 
 
@@ -43,7 +53,7 @@ def test_in_order() -> None:
 def test_terminal_waits_for_the_tokens_it_counts() -> None:
     stream = started_stream()
     assert stream.accept(finished(2)) == []
-    assert stream.missing() == 0
+    assert stream.missing() == (0,)
     assert stream.accept(tokens(1)) == []
     out = stream.accept(tokens(0))
     assert [type(f).__name__ for f in out] == ["Tokens", "Tokens", "Finished"]
@@ -53,7 +63,7 @@ def test_terminal_waits_for_the_tokens_it_counts() -> None:
 def test_failed_does_not_wait() -> None:
     stream = started_stream()
     assert stream.accept(tokens(5)) == []
-    assert stream.missing() == 0
+    assert stream.missing() == (0,)
     failed = Failed("r", 0, "worker_lost", "", retryable=True, output_tokens=9)
     assert stream.accept(failed) == [failed]
 
@@ -97,7 +107,7 @@ def test_any_order_with_repeats_and_overlaps(data: st.DataObject, total: int) ->
     out: list[Frame] = []
     for frame in order:
         out += stream.accept(frame)
-        assert stream.missing() is None or stream.missing() == len(stream.ids)
+        assert stream.missing() is None or stream.missing() == (len(stream.ids),)
     assert text_of(out) == "".join(f"<{i}>" for i in range(total))
     assert stream.ids == list(range(total))
     assert isinstance(out[0], Started)
@@ -109,6 +119,92 @@ def test_a_lost_started_is_asked_for_before_anything_is_delivered() -> None:
     stream = StreamAssembly()
     assert stream.accept(tokens(0)) == []
     assert stream.accept(finished(1)) == []
-    assert stream.missing() == 0
+    assert stream.missing() == (0,)
     out = stream.accept(Started("r", 0, "w", 3, {}))
     assert [type(f).__name__ for f in out] == ["Started", "Tokens", "Finished"]
+
+
+# ---------------------------------------------------------------------------------------------- several choices
+
+
+def of(choice: int, index: int, count: int = 1, attempt: int = 0) -> Tokens:
+    ids = tuple(100 * choice + i for i in range(index, index + count))
+    scores = tuple(TokenLogprobs(float(-one)) for one in ids)
+    return Tokens("r", attempt, choice, index, ids, tuple(f"<{i}>" for i in ids), scores)
+
+
+def ended(choice: int, total: int, attempt: int = 0) -> ChoiceFinished:
+    return ChoiceFinished("r", attempt, choice, FinishReason.STOP, total)
+
+
+@given(data=st.data(), totals=st.lists(st.integers(0, 12), min_size=2, max_size=4))
+def test_each_choice_is_in_order_whatever_the_order_of_frames(data: st.DataObject, totals: list[int]) -> None:
+    cuts = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(1, 5)), max_size=20))
+    frames: list[Frame] = [of(c, i) for c, total in enumerate(totals) for i in range(total)]
+    frames += [of(c, i, min(n, totals[c] - i)) for c, i, n in cuts if c < len(totals) and i < totals[c]]
+    frames += [ended(c, total) for c, total in enumerate(totals)] * 2
+    frames += [of(len(totals), 0), ended(len(totals), 1), of(0, 0, attempt=3)]  # of no such choice or attempt
+    frames += [Started("r", 0, "w", 3, {}), finished(sum(totals))]
+    stream = StreamAssembly(len(totals))
+    out: list[Frame] = []
+    for frame in data.draw(st.permutations(frames)):
+        out += stream.accept(frame)
+        assert stream.missing() in (None, stream.next_indices)
+        assert stream.is_waiting == (stream.missing() is not None)
+    assert isinstance(out[0], Started)
+    assert isinstance(out[-1], Finished)
+    for c, total in enumerate(totals):
+        mine = [f for f in out if isinstance(f, Tokens | ChoiceFinished) and f.choice == c]
+        assert mine.pop() == ended(c, total)
+        assert [one for f in mine for one in f.ids] == [100 * c + i for i in range(total)]  # type: ignore[union-attr]
+        assert [-s.logprob for f in mine for s in f.logprobs] == [100 * c + i for i in range(total)]  # type: ignore[union-attr]
+        assert stream.choices[c].chars == sum(len(f"<{100 * c + i}>") for i in range(total))
+
+
+def started_choices(n: int) -> StreamAssembly:
+    stream = StreamAssembly(n)
+    stream.accept(Started("r", 0, "w", 3, {}))
+    return stream
+
+
+def test_the_end_waits_for_the_end_of_every_choice() -> None:
+    stream = started_choices(2)
+    stream.accept(of(0, 0))
+    assert stream.accept(ended(0, 1)) == [ended(0, 1)]
+    assert stream.accept(of(1, 0)) == [of(1, 0)]
+    assert stream.accept(finished(2)) == []
+    assert stream.missing() == (1, 1), "all tokens are here, but not why choice 1 ended"
+    assert stream.accept(ended(1, 1)) == [ended(1, 1), finished(2)]
+    assert stream.missing() is None
+
+
+def test_a_gap_of_one_choice_holds_no_other_up() -> None:
+    stream = started_choices(2)
+    assert stream.accept(of(0, 1)) == []
+    assert stream.accept(of(1, 0)) == [of(1, 0)]
+    assert stream.missing() == (0, 1)
+    assert stream.accept(of(0, 0)) == [of(0, 0), of(0, 1)]
+    assert stream.missing() is None
+
+
+def test_a_next_attempt_goes_on_after_what_is_here_and_leaves_what_has_ended() -> None:
+    stream = started_choices(3)
+    assert stream.continuations() == ()
+    for frame in (of(0, 0, 2), of(1, 0), ended(1, 1), of(0, 5)):
+        stream.accept(frame)
+    stream.begin(1)
+    assert stream.continuations() == (
+        Continuation((0, 1), len("<0><1>")),
+        Continuation((100,), len("<100>"), FinishReason.STOP),
+        Continuation(),
+    )
+    assert stream.accept(ended(0, 2)) == [], "fenced off"
+    out = [f for frame in (of(0, 2, 1, 1), ended(0, 3, 1), ended(1, 1, 1), of(2, 0, 1, 1), ended(2, 1, 1),
+                           finished(5, 1)) for f in stream.accept(frame)]  # fmt: skip
+    assert out == [of(0, 2, 1, 1), ended(0, 3, 1), of(2, 0, 1, 1), ended(2, 1, 1), finished(5, 1)]
+
+
+def test_one_choice_needs_no_continuations() -> None:
+    stream = started_stream()
+    stream.accept(tokens(0))
+    assert stream.continuations() == ()

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ingress_build import demo_tokenizer
 
 from kvproto.errors import KvfleetError, WorkerLost
-from kvproto.messages import Finished, FinishReason, Started, Tokens
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, TokenLogprobs, Tokens
 from services.ingress.http_exchange import Exchange
 from services.ingress.native_events import NativeEvents
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body
-from services.ingress.sse import Transcript, complete, relay
+from services.ingress.sse import ChoiceTranscript, Transcript, complete, gather, relay
+from services.ingress.token_spelling import TokenSpelling
 
 HOSTILE = st.text() | st.sampled_from(['"}', "\\", "\n\ndata: [DONE]\n\n", "\x00text\x00", "\u2028", "🙂", "\r"])
 STARTED = Started("r", 0, "w1", 7, {"device": 5, "host": 1}, 0.25)
@@ -40,7 +42,8 @@ def data_of(raw: bytes) -> list[Any]:
 def test_openai_chunks_are_json_whatever_the_text(model: str, pieces: list[str], chat: bool, usage: bool) -> None:
     head = AnswerHead("r", model, 5, "fp", chat)
     writer = OpenAiEvents(head, include_usage=usage)
-    transcript = Transcript(started=STARTED, finished=FINISHED, pieces=pieces)
+    choice = ChoiceTranscript(pieces, tuple(range(len(pieces))), reason=FinishReason.STOP)
+    transcript = Transcript(started=STARTED, finished=FINISHED, choices=[choice])
     out: list[bytes] = []
     writer.started(STARTED, out)
     for i, piece in enumerate(pieces):
@@ -69,7 +72,7 @@ def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, piec
     out: list[bytes] = []
     writer.started(STARTED, out)
     writer.tokens(Tokens("r", 0, 0, 0, tuple(range(len(pieces))), tuple(pieces)), out)
-    writer.finished(FINISHED, Transcript(started=STARTED, pieces=pieces), out)
+    writer.finished(FINISHED, Transcript(started=STARTED, choices=[ChoiceTranscript(pieces)]), out)
     start, *tokens, done = [json.loads(event) for event in data_of(b"".join(out))]
     assert (start["seq_id"], start["prompt"], start["cached_tokens"]) == (seq_id, prompt, 6)
     assert tokens == [{"type": "token", "token": piece, "token_id": i} for i, piece in enumerate(pieces)]
@@ -79,7 +82,10 @@ def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, piec
 class ScriptedStream:
     """What `relay` needs of a stream: batches, then an error or the end."""
 
-    request, worker, ids = "r", "w1", (5, 6)
+    request, worker = "r", "w1"
+
+    def ids_of(self, choice: int) -> tuple[int, ...]:
+        return ((5, 6), (7,))[choice]
 
     def __init__(self, batches: Sequence[Any], *, endless: bool = False) -> None:
         self._batches = list(batches)
@@ -205,3 +211,88 @@ async def test_comments_while_nothing_comes() -> None:
     with pytest.raises(KvfleetError):
         await running
     assert json.loads(data_of(wire.body)[0])["type"] == "error"  # the status had been sent
+
+
+# ---------------------------------------------------------------------------------------------- several choices
+
+
+def of(choice: int, index: int, *pieces: str) -> Tokens:
+    ids = tuple(range(index, index + len(pieces)))
+    scores = tuple(TokenLogprobs(-1.0 - one, (one, 9), (-1.0 - one, float("-inf"))) for one in ids)
+    return Tokens("r", 0, choice, index, ids, pieces, scores)
+
+
+ENDS = [ChoiceFinished("r", 0, 1, FinishReason.LENGTH, 1), ChoiceFinished("r", 0, 0, FinishReason.STOP, 2)]
+BATCHES = [[STARTED, of(0, 0, "a")], [of(1, 0, "x"), ENDS[0]], [of(0, 1, "b"), ENDS[1], FINISHED]]
+
+
+def two_choices() -> Transcript:
+    return Transcript(choices=[ChoiceTranscript(), ChoiceTranscript()])
+
+
+async def chunks_of(*, chat: bool, spelling: TokenSpelling | None = None) -> list[Any]:
+    wire, transcript = Wire(), two_choices()
+    writer = OpenAiEvents(AnswerHead("r", "m", 5, "fp", chat, 2, spelling), include_usage=True)
+    stream: Any = ScriptedStream(BATCHES)
+    await relay(wire.exchange, stream, writer, transcript, keepalive_s=60.0, on_tokens=lambda count: None)
+    await complete(wire.exchange, writer, transcript)
+    assert [choice.text for choice in transcript.choices] == ["ab", "x"]
+    assert [choice.ids for choice in transcript.choices] == [(5, 6), (7,)]
+    *events, done = data_of(wire.body)
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+async def test_choices_stream_side_by_side_and_end_one_by_one() -> None:
+    *chunks, usage = await chunks_of(chat=True)
+    ((first,), (second,), *others) = [chunk["choices"] for chunk in chunks]
+    assert [first["index"], second["index"]] == [0, 1]
+    assert first["delta"] == second["delta"] == {"role": "assistant", "content": ""}
+    said = [(c["index"], c["delta"].get("content"), c["finish_reason"]) for (c,) in others]
+    assert said == [(0, "a", None), (1, "x", None), (1, None, "length"), (0, "b", None), (0, None, "stop")]
+    assert [("kvfleet" in chunk) for chunk in chunks] == [False] * 6 + [True]
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 3
+
+
+async def test_every_scored_token_is_a_chunk_with_its_logprobs() -> None:
+    spelling = demo_tokenizer().spelling
+    chunks = await chunks_of(chat=False, spelling=spelling)
+    scored = [c for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+    assert [(c["index"], c["text"], c["logprobs"]["text_offset"]) for c in scored] == [
+        (0, "a", [0]), (1, "x", [0]), (0, "b", [1])
+    ]  # fmt: skip
+    assert scored[2]["logprobs"]["tokens"] == [spelling.text_of(1)]
+    assert scored[2]["logprobs"]["token_logprobs"] == [-2.0]
+    assert scored[2]["logprobs"]["top_logprobs"] == [{spelling.text_of(1): -2.0, spelling.text_of(9): -9999.0}]
+    chat = [c["logprobs"]["content"] for chunk in await chunks_of(chat=True, spelling=spelling)
+            for c in chunk["choices"] if c["logprobs"]]  # fmt: skip
+    assert [[one["logprob"] for one in content] for content in chat] == [[-1.0], [-1.0], [-2.0]]
+
+
+async def test_a_whole_answer_has_all_choices_and_their_logprobs() -> None:
+    wire, transcript = Wire(), two_choices()
+    stream: Any = ScriptedStream(BATCHES)
+    await gather(wire.exchange, stream, transcript, on_tokens=lambda count: None)
+    head = AnswerHead("r", "m", 5, "fp", True, 2, demo_tokenizer().spelling)
+    first, second = json.loads(answer_body(head, transcript))["choices"]
+    assert (first["index"], first["message"]["content"], first["finish_reason"]) == (0, "ab", "stop")
+    assert (second["index"], second["message"]["content"], second["finish_reason"]) == (1, "x", "length")
+    assert [one["logprob"] for one in first["logprobs"]["content"]] == [-1.0, -2.0]
+    assert len(second["logprobs"]["content"]) == 1
+
+
+def test_a_native_event_has_the_logprobs_of_its_token() -> None:
+    spelling = demo_tokenizer().spelling
+    out: list[bytes] = []
+    NativeEvents("r", "s", "p", spelling).tokens(of(0, 5, "a"), out)
+    NativeEvents("r", "s", "p").tokens(of(0, 5, "a"), out)
+    scored, plain = [json.loads(event) for event in data_of(b"".join(out))]
+    assert plain == {"type": "token", "token": "a", "token_id": 5}
+    assert scored == plain | {
+        "logprob": -6.0,
+        "top_logprobs": [
+            {"token": spelling.text_of(5), "token_id": 5, "logprob": -6.0},
+            {"token": spelling.text_of(9), "token_id": 9, "logprob": -9999.0},
+        ],
+    }

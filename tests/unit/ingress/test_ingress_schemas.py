@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.errors import InvalidRequest
-from kvproto.messages import Bundle
+from kvproto.errors import ContextLengthExceeded, InvalidRequest
+from kvproto.messages import Bundle, Overflow, Sampling
 from services.ingress.fields import parse_body
 from services.ingress.native_schema import read_generate
 from services.ingress.openai_schema import ChatMessage, check_vocabulary, read_chat, read_completion
-from services.ingress.sampling_ask import SamplingAsk, resolve, room_after
+from services.ingress.sampling_ask import SamplingAsk
+from services.ingress.sampling_plan import plan_sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -52,6 +53,39 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": "x" * 1025}, "stop"),
     ({"ignore_eos": 1}, "ignore_eos"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": "1"}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": "x"}, "min_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"presence_penalty": True}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"frequency_penalty": []}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"repetition_penalty": "x"}, "repetition_penalty"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": "x"}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"": 1}}, "logit_bias"),
+    ({"logit_bias": {"1.5": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"5": 100.1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 0 for i in range(4097)}}, "logit_bias"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": "x"}, "min_tokens"),
+    ({"context_overflow": "cut"}, "context_overflow"),
+    ({"context_overflow": 1}, "context_overflow"),
+    ({"context_overflow": ["sliding"]}, "context_overflow"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": "x"}, "logprobs"),
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model"),
@@ -78,9 +112,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"n": 2}, "n"),
-    ({"n": 0}, "n"),
-    ({"n": "1"}, "n"),
     ({"seq_id": ""}, "seq_id"),
     ({"seq_id": 5}, "seq_id"),
     ({"seq_id": "x" * 1025}, "seq_id"),
@@ -88,13 +119,12 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logprobs": True}, "logprobs"),
     ({"logprobs": 0}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": 1}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ({"best_of": 2}, "best_of"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {}}, "audio"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -114,8 +144,10 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"suffix": "s"}, "suffix"),
     ({"best_of": 2}, "best_of"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"n": 3}, "n"),
+    ({"n": 3, "best_of": 4}, "best_of"),
+    ({"best_of": "x"}, "best_of"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
 ]
 BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -124,6 +156,9 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"seq_id": ""}, "seq_id"),
     ({"seq_id": 1}, "seq_id"),
     ({"model_name": 1}, "model_name"),
+    ({"n": 2}, "n"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
 ]
 
 
@@ -245,24 +280,118 @@ def test_generate_has_its_own_defaults() -> None:
     assert (ask.seq_id, ask.model) == (None, None)
 
 
+NEW_FIELDS: dict[str, Any] = {
+    "n": 3,
+    "min_p": 0.1,
+    "presence_penalty": -2,
+    "frequency_penalty": 1.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": -100, "7": 2.5},
+    "min_tokens": 4,
+    "context_overflow": "sliding",
+}
+
+
+def test_every_route_reads_what_was_asked_of_sampling() -> None:
+    expected = SamplingAsk(
+        n=3, min_p=0.1, presence_penalty=-2.0, frequency_penalty=1.5, repetition_penalty=1.1,
+        logit_bias={5: -100.0, 7: 2.5}, min_tokens=4, overflow=Overflow.SLIDING,
+    )  # fmt: skip
+    assert read_chat(chat(**NEW_FIELDS)).sampling == expected
+    assert read_completion(completion(**NEW_FIELDS, best_of=3)).sampling == expected
+    one = read_generate({"prompt": "p", **NEW_FIELDS, "n": 1}).sampling
+    assert one == replace(expected, n=1, temperature=1.0, top_p=1.0, top_k=0)
+
+
+def test_log_probabilities_are_asked_for_in_each_routes_way() -> None:
+    assert read_chat(chat(logprobs=True)).sampling.logprobs == 0
+    assert read_chat(chat(logprobs=True, top_logprobs=20)).sampling.logprobs == 20
+    assert read_chat(chat(logprobs=False, top_logprobs=0)).sampling.logprobs is None
+    assert read_completion(completion(logprobs=0)).sampling.logprobs == 0
+    assert read_completion(completion(logprobs=5)).sampling.logprobs == 5
+    assert read_generate({"prompt": "p", "logprobs": 2}).sampling.logprobs == 2
+    assert read_generate({"prompt": "p"}).sampling.logprobs is None
+
+
 BUNDLE = Bundle("m", "{}", None, None, None, (1, 2), 100, 10, default_temperature=0.7, default_top_k=40)
 
 
+def plan(ask: SamplingAsk, prompt_tokens: int = 40, default: int = 8) -> Sampling:
+    return plan_sampling(
+        ask, BUNDLE, prompt_tokens=prompt_tokens, field="prompt", default_max_tokens=default, seed=5
+    )  # fmt: skip
+
+
 def test_sampling_takes_the_models_defaults_and_the_room_that_is_left() -> None:
-    left = resolve(SamplingAsk(), BUNDLE, room=60, default_max_tokens=1024, seed=5)
+    left = plan(SamplingAsk(), default=1024)
     assert (left.temperature, left.top_p, left.top_k, left.max_tokens, left.seed) == (0.7, 1.0, 40, 60, 5)
     said = SamplingAsk(max_tokens=60, temperature=0.0, top_k=0, seed=9, ignore_eos=True)
-    sampling = resolve(said, BUNDLE, room=60, default_max_tokens=8, seed=5)
+    sampling = plan(said)
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.0, 0, 60, 9)
     assert sampling.ignore_eos
     with pytest.raises(InvalidRequest, match="max_tokens: 61 is more than the 60 tokens"):
-        resolve(replace(said, max_tokens=61), BUNDLE, room=60, default_max_tokens=8, seed=5)
+        plan(replace(said, max_tokens=61))
 
 
-def test_room() -> None:
-    assert room_after(99, 100, "prompt") == 1
-    with pytest.raises(InvalidRequest, match="prompt: 100 tokens, the model's context takes at most 99"):
-        room_after(100, 100, "prompt")
+def test_what_was_asked_reaches_the_request() -> None:
+    ask = read_chat(chat(**NEW_FIELDS, logprobs=True)).sampling
+    assert plan(ask) == Sampling(
+        max_tokens=8, temperature=0.7, top_k=40, seed=5, n=3, min_p=0.1, presence_penalty=-2.0, frequency_penalty=1.5,
+        repetition_penalty=1.1, logit_bias={5: -100.0, 7: 2.5}, logprobs=0, min_tokens=4, overflow=Overflow.SLIDING,
+    )  # fmt: skip
+
+
+def test_a_prompt_must_leave_room() -> None:
+    assert plan(SamplingAsk(), 99).max_tokens == 1
+    for overflow in (Overflow.ERROR, Overflow.TRUNCATE_GENERATION):
+        with pytest.raises(InvalidRequest, match="prompt: 100 tokens, the model's context takes at most 99"):
+            plan(SamplingAsk(overflow=overflow), 100)
+
+
+@pytest.mark.parametrize(
+    ("overflow", "prompt_tokens", "max_tokens", "default", "becomes"),
+    [
+        (Overflow.TRUNCATE_LEFT, 1000, 99, 8, 99),
+        (Overflow.TRUNCATE_LEFT, 1000, 100, 8, "max_tokens"),
+        (Overflow.TRUNCATE_LEFT, 1000, None, 8, 8),
+        (Overflow.TRUNCATE_LEFT, 10, None, 1024, 90),  # what is left; the prompt stays whole
+        (Overflow.TRUNCATE_LEFT, 95, None, 1024, 50),  # half the context, and half the prompt
+        (Overflow.TRUNCATE_GENERATION, 90, 50, 8, 10),
+        (Overflow.TRUNCATE_GENERATION, 90, None, 1024, 10),
+        (Overflow.TRUNCATE_GENERATION, 99, 10**6, 8, 1),
+        (Overflow.TRUNCATE_GENERATION, 100, 1, 8, "prompt"),
+        (Overflow.SLIDING, 1000, 10**6, 8, 10**6),
+        (Overflow.SLIDING, 1000, None, 1024, 1024),
+        (Overflow.ERROR, 1000, 1, 8, "prompt"),
+        (Overflow.ERROR, 90, 11, 8, "max_tokens"),
+    ],
+)
+def test_what_the_context_cannot_hold_follows_the_policy(
+    overflow: Overflow, prompt_tokens: int, max_tokens: int | None, default: int, becomes: int | str
+) -> None:
+    ask = SamplingAsk(overflow=overflow, max_tokens=max_tokens)
+    if isinstance(becomes, int):
+        sampling = plan(ask, prompt_tokens, default)
+        assert (sampling.max_tokens, sampling.overflow) == (becomes, overflow)
+        return
+    with pytest.raises(ContextLengthExceeded) as error:
+        plan(ask, prompt_tokens, default)
+    refused(error, becomes)
+
+
+def test_min_tokens_fit_into_max_tokens() -> None:
+    assert plan(SamplingAsk(min_tokens=20)).max_tokens == 20  # the default gives way
+    for ask in (SamplingAsk(min_tokens=5, max_tokens=4), SamplingAsk(min_tokens=61)):
+        with pytest.raises(InvalidRequest) as error:
+            plan(ask)
+        refused(error, "min_tokens")
+
+
+def test_a_bias_is_of_a_token_that_the_model_knows() -> None:
+    assert plan(SamplingAsk(logit_bias={9: 1.0})).logit_bias == {9: 1.0}
+    with pytest.raises(InvalidRequest, match=r"within \[0, 9\], got 10") as error:
+        plan(SamplingAsk(logit_bias={10: 1.0}))
+    refused(error, "logit_bias")
 
 
 JSON = st.recursive(
@@ -271,7 +400,25 @@ JSON = st.recursive(
     max_leaves=5,
 )
 NAMES = st.sampled_from(
-    ["model", "messages", "prompt", "stop", "n", "stream", "stream_options", "temperature", "seed", "tools", "seq_id"]
+    [
+        "model",
+        "messages",
+        "prompt",
+        "stop",
+        "n",
+        "stream",
+        "stream_options",
+        "temperature",
+        "seed",
+        "tools",
+        "seq_id",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "min_tokens",
+        "best_of",
+        "context_overflow",
+    ]
 )
 
 

@@ -23,6 +23,12 @@ from kvproto.errors import CodecError, InvalidRequest, UnknownEnumValue, Version
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 u32 = st.integers(0, 2**32 - 1)
 hashes = st.binary(min_size=16, max_size=16)
+logprob = st.floats(-9999.0, 0.0)
+logprobs = st.builds(
+    lambda own, top: m.TokenLogprobs(own, tuple(i for i, _ in top), tuple(v for _, v in top)),
+    logprob,
+    st.lists(st.tuples(u32, logprob), max_size=3),
+)
 
 
 def values(hint: Any, bounds: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
@@ -39,7 +45,8 @@ def values(hint: Any, bounds: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
     if get_origin(hint) is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
     if get_origin(hint) is dict:
-        return st.dictionaries(text, values(get_args(hint)[1]), max_size=3)
+        key, item = get_args(hint)
+        return st.dictionaries(u32 if key is int else text, values(item), max_size=3)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return st.sampled_from(hint)
     if dataclasses.is_dataclass(hint):
@@ -60,12 +67,13 @@ def values(hint: Any, bounds: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
 
 def instances(kind: Any) -> st.SearchStrategy[Any]:
     if kind is m.Tokens:
-        pieces = st.lists(st.tuples(u32, text), max_size=5)
+        pieces = st.lists(st.tuples(u32, text, logprobs), max_size=5)
         return st.builds(
-            lambda request, attempt, choice, index, pieces: m.Tokens(
-                request, attempt, choice, index, tuple(i for i, _ in pieces), tuple(t for _, t in pieces)
+            lambda request, attempt, choice, index, pieces, scored: m.Tokens(
+                request, attempt, choice, index, tuple(i for i, *_ in pieces), tuple(t for _, t, _ in pieces),
+                tuple(scores for *_, scores in pieces) if scored else (),
             ),
-            text, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**40), pieces,
+            text, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**40), pieces, st.booleans(),
         )  # fmt: skip
     if kind is m.BlockRun:
         return st.builds(m.BlockRun, hashes, st.lists(hashes, max_size=4).map(tuple))
@@ -203,7 +211,7 @@ def test_a_field_of_any_other_value_is_read_or_named(data: st.DataObject) -> Non
         assert re.split(r"[.\[ ]", refusal.field)[0] == field
 
 
-@given(st.lists(msgpack_values, max_size=8), st.integers(0, 6))
+@given(st.lists(msgpack_values, max_size=8), st.integers(0, 7))
 def test_rows_of_any_shape_are_frames_or_refused(values: list[Any], tag: int) -> None:
     data = bytes((codec.VERSION,)) + msgpack.packb([[tag, *values]])
     read_or_refuse(codec.decode_frames, data)
@@ -237,7 +245,7 @@ def test_missing_fields_are_named_or_take_their_default(kind: type) -> None:
     assert caught.value.field == required[0]
 
 
-@given(st.lists(frames, min_size=1, max_size=3), st.integers(7, 255))
+@given(st.lists(frames, min_size=1, max_size=3), st.integers(8, 255))
 def test_frames_of_a_later_kind_are_left_out(known: list[m.Frame], tag: int) -> None:
     rows = msgpack.unpackb(codec.encode_frames(known)[1:])
     later = bytes((codec.VERSION,)) + msgpack.packb([[tag, "x"], *rows, [tag]])
@@ -313,6 +321,21 @@ def producer(**fields: Any) -> m.ProducerRequest:
         ({"deadline_ms": -1}, "deadline_ms", "must be within"),
         ({"priority": 101}, "priority", "must be within"),
         ({"ignore_eos": 1}, "ignore_eos", "expected bool, got int"),
+        ({"n": 0}, "n", r"must be within \[1, 128\], got 0"),
+        ({"n": 129}, "n", "must be within"),
+        ({"min_p": 1.5}, "min_p", "must be within"),
+        ({"presence_penalty": "x"}, "presence_penalty", "expected float, got str"),
+        ({"frequency_penalty": 1000}, "frequency_penalty", "must be within"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be within"),
+        ({"logit_bias": [5]}, "logit_bias", "expected map, got list"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias.-5", "keys must be integers in decimal, at least 0"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "keys must be integers"),
+        ({"logit_bias": {"5": None}}, "logit_bias.5", "expected float, got NoneType"),
+        ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias", "at most 4096 entries, got 4097"),
+        ({"logprobs": -1}, "logprobs", "must be within"),
+        ({"logprobs": True}, "logprobs", "expected int, got bool"),
+        ({"min_tokens": -1}, "min_tokens", "must be within"),
+        ({"context_overflow": "cut"}, "context_overflow", "'cut' is none of error, truncate_left"),
     ],
 )  # fmt: skip
 def test_bounds_name_the_field_and_the_limit(fields: dict[str, Any], field: str, words: str) -> None:
@@ -320,6 +343,66 @@ def test_bounds_name_the_field_and_the_limit(fields: dict[str, Any], field: str,
         producer(**fields)
     assert caught.value.field == field
     assert caught.value.http_status == 400
+
+
+def test_token_ids_that_are_keys_may_be_integers_in_a_producers_msgpack() -> None:
+    for key in (5, "5"):
+        for version in (b"", b"\x01"):
+            data = version + msgpack.packb({"prompt": "x", "logit_bias": {key: -1}})
+            assert codec.decode_plain(m.ProducerRequest, data, as_json=False).logit_bias == {5: -1.0}
+    with pytest.raises(CodecError) as caught:
+        codec.decode_plain(m.ProducerRequest, msgpack.packb({"prompt": "x", "logit_bias": {-5: 1}}), as_json=False)
+    assert caught.value.field == "logit_bias.-5"
+    data = b"\x01" + msgpack.packb({"max_tokens": 1, "logit_bias": {5: 1.0}})
+    with pytest.raises(CodecError):
+        codec.decode(m.Sampling, data)
+
+
+TOKENS = m.Tokens("r", 0, 1, 4, (5, 6), ("a", ""))
+
+
+def test_log_probabilities_cost_nothing_where_there_are_none() -> None:
+    """A reader of an earlier version takes the first seven elements and never sees them."""
+    (row,) = msgpack.unpackb(codec.encode_frames([TOKENS])[1:])
+    assert len(row) == 7
+    scored = dataclasses.replace(TOKENS, logprobs=(m.TokenLogprobs(-0.5, (5, 9), (-0.5, -2.0)), m.TokenLogprobs(-1.0)))
+    (longer,) = msgpack.unpackb(codec.encode_frames([scored])[1:])
+    assert longer[:7] == row
+    assert longer[7:] == [[[-0.5, [5, 9], [-0.5, -2.0]], [-1.0, [], []]]]
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_log_probabilities_are_finite_on_the_wire(value: float) -> None:
+    scored = dataclasses.replace(TOKENS, logprobs=(m.TokenLogprobs(value, (5,), (value,)),) * 2)
+    expected = dataclasses.replace(TOKENS, logprobs=(m.TokenLogprobs(-9999.0, (5,), (-9999.0,)),) * 2)
+    assert codec.decode_frames(codec.encode_frames([scored])) == [expected]
+    for as_json in (True, False):
+        data = codec.encode_plain_frame(scored, as_json=as_json)
+        assert codec.decode_plain_frame(data, as_json=as_json) == expected
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [None, {}, 5, [[-1.0, [], []]], [[-1.0]] * 2, [[-1.0, [1], []]] * 2, [["x", [], []]] * 2, [[math.inf, [], []]] * 2,
+     [[-1.0, ["x"], [-1.0]]] * 2, [[-1.0, [1], [None]]] * 2, [{}] * 2],
+)  # fmt: skip
+def test_malformed_log_probabilities_are_refused(scores: Any) -> None:
+    row = [2, "r", 0, 0, 4, [5, 6], ["a", ""], scores]
+    with pytest.raises(CodecError) as caught:
+        codec.decode_frames(b"\x01" + msgpack.packb([row]))
+    assert caught.value.field == "tokens.logprobs"
+
+
+def test_one_choice_is_written_as_it_always_was() -> None:
+    """A worker of an earlier version reads it."""
+    request = m.GenerateRequest("r", 1, "m", m.Sampling(5), "_ing.i.r", (1, 2), output_ids=(7,), text_sent=3)
+    assert set(codec.to_map(request)) == {
+        "request", "attempt", "model", "sampling", "inbox", "prompt_ids", "output_ids", "text_sent"
+    }  # fmt: skip
+    assert codec.to_map(request.sampling) == {"max_tokens": 5}
+    assert request.continuation(0) == m.Continuation((7,), 3)
+    several = dataclasses.replace(request, sampling=m.Sampling(5, n=3), continuations=(m.Continuation((8,), 1),))
+    assert [several.continuation(choice).output_ids for choice in range(3)] == [(8,), (), ()]
 
 
 def test_nested_fields_are_named_by_their_path() -> None:

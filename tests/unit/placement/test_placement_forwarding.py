@@ -6,7 +6,7 @@ import pytest
 from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
 
 from kvproto.ids import model_token
-from kvproto.messages import Encoding, Progress, State, Tokens
+from kvproto.messages import Encoding, Overflow, Progress, State, Tokens
 from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
 from services.placement.core import SILENCE_LIMIT_S, PlacementCore
 from services.placement.events import (
@@ -73,6 +73,16 @@ class TestOffer:
         assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.stop) == (9, 7, ("x",))
         assert (request.deadline_ms, request.expires_unix_ms) == (500, 1_000_500)
         assert core.stats().booked == 1
+
+    def test_carries_all_that_was_asked_of_sampling(self) -> None:
+        asked = {
+            "temperature": 0.5, "top_p": 0.5, "top_k": 5, "ignore_eos": True, "n": 3, "min_p": 0.1,
+            "presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {5: -1.0},
+            "logprobs": 2, "min_tokens": 4,
+        }  # fmt: skip
+        sampling = offer(a_core("w1"), **asked, context_overflow=Overflow.SLIDING).request.sampling
+        assert {name: getattr(sampling, name) for name in asked} == asked
+        assert sampling.overflow is Overflow.SLIDING
 
     def test_the_models_real_name_is_found_by_its_token(self) -> None:
         core = a_core()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvproto.messages import Sampling
+from services.worker.model.base import Scored
 from services.worker.model.fake import FakeRunner
 from services.worker.step_plan import Draw, Slice
 
@@ -101,3 +103,52 @@ def test_engine_and_fake_import_neither_torch_nor_nats() -> None:
         "sys.exit(bool({'torch', 'transformers', 'nats', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def scored(runner: FakeRunner, sampling: Sampling, ids: list[int] = [1, 2, 3], choice: int = 0) -> Scored:  # noqa: B006
+    (drawn,) = runner.run([Slice(ids, 0, [0], Draw(sampling, choice, 0))])
+    assert isinstance(drawn, Scored)
+    return drawn
+
+
+def test_log_probabilities_are_a_distribution_and_the_models_own() -> None:
+    runner = FakeRunner(num_blocks=4, block_size=4, vocab_size=50)
+    greedy = Sampling(1, temperature=0.0, logprobs=50)
+    best = scored(runner, greedy)
+    assert len(set(best.logprobs.top_ids)) == 50
+    assert sum(map(math.exp, best.logprobs.top_logprobs)) == pytest.approx(1.0)
+    assert list(best.logprobs.top_logprobs) == sorted(best.logprobs.top_logprobs, reverse=True)
+    assert best.logprobs.top_ids[0] == best.token
+    known = dict(zip(best.logprobs.top_ids, best.logprobs.top_logprobs, strict=True))
+    seen = set()
+    for seed in range(20):
+        for choice in range(2):
+            drawn = scored(runner, Sampling(1, seed=seed, logprobs=3, logit_bias={7: 1.0}), choice=choice)
+            assert drawn.logprobs.logprob == known[drawn.token], "whatever was drawn, and however"
+            assert drawn.logprobs.top_ids == best.logprobs.top_ids[:3]
+            seen.add(drawn.token)
+    assert len(seen) > 5
+    assert scored(runner, greedy, [1, 2, 4]).logprobs != best.logprobs, "they depend on what the blocks hold"
+    assert scored(runner, Sampling(1, temperature=0.0, logprobs=0)).logprobs.top_ids == ()
+
+
+def test_no_one_pays_for_log_probabilities_that_were_not_asked_for() -> None:
+    assert isinstance(token_of(FakeRunner(num_blocks=4, block_size=4), [1, 2, 3], [0]), int)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bans_and_biases_count(temperature: float) -> None:
+    runner = FakeRunner(num_blocks=4, block_size=4, vocab_size=50)
+
+    def token(banned: tuple[int, ...] = (), bias: dict[int, float] | None = None) -> int:
+        sampling = Sampling(1, temperature=temperature, seed=3, logit_bias=bias or {})
+        (drawn,) = runner.run([Slice([1, 2, 3], 0, [0], Draw(sampling, 0, 0, banned=banned))])
+        assert isinstance(drawn, int)
+        return drawn
+
+    free = token()
+    assert token(banned=(free,)) == (free + 1) % 50
+    assert token(bias={free: -100.0}) == (free + 1) % 50
+    assert token(bias={(free + 20) % 50: 100.0}) == (free + 20) % 50
+    assert token(bias={(free + 20) % 50: 100.0}, banned=((free + 20) % 50,)) == free
+    assert token(bias={(free + 20) % 50: 0.1}) == free

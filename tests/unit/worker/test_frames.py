@@ -6,19 +6,35 @@ from dataclasses import replace
 
 from kvproto.errors import EngineFailure
 from kvproto.messages import (
+    ChoiceFinished,
+    Continuation,
     Encoding,
     Failed,
     Finished,
     FinishReason,
+    Frame,
     GenerateRequest,
     Progress,
     Sampling,
     Started,
+    TokenLogprobs,
     Tokens,
 )
 from kvproto.stream_assembly import StreamAssembly
-from services.worker.frames import KEEP_FINISHED_S, PAUSED_LIMIT_S, TOKENS_PER_RESEND, FrameBook
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
+from services.worker.frames import (
+    KEEP_FINISHED_S,
+    PAUSED_LIMIT_S,
+    SCORED_PER_RESEND,
+    TOKENS_PER_RESEND,
+    FrameBook,
+)
+from services.worker.outputs import (
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOutput,
+    SequenceStarted,
+    SequenceTokens,
+)
 
 
 def request(**changes: object) -> GenerateRequest:
@@ -29,20 +45,18 @@ def test_life_of_an_attempt() -> None:
     book = FrameBook("w0")
     book.open(request(), "_ing.x.r.r")
     assert book.knows("r", 0)
-    sent = book.add(SequenceStarted("r", 0, 7, 5, 0, 0.25), 0.0)
-    assert sent is not None
-    assert sent[1] == Started("r", 0, "w0", 7, {"device": 5}, 0.25)
+    ((_, sent),) = book.add(SequenceStarted("r", 0, 7, 5, 0, 0.25), 0.0)
+    assert sent == Started("r", 0, "w0", 7, {"device": 5}, 0.25)
     book.add(SequenceTokens("r", 0, 0, (4, 5), ("a", "b")), 0.0)
-    done = book.add(SequenceFinished("r", 0, FinishReason.STOP, 7, 2, 5), 1.0)
-    assert done is not None
-    assert isinstance(done[1], Finished)
-    assert book.add(SequenceFailed("r", 0, EngineFailure("late")), 1.0) is None, "one terminal frame only"
+    ((_, done),) = book.add(SequenceFinished("r", 0, FinishReason.STOP, 7, 2, 5), 1.0)
+    assert done == Finished("r", 0, FinishReason.STOP, 7, 2, 5, "w0")
+    assert book.add(SequenceFailed("r", 0, EngineFailure("late")), 1.0) == [], "one terminal frame only"
     assert book.running == []
     stream = StreamAssembly()
     for frame in book.repeat("r", 0, 0):
         stream.accept(frame)
     assert stream.ids == [4, 5]
-    assert stream.terminal == done[1]
+    assert stream.terminal == done
     book.sweep(1.0 + KEEP_FINISHED_S + 0.1)
     assert len(book) == 0
     assert book.repeat("r", 0, 0) == []
@@ -70,14 +84,13 @@ def test_long_repeats_come_in_pieces() -> None:
 def test_failure_keeps_its_code_and_field() -> None:
     book = FrameBook("w0")
     book.open(request(), "")
-    sent = book.add(SequenceFailed("r", 0, EngineFailure("broke", field="prompt")), 0.0)
-    assert sent is not None
-    assert sent[1] == Failed("r", 0, "engine_failure", "broke", True, "prompt", 0)
+    ((_, sent),) = book.add(SequenceFailed("r", 0, EngineFailure("broke", field="prompt")), 0.0)
+    assert sent == Failed("r", 0, "engine_failure", "broke", True, "prompt", 0)
 
 
 def test_outputs_of_unknown_attempts_are_dropped() -> None:
     book = FrameBook("w0")
-    assert book.add(SequenceTokens("x", 0, 0, (1,), ("a",)), 0.0) is None
+    assert book.add(SequenceTokens("x", 0, 0, (1,), ("a",)), 0.0) == []
 
 
 def test_overdue_and_forgotten_pauses_are_found() -> None:
@@ -91,3 +104,102 @@ def test_overdue_and_forgotten_pauses_are_found() -> None:
     assert book.overdue(6.0) == [late]
     assert book.overdue(PAUSED_LIMIT_S + 1) == [late, paused]
     assert book.running_count == 3
+
+
+# ---------------------------------------------------------------------------------------------- several choices
+
+
+def several(n: int, **changes: object) -> GenerateRequest:
+    return request(**changes) if n == 1 else replace(request(**changes), sampling=Sampling(9, n=n))
+
+
+def say(book: FrameBook, *outputs: SequenceOutput) -> list[Frame]:
+    return [frame for output in outputs for _, frame in book.add(output, 0.0)]
+
+
+def tokens(choice: int, index: int, *ids: int) -> SequenceTokens:
+    scores = tuple(TokenLogprobs(-float(one)) for one in ids)
+    return SequenceTokens("r", 0, index, ids, tuple(str(one) for one in ids), choice, scores)
+
+
+def done(choice: int, total: int, reason: FinishReason = FinishReason.STOP, cached: int = 0) -> SequenceFinished:
+    return SequenceFinished("r", 0, reason, 7, total, cached, choice)
+
+
+def test_several_choices_end_one_by_one_and_the_attempt_once() -> None:
+    book = FrameBook("w0")
+    assert book.open(several(3), "").pending == {0, 1, 2}
+    assert book.pending_sequences == 3
+    out = say(
+        book,
+        SequenceStarted("r", 0, 7, 0, 0, 0.5, 1),
+        SequenceStarted("r", 0, 7, 6, 0, 0.7, 0),  # finds what choice 1 computed: not what was cached before
+        tokens(1, 0, 11, 12),
+        done(1, 2, cached=6),
+        tokens(0, 0, 1),
+        done(0, 1, FinishReason.LENGTH, cached=6),
+        tokens(2, 0, 21),
+        done(2, 1, cached=6),
+    )
+    assert out == [
+        Started("r", 0, "w0", 7, {}, 0.5),
+        Tokens("r", 0, 1, 0, (11, 12), ("11", "12"), (TokenLogprobs(-11.0), TokenLogprobs(-12.0))),
+        ChoiceFinished("r", 0, 1, FinishReason.STOP, 2),
+        Tokens("r", 0, 0, 0, (1,), ("1",), (TokenLogprobs(-1.0),)),
+        ChoiceFinished("r", 0, 0, FinishReason.LENGTH, 1),
+        Tokens("r", 0, 2, 0, (21,), ("21",), (TokenLogprobs(-21.0),)),
+        ChoiceFinished("r", 0, 2, FinishReason.STOP, 1),
+        Finished("r", 0, FinishReason.LENGTH, 7, 4, 0, "w0"),
+    ]
+    assert book.pending_sequences == 0
+
+
+def test_a_choice_that_fails_ends_the_attempt() -> None:
+    book = FrameBook("w0")
+    book.open(several(2), "")
+    failed = SequenceFailed("r", 0, EngineFailure("broke"), 1)
+    (_, _, terminal) = say(book, tokens(0, 0, 1, 2), tokens(1, 0, 3), failed)
+    assert terminal == Failed("r", 0, "engine_failure", "broke", True, None, 3)
+    assert say(book, tokens(0, 2, 4), done(0, 3), SequenceFailed("r", 0, EngineFailure("broke"), 0)) == []
+    assert book.pending_sequences == book.running_count == 0
+
+
+def test_a_continued_attempt_generates_what_has_not_ended() -> None:
+    book = FrameBook("w0")
+    before = (Continuation((1, 2), 2), Continuation((5,), 1, FinishReason.STOP))
+    record = book.open(several(3, continuations=before), "")
+    assert record.pending == {0, 2}
+    assert record.output_tokens == 3
+    assert say(book, tokens(0, 2, 3), done(0, 3), done(2, 0))[-1] == Finished("r", 0, FinishReason.STOP, 7, 4, 0, "w0")
+
+
+def test_an_attempt_of_which_only_the_end_was_lost_finds_it_again() -> None:
+    book = FrameBook("w0")
+    ended = (Continuation((1,), 1, FinishReason.LENGTH), Continuation((), 0, FinishReason.STOP))
+    assert book.open(several(2, continuations=ended), "").pending == {0}
+    out = say(book, SequenceStarted("r", 0, 7, 0, 0, 0.0), done(0, 1, FinishReason.LENGTH))
+    assert out[-1] == Finished("r", 0, FinishReason.LENGTH, 7, 1, 0, "w0")
+
+
+def test_what_is_repeated_restores_every_choice() -> None:
+    book = FrameBook("w0")
+    book.open(several(2), "")
+    say(book, SequenceStarted("r", 0, 7, 0, 0, 0.0), tokens(0, 0, 1, 2), tokens(1, 0, 3), done(1, 1))
+    frames = book.repeat("r", 0, 0, (1, 0))
+    assert frames[0] == Progress("r", 0, 3)
+    assert [(f.choice, f.index, f.ids) for f in frames if isinstance(f, Tokens)] == [(0, 1, (2,)), (1, 0, (3,))]
+    say(book, tokens(0, 2, 4), done(0, 3))
+    stream = StreamAssembly(2)
+    for frame in book.repeat("r", 0, 0):
+        stream.accept(frame)
+    assert [choice.ids for choice in stream.choices] == [[1, 2, 4], [3]]
+    assert stream.terminal == Finished("r", 0, FinishReason.STOP, 7, 4, 0, "w0")
+    assert [f for f in book.repeat("r", 0, 2**62) if isinstance(f, Tokens)] == []
+
+
+def test_repeats_with_log_probabilities_come_in_smaller_pieces() -> None:
+    book = FrameBook("w0")
+    book.open(request(), "")
+    say(book, *(tokens(0, i, i) for i in range(SCORED_PER_RESEND + 1)))
+    frames = [frame for frame in book.repeat("r", 0, 0) if isinstance(frame, Tokens)]
+    assert [len(frame.ids) for frame in frames] == [len(frame.logprobs) for frame in frames] == [SCORED_PER_RESEND, 1]

@@ -1,0 +1,62 @@
+"""Whether a worker takes a request, and the sequences that it becomes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvproto.block_hash import Root
+from kvproto.errors import DeadlineExceeded, Draining, InvalidRequest, ModelNotFound, Unavailable
+from kvproto.messages import GenerateRequest
+from kvproto.subjects import is_inbox
+from services.worker.sequence import SequenceSpec
+
+
+def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_ms: float) -> None:
+    """Raises the KvfleetError for which this worker does not take the request at any time."""
+    if not is_inbox(request.inbox):
+        raise InvalidRequest("must be an inbox: it begins with _ and has no wildcard", field="inbox")
+    if bool(request.prompt_ids) == (request.prompt is not None):
+        raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
+    if request.prompt == "":
+        raise InvalidRequest("must not be empty", field="prompt")
+    if request.model != model:
+        raise ModelNotFound(f"this worker serves {model!r}, not {request.model!r}", field="model")
+    if draining:
+        raise Draining("this worker is draining")
+    if request.expires_unix_ms is not None and request.expires_unix_ms < unix_ms:
+        raise DeadlineExceeded("the request arrived after its deadline", field="expires_unix_ms")
+
+
+def check_capacity(request: GenerateRequest, *, taken: int, limit: int) -> None:
+    """Every choice is a sequence of its own, waiting or running. Raises InvalidRequest, or Unavailable for now."""
+    if request.sampling.n > limit:
+        raise InvalidRequest(f"this worker takes at most {limit} choices, waiting and running", field="n")
+    if taken + request.sampling.n > limit:
+        raise Unavailable("this worker has all it takes, waiting and running", retry_after_s=1.0)
+
+
+def sequences_of(
+    request: GenerateRequest,
+    choices: Iterable[int],
+    *,
+    prompt_ids: tuple[int, ...],
+    root: Root,
+    tenant: str,
+    deadline: float | None,
+) -> Iterator[SequenceSpec]:
+    """One per choice that is to be generated, each where an earlier attempt left it."""
+    for choice in choices:
+        before = request.continuation(choice)
+        yield SequenceSpec(
+            request=request.request,
+            attempt=request.attempt,
+            prompt_ids=prompt_ids,
+            sampling=request.sampling,
+            root=root,
+            output_ids=before.output_ids,
+            text_sent=before.text_sent,
+            tenant=tenant,
+            priority=request.priority,
+            deadline=deadline,
+            choice=choice,
+        )
