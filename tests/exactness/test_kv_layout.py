@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, CONTEXT, make_model
+from tiny_configs import CONFIGS, CONTEXT
+from tiny_models import make_model
 from transformers import AutoConfig, FalconConfig, GPTBigCodeConfig, GPTNeoXConfig, OPTConfig, PreTrainedConfig
 
 from kvproto.errors import UnsupportedModel
