@@ -38,9 +38,11 @@ class LlamaCpp:
         asked.n_batch, asked.n_ubatch = options.batch, options.micro_batch
         asked.n_threads = asked.n_threads_batch = options.threads
         asked.kv_unified = bool(options.unified)
-        asked.flash_attn_type = options.flash_attention
-        # llama.cpp keeps K and V in fp16 by default; for fp32 that would be less exact than the other engines.
-        cache = llama_cpp.GGML_TYPE_F32 if options.dtype == "float32" else llama_cpp.GGML_TYPE_F16
+        # By default llama.cpp keeps K and V in fp16, and its flash attention computes in fp16 on a CPU, also over fp32:
+        # greedy tokens then differ from all other engines. So neither for fp32, unless asked for.
+        exact = options.dtype == "float32"
+        asked.flash_attn_type = int(not exact) if options.flash_attention < 0 else options.flash_attention
+        cache = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
         asked.type_k = asked.type_v = options.cache_type if options.cache_type >= 0 else cache
         self._context = llama_cpp.llama_init_from_model(self._model, asked)
         assert self._context, "llama.cpp cannot make a context"
@@ -211,6 +213,6 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=2048, help="tokens of one llama_decode")
     parser.add_argument("--micro-batch", type=int, default=512)
     parser.add_argument("--unified", type=int, default=0, help="1: one K/V buffer for all sequences")
-    parser.add_argument("--flash-attention", type=int, default=-1, help="0: off, 1: on, -1: llama.cpp's choice")
+    parser.add_argument("--flash-attention", type=int, default=-1, help="0: off, 1: on, -1: off for fp32")
     parser.add_argument("--cache-type", type=int, default=-1, help="GGML type of K and V; -1: fp32, or fp16 for bf16")
     serve(LlamaCpp, parser)

@@ -12,6 +12,7 @@ from kvproto.messages import Bundle
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import TokenizerDetokenizer
 from services.worker.engine import Engine
+from services.worker.kv_size import KvLayout, size_lines
 from services.worker.model.base import ModelRunner
 from services.worker.model.fake import FakeRunner
 from services.worker.scheduler import Scheduler
@@ -55,23 +56,21 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     import torch  # here, so that a fake worker starts without it
     from transformers.utils.logging import disable_progress_bar
 
-    from services.worker.model.attention.reference import ReferenceBackend
+    from services.worker.model.assembly import build_runner, with_kv_dtype
     from services.worker.model.kv_pool import blocks_that_fit
     from services.worker.model.loader import load_model
-    from services.worker.model.runner import TorchRunner
 
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers_on_host)
     torch.set_num_threads(threads)
     disable_progress_bar()  # several workers share one terminal; who starts them shows how far they are
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
+    loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
     fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
     blocks = settings.blocks or blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction)
-    log.info(
-        "%d blocks of %d tokens, %.2f GiB of KV on %s, %d threads",
-        blocks,
-        settings.block_size,
-        blocks * loaded.kv_shape.bytes_per_block(settings.block_size) / 2**30,
-        loaded.device,
-        threads,
-    )
-    return TorchRunner(loaded, ReferenceBackend(), blocks, settings.block_size)
+    shape = loaded.kv_shape
+    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window)
+    kv_dtype = "int8" if shape.quantized else str(shape.dtype).removeprefix("torch.")
+    for line in size_lines(layout, settings.block_size, kv_dtype, blocks):
+        log.info(line)
+    log.info("%s, %d threads", loaded.device, threads)
+    return build_runner(loaded, blocks, settings.block_size, settings.attention)

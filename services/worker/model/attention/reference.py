@@ -67,7 +67,7 @@ class ReferenceStep:
         self._pool = pool
         self._layer_runs = 2 * pool.shape.kv_heads
         self._write = self._token_rows(batch.slots)
-        self._slices = list(zip(batch.first, batch.slices, strict=True))
+        self._slices = list(zip(batch.first.tolist(), batch.slices, strict=True))
         self._longest = max((part.end for part in batch.slices), default=0)
         self._parts: dict[int | None, list[_Chunk | _Decodes]] = {}
 

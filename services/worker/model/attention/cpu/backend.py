@@ -9,13 +9,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kvproto.errors import UnsupportedModel
 from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.plan import TILE_ROWS, cut
+from services.worker.model.attention.cpu.plan import TILE_ROWS, Items, cut
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.vector import team
@@ -74,7 +72,7 @@ class CpuStep:
         self._batch = batch
         self._pool = pool
         self._heads = 0
-        self._tables: tuple[NDArray[np.int64], ...] = ()
+        self._items: Items | None = None
         self._threads = backend.threads
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
@@ -113,14 +111,13 @@ class CpuStep:
         shape, block = pool.shape, backend.block
         heads, dim = query.shape[1], query.shape[2]
         group = heads // shape.kv_heads
-        first = np.array(batch.first, dtype=np.int64)
-        items = cut(batch.slices, first, pool.block_size, shape.kv_heads, group, self._threads)
+        items = cut(batch, shape.kv_heads, group, self._threads)
         padded = -(-dim // 16) * 16
         backend.reserve(group, padded, items.partials)
         kind = c.INT8 if shape.quantized else KINDS[shape.dtype]
         block[c.TOKENS] = len(batch.ids)
         block[c.ITEMS], block[c.ITEM_TABLE] = len(items.items), items.items.ctypes.data
-        block[c.SLICES], block[c.TABLES] = items.slices.ctypes.data, items.tables.ctypes.data
+        block[c.SLICES], block[c.TABLES] = items.slices.ctypes.data, batch.tables.ctypes.data
         block[c.SLOTS] = batch.slots.ctypes.data
         block[c.SPLITS], block[c.SPLIT_TABLE] = len(items.splits), items.splits.ctypes.data
         block[c.POOL], block[c.RUN_BYTES] = pool.data.data_ptr(), pool.run_bytes
@@ -132,9 +129,4 @@ class CpuStep:
         block[c.HEADS], block[c.KV_HEADS], block[c.GROUP] = heads, shape.kv_heads, group
         block[c.HEAD_DIM], block[c.PADDED] = dim, padded
         self._heads = heads
-        self._tables = (items.items, items.slices, items.tables, items.splits, batch.slots)
-
-
-def check_supported(dtype: torch.dtype) -> None:
-    if dtype not in KINDS:
-        raise UnsupportedModel(f"the cpu attention does not know {dtype}", field="dtype")
+        self._items = items

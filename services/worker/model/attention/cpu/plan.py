@@ -6,11 +6,9 @@ kv head, and those longer than a thread's fair share are also cut along the sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.model.attention.cpu.call import (
     DECODE,
@@ -23,11 +21,12 @@ from services.worker.model.attention.cpu.call import (
     ITEM_SLICE,
     PREFILL,
     SLICE_FIELDS,
+    SLICE_FIRST,
+    SLICE_START,
+    SLICE_TABLE,
     SPLIT_FIELDS,
 )
-from services.worker.step_plan import Slice
-
-Ints = NDArray[np.int64]
+from services.worker.model.batch import Ints, RaggedBatch
 
 TILE_ROWS = 64  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
 SHORTEST_PART = 256  # tokens of a split decode
@@ -40,33 +39,23 @@ class Items:
 
     items: Ints
     slices: Ints
-    tables: Ints
     splits: Ints
     partials: int
 
 
-def cut(slices: Sequence[Slice], first: Ints, block_size: int, kv_heads: int, group: int, threads: int) -> Items:
-    """`first[i]` is the flat index of slice i's first token."""
-    starts = np.array([part.start for part in slices], dtype=np.int64)
-    counts = np.array([len(part.ids) for part in slices], dtype=np.int64)
-    ends = starts + counts
-    lengths = -(-ends // block_size)
-    offsets = np.zeros(len(slices), dtype=np.int64)
-    np.cumsum(lengths[:-1], out=offsets[1:])
-    tables = np.empty(int(lengths.sum()), dtype=np.int64)
-    for part, offset, length in zip(slices, offsets.tolist(), lengths.tolist(), strict=True):
-        tables[offset : offset + length] = part.blocks[:length]
-    table = np.empty((len(slices), SLICE_FIELDS), dtype=np.int64)
-    table[:, 0], table[:, 1], table[:, 2] = first, starts, offsets
-
+def cut(batch: RaggedBatch, kv_heads: int, group: int, threads: int) -> Items:
+    """`group` query heads share a kv head."""
+    starts, counts = batch.starts, batch.counts
+    slices = np.empty((len(starts), SLICE_FIELDS), dtype=np.int64)
+    slices[:, SLICE_FIRST], slices[:, SLICE_START], slices[:, SLICE_TABLE] = batch.first, starts, batch.offsets
     work = int((counts * (starts + (counts + 1) / 2)).sum() * kv_heads * group)
     decoding = np.flatnonzero(counts == 1)
-    decodes, splits, partials = _decodes(decoding, ends, first, kv_heads, group, work // (threads * SHARES))
+    decodes, splits, partials = _decodes(decoding, batch, kv_heads, group, work // (threads * SHARES))
     several: list[int] = np.flatnonzero(counts > 1).tolist()
     chunks = [_prefill(at, int(counts[at]), int(starts[at]), kv_heads, group, threads) for at in several]
     items = np.concatenate([*(items for items, _ in chunks), decodes[0]])
     cost = np.concatenate([*(cost for _, cost in chunks), decodes[1]])
-    return Items(np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), table, tables, splits, partials)
+    return Items(np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), slices, splits, partials)
 
 
 def _prefill(at: int, count: int, start: int, kv_heads: int, group: int, threads: int) -> tuple[Ints, Ints]:
@@ -87,9 +76,10 @@ def _prefill(at: int, count: int, start: int, kv_heads: int, group: int, threads
 
 
 def _decodes(
-    which: Ints, ends: Ints, first: Ints, kv_heads: int, group: int, fair: int
+    which: Ints, batch: RaggedBatch, kv_heads: int, group: int, fair: int
 ) -> tuple[tuple[Ints, Ints], Ints, int]:
     """Items of all decodes and their cost, the split table, and how many partials there are."""
+    ends, first = batch.starts + batch.counts, batch.first
     longest = max(SHORTEST_PART, fair // group)
     parts = -(-ends[which] // longest)
     step = -(-ends[which] // parts)
