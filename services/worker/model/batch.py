@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """`rows[j]` is the flat index whose logits `draws[j]` needs; slice i's block table begins at `tables[offsets[i]]`."""
+    """`rows[j]` is the flat index whose logits `draws[j]` needs."""
 
     slices: Sequence[Slice]
     ids: Ints  # [T]
@@ -28,7 +28,7 @@ class RaggedBatch:
     first: Ints  # [S], where each slice begins in the flat arrays
     starts: Ints  # [S], position of its first token
     counts: Ints  # [S], how many tokens it has
-    offsets: Ints  # [S]
+    offsets: Ints  # [S], where its block table begins in `tables`
     tables: Ints  # blocks of all slices, up to their last token's
     rows: Ints
     draws: list[Draw]

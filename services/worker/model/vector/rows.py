@@ -24,12 +24,15 @@ from services.worker.model.vector.emit import (
     I16,
     I32,
     I64,
+    INTS,
     LANES,
     VECTOR,
     call,
     constant,
     exp,
     fma,
+    lane_max,
+    larger,
     load,
     loop,
     offset_by,
@@ -49,10 +52,10 @@ def row_max(_context, scores, count):
 
         def body(i, values):
             loaded = load(builder, offset_by(builder, address, i, 4 * LANES))
-            return [call(builder, "maxnum", VECTOR, [values[0], loaded])]
+            return [larger(builder, loaded, values[0])]
 
         (largest,) = loop(builder, vectors, [constant(-math.inf)], body)
-        return call(builder, "vector.reduce.fmax", VECTOR, [largest])
+        return lane_max(builder, largest)
 
     return FLOAT(ADDRESS, COUNT), emit
 
@@ -279,3 +282,25 @@ def row_gate(_context, gate, up, count, tanh):
         loop(builder, vectors, [], body)
 
     return types.void(ADDRESS, ADDRESS, COUNT, types.int64), returning_nothing(emit)
+
+
+@intrinsic
+def interleave(_context, first, second, target, count):
+    """`count` (a multiple of LANES) pairs of 16-bit numbers, one of each row, the first in the lower half."""
+
+    def emit(_, builder, __, arguments):
+        a, b, out, elements = arguments
+        halves = ir.VectorType(I16, LANES)
+
+        def body(i, values):
+            low, high = (
+                builder.zext(load(builder, offset_by(builder, row, i, 2 * LANES), halves, align=2), INTS)
+                for row in (a, b)
+            )
+            pairs = builder.or_(low, builder.shl(high, constant(16, I32)))
+            store(builder, pairs, offset_by(builder, out, i, 4 * LANES))
+            return []
+
+        loop(builder, builder.sdiv(elements, ir.Constant(I64, LANES)), [], body)
+
+    return types.void(ADDRESS, ADDRESS, ADDRESS, COUNT), returning_nothing(emit)

@@ -30,7 +30,9 @@ class CpuBackend:
 
     def __init__(self, threads: int | None = None) -> None:
         from services.worker.model.attention.cpu.kernels import compiled  # numba takes time to import
+        from services.worker.model.vector.products import multiplies_pairs
 
+        self.pairs = multiplies_pairs()
         self.threads = threads or torch.get_num_threads()
         self.entries = compiled()
         self.block = np.zeros(c.FIELDS, dtype=np.int64)
@@ -51,7 +53,9 @@ class CpuBackend:
         rows = max(TILE_ROWS, group)
         decode = group * (2 + 2 * padded + DECODE_CHUNK) + LANES * padded
         prefill = rows * (2 + 2 * padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
-        each = -(-max(decode, prefill) // 1024) * 1024
+        whole = -(-rows // 4) * 4
+        pairs = 2 * rows + whole * (padded * 3 // 2 + PREFILL_CHUNK * 3 // 2) + padded * (PREFILL_CHUNK + 1)
+        each = -(-max(decode, prefill, pairs) // 1024) * 1024
         if len(self._scratch) < each * self.threads:
             self._scratch = np.empty(each * self.threads, dtype=np.float32)
         if len(self._partials) < partials * group * (padded + 2):
@@ -126,6 +130,8 @@ class CpuStep:
         block[c.BLOCK_SHIFT] = size.bit_length() - 1 if size & (size - 1) == 0 else -1
         block[c.TILED] = size % 16 == 0
         block[c.DIRECT] = kind == c.FLOAT32 and dim == padded and size % 16 == 0
+        halves = kind == KINDS[query.dtype] == c.BFLOAT16
+        block[c.PAIRS] = backend.pairs and halves and dim % 32 == 0 and size % 16 == 0
         block[c.HEADS], block[c.KV_HEADS], block[c.GROUP] = heads, shape.kv_heads, group
         block[c.HEAD_DIM], block[c.PADDED] = dim, padded
         self._heads = heads

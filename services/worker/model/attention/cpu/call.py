@@ -36,6 +36,7 @@ STORED_AT_ONCE = 16  # tokens a thread stores per ticket
     KV_KIND,
     TILED,  # 1: a tile of LANES tokens never crosses blocks
     DIRECT,  # 1: the pool's rows are what the kernels compute with
+    PAIRS,  # 1: bfloat16 is multiplied as such, in pairs
     HEADS,
     KV_HEADS,
     GROUP,  # heads per kv head
@@ -55,7 +56,7 @@ STORED_AT_ONCE = 16  # tokens a thread stores per ticket
     VALUE_HEAD,
     OUT,
     FIELDS,
-) = range(42)
+) = range(43)
 
 # Columns of the item table.
 DECODE, PREFILL = 0, 1

@@ -37,12 +37,13 @@ from services.worker.model.vector.cells import (
     write_float,
 )
 from services.worker.model.vector.compiled import Entry, entry
-from services.worker.model.vector.emit import LANES
-from services.worker.model.vector.products import dots, product, transpose
-from services.worker.model.vector.rows import narrow, row_cap, row_exp, row_fill, row_max, row_scale, widen
+from services.worker.model.vector.emit import CACHE_LINE, LANES
+from services.worker.model.vector.products import dots, pair_product, product, transpose
+from services.worker.model.vector.rows import interleave, narrow, row_cap, row_exp, row_fill, row_max, row_scale, widen
 
 DECODE_CHUNK = 256  # tokens whose scores are kept at a time
-PREFILL_CHUNK = 64
+PREFILL_CHUNK = 128
+PAIRED_GROUP = 3  # heads that share K and V from which on preparing pairs pays for one token
 MINUS_INFINITY = np.float32(-math.inf)
 ONE = np.float32(1.0)
 LEVELS = np.float32(127.0)  # of int8, on either side of zero
@@ -104,6 +105,16 @@ def _multiply(rows, columns, left, left_bytes, right, right_bytes, depth, out, o
                     product(4, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
                     column += 1
             row += 4
+        elif rest >= 2:
+            while column < columns:
+                at = column * 4 * LANES
+                if columns - column >= 4:
+                    product(2, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 4
+                else:
+                    product(2, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 1
+            row += 2
         else:
             while column < columns:
                 at = column * 4 * LANES
@@ -191,13 +202,20 @@ def _tile(p, table, head, token, low, high, value, buffer):
 
 
 @njit(nogil=True, error_model="numpy")
-def _ahead(p, table, head, token, value):
+def _ahead(p, table, head, token, value, share):
     """Have the next pass over the tile that begins at `token` find it in the cache: blocks lie anywhere in memory, so
-    the processor cannot guess them."""
+    the processor cannot guess them. `share`: of as many shares as heads, so that the requests do not come all at once.
+    """
     if p[c.TILED]:
         row_bytes = p[c.HEAD_DIM] * c.ITEM_BYTES[p[c.KV_KIND]]
         offset = token - _divided(token, p) * p[c.BLOCK_SIZE]
-        prefetch(_run(p, table, head, token, value) + offset * row_bytes, LANES * row_bytes)
+        start = _run(p, table, head, token, value) + offset * row_bytes
+        total = LANES * row_bytes
+        if share < 0:
+            prefetch(start, total)
+        else:
+            each = (total // p[c.GROUP] + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+            prefetch(start + share * each, max(0, min(each, total - share * each)))
 
 
 # ---------------------------------------------------------------------------------------------- softmax
@@ -264,6 +282,13 @@ def _decode(p, item, scratch):
     high = read_int(item + 8 * c.ITEM_HIGH)
     if p[c.WINDOW] > 0:
         low = max(low, position + 1 - p[c.WINDOW])
+    if p[c.PAIRS] and group >= PAIRED_GROUP:
+        _attend_pairs(p, flat, head, table, position, group, low, high, scratch)
+        if partial >= 0:
+            copy_bytes(scratch, p[c.PARTIALS] + partial * 4 * (group * (padded + 2)), 4 * group * (padded + 2))
+        else:
+            _write(p, flat, head, group, scratch + 8 * group, scratch + 4 * group)
+        return
     cap = read_float(p[c.FLOATS] + 4)
 
     if partial >= 0:
@@ -283,11 +308,12 @@ def _decode(p, item, scratch):
     while at < high:
         end = min(at + DECODE_CHUNK, high)
         for token in range(at, end, LANES):
-            _ahead(p, table, head, token, 1)
-            if token + LANES < end and at < DECODE_CHUNK:
-                _ahead(p, table, head, token + LANES, 0)
+            first_chunk = token + LANES < end and at < DECODE_CHUNK
             keys = _tile(p, table, head, token, max(token, low), min(token + LANES, end), 0, buffer)
             for g in range(group):
+                _ahead(p, table, head, token, 1, g)
+                if first_chunk:
+                    _ahead(p, table, head, token + LANES, 0, g)
                 dots(
                     queries + g * 4 * padded,
                     keys,
@@ -306,7 +332,7 @@ def _decode(p, item, scratch):
             _fold(row, count, tops + 4 * g, totals + 4 * g, out + g * 4 * padded, padded)
         for token in range(at, end, LANES):
             if token + DECODE_CHUNK < high:
-                _ahead(p, table, head, token + DECODE_CHUNK, 0)
+                _ahead(p, table, head, token + DECODE_CHUNK, 0, -1)
             begin, stop = max(token, low), min(token + LANES, end)
             values = _tile(p, table, head, token, begin, stop, 1, buffer) + (begin - token) * 4 * padded
             weights = scores + 4 * (begin - at)
@@ -332,6 +358,11 @@ def _prefill(p, item, scratch):
     cap = read_float(p[c.FLOATS] + 4)
 
     rows = (last - first) * group
+    low = max(0, position + 1 - window) if window > 0 else 0
+    if p[c.PAIRS]:
+        _attend_pairs(p, flat, head, table, position, rows, low, high, scratch)
+        _write(p, flat, head, rows, scratch + 8 * rows, scratch + 4 * rows)
+        return
     queries = scratch
     out = queries + 4 * rows * padded
     tops = out + 4 * rows * padded
@@ -341,7 +372,6 @@ def _prefill(p, item, scratch):
     values = keys + 4 * padded * PREFILL_CHUNK
     _begin(p, item, rows, queries, out, tops, totals, flat, 0)
 
-    low = max(0, position + 1 - window) if window > 0 else 0
     for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
         end = min(at + PREFILL_CHUNK, high)
         begin = max(at, low)
@@ -388,6 +418,130 @@ def _prefill(p, item, scratch):
             4 * padded,
         )
     _write(p, flat, head, rows, out, totals)
+
+
+# ---------------------------------------------------------------------------------------------- items, bfloat16
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+    """out += left * right for `rows`, a multiple of 4, and `columns` vectors, an even number."""
+    row = 0
+    while row < rows:
+        a, o = left + row * left_bytes, out + row * out_bytes
+        if rows - row >= 8:
+            for column in range(0, columns, 2):
+                at = column * 4 * LANES
+                pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+            row += 8
+        else:
+            for column in range(0, columns, 2):
+                at = column * 4 * LANES
+                pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+            row += 4
+
+
+@njit(nogil=True, error_model="numpy")
+def _row_of(p, table, head, token, value):
+    """Address of one token's numbers."""
+    offset = token - _divided(token, p) * p[c.BLOCK_SIZE]
+    return _run(p, table, head, token, value) + offset * p[c.HEAD_DIM] * c.ITEM_BYTES[p[c.KV_KIND]]
+
+
+@njit(nogil=True, error_model="numpy")
+def _stage_keys(p, table, head, at, end, keys):
+    """Keys of a chunk, transposed, in pairs along the head: `[head_dim / 2][PREFILL_CHUNK]`."""
+    dim = p[c.HEAD_DIM]
+    for token in range(at, end, LANES):
+        tile = _row_of(p, table, head, token, 0)
+        transpose(tile, 2 * dim, keys + 4 * (token - at), 4 * PREFILL_CHUNK, dim // 2)
+        prefetch(_row_of(p, table, head, token, 1), LANES * 2 * dim)
+
+
+@njit(nogil=True, error_model="numpy")
+def _stage_values(p, table, head, at, end, limit, zeros, values):
+    """Values of a chunk in pairs of tokens: `[PREFILL_CHUNK / 2][head_dim]`; what is no token counts as zero."""
+    dim = p[c.HEAD_DIM]
+    for token in range(at, end, 2):
+        row = _row_of(p, table, head, token, 1)
+        interleave(row, row + 2 * dim if token + 1 < end else zeros, values + (token - at) * 2 * dim, dim)
+        ahead = token + PREFILL_CHUNK
+        if (token - at) % LANES == 0 and ahead < limit:
+            prefetch(_row_of(p, table, head, ahead, 0), LANES * 2 * dim)
+
+
+@njit(nogil=True, error_model="numpy")
+def _attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
+    """Rows (token, head) as in `_begin` over the tokens from `low` to before `high`, multiplied in bfloat16 pairs.
+
+    Weights are rounded to bfloat16, sums are fp32. Leaves maxima, sums and accumulators at the start of `scratch`.
+    """
+    group, dim, window = p[c.GROUP], p[c.HEAD_DIM], p[c.WINDOW]
+    scaling, cap = read_float(p[c.FLOATS]), read_float(p[c.FLOATS] + 4)
+    whole = (rows + 3) // 4 * 4
+    tops = scratch
+    totals = tops + 4 * rows
+    out = totals + 4 * rows
+    queries = out + 4 * whole * dim
+    scores = queries + 2 * whole * dim
+    weights = scores + 4 * whole * PREFILL_CHUNK
+    keys = weights + 2 * whole * PREFILL_CHUNK
+    values = keys + 2 * dim * PREFILL_CHUNK
+    zeros = values + 2 * dim * PREFILL_CHUNK
+    row_fill(out, whole * dim, np.float32(0.0))
+    row_fill(queries, whole * dim // 2, np.float32(0.0))
+    row_fill(weights, whole * PREFILL_CHUNK // 2, np.float32(0.0))
+    row_fill(zeros, dim // 2, np.float32(0.0))
+    row_fill(tops, rows, MINUS_INFINITY)
+    row_fill(totals, rows, np.float32(0.0))
+    for row in range(rows):
+        source = (flat + row // group) * p[c.QUERY_TOKEN] + (head * group + row % group) * p[c.QUERY_HEAD]
+        copy_bytes(p[c.QUERY] + 2 * source, queries + row * 2 * dim, 2 * dim)
+
+    for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
+        end = min(at + PREFILL_CHUNK, high)
+        count = (end - at + LANES - 1) // LANES * LANES
+        _stage_keys(p, table, head, at, end, keys)
+        first = max(0, at - position) * group // 4 * 4  # rows before see nothing of this chunk
+        score = scores + first * 4 * PREFILL_CHUNK
+        row_fill(score, (whole - first) * PREFILL_CHUNK, np.float32(0.0))
+        _multiply_pairs(
+            whole - first,
+            PREFILL_CHUNK // LANES,
+            queries + first * 2 * dim,
+            2 * dim,
+            keys,
+            4 * PREFILL_CHUNK,
+            dim // 2,
+            score,
+            4 * PREFILL_CHUNK,
+        )
+        for row in range(first, rows):
+            where = scores + row * 4 * PREFILL_CHUNK
+            row_scale(where, count, scaling)
+            if cap > 0:
+                row_cap(where, count, cap)
+            own = position + row // group
+            hidden = max(low, own + 1 - window) - at if window > 0 else low - at
+            seen = max(0, min(end, own + 1) - at)
+            if hidden > 0:
+                row_fill(where, min(hidden, count), MINUS_INFINITY)
+            if seen < count:
+                row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
+            _fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim)
+            narrow(1, where, weights + row * 2 * PREFILL_CHUNK, count, ONE)
+        _stage_values(p, table, head, at, end, high, zeros, values)
+        _multiply_pairs(
+            whole - first,
+            dim // LANES,
+            weights + first * 2 * PREFILL_CHUNK,
+            2 * PREFILL_CHUNK,
+            values,
+            4 * dim,
+            (end - at + 1) // 2,
+            out + first * 4 * dim,
+            4 * dim,
+        )
 
 
 @njit(nogil=True, error_model="numpy")
