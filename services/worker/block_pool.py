@@ -6,11 +6,15 @@
                         ▼  │                                       │
                        idle: cached, refs == 0 ────────────────────┘
 
-Three rules keep it simple:
+Four rules keep it simple:
 
 * A sequence holds a chain: whoever holds a block holds all blocks before it. `fill` swaps a block whose content is
   cached already for the cached one, so the rule holds for duplicates too. Hence everything that continues an idle
   block is idle, and *every* idle block can be had by evicting leaves: available = free + idle.
+* The one exception are `windowed` sequences: they let go of leading blocks that no later token reaches, and hold on to
+  what follows. Leaf-first then means: a block goes once nothing *idle* continues it directly. With a block that
+  goes, everything that continues it leaves the index too, held or not: nobody can find it any more. So what is in the
+  index always has all blocks before it in the index as well.
 * Full blocks are shared by reference, found by hash. Anything less than a full block is shared by copy: `match` names a
   donor and how many of its leading tokens agree, the caller copies it into a block of its own.
 * Evictions happen in `allocate` only and blocks are stored in `fill` only, so within one engine step all removals come
@@ -57,6 +61,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windowed = False  # set before use: holders may let go of the front of their chains
         self.evictions = 0
         self.digest = 0
         self._policy = policy or LruEviction()
@@ -64,6 +69,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle = 0
+        self._idle_children: dict[bytes, int] = {}  # hash -> idle blocks that continue it directly
         self._tick = 0
         self._removed: list[bytes] = []
         self._stored: list[tuple[bytes, list[bytes]]] = []
@@ -93,6 +99,14 @@ class BlockPool:
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` count as available now and would not once acquired."""
         return sum(1 for block in blocks if not self._refs[block])
+
+    def held_once(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` would become available if a holder of them let go."""
+        return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
+
+    def lists(self, block_hash: bytes) -> bool:
+        """Whether a full block of this content can be found."""
+        return self._index.find(block_hash) is not None
 
     def hashes(self) -> list[bytes]:
         """Content addresses of all full blocks, held or not, parents before children."""
@@ -125,11 +139,10 @@ class BlockPool:
     # ------------------------------------------------------------------ holding
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Hold cached or held blocks once more, in chain order from the root."""
+        """Hold cached or held blocks once more, in chain order."""
         for block in blocks:
             if not self._refs[block]:
-                self._idle -= 1
-                self._policy.withdraw(block)
+                self._wake(block)
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -155,10 +168,8 @@ class BlockPool:
                 continue
             if block not in self._index:
                 self._free.append(block)
-                continue
-            self._idle += 1
-            self._policy.touch(block, self._tick)
-            self._offer_if_leaf(block)
+            else:
+                self._rest(block)
 
     # ------------------------------------------------------------------ content
 
@@ -192,9 +203,8 @@ class BlockPool:
         if not tail or self._index.longest_child(parent, tail)[1] == len(tail):
             return
         for shorter in self._index.shorter_tails(parent, tail):
+            self._wake(shorter)
             self._index.remove(shorter)
-            self._policy.withdraw(shorter)
-            self._idle -= 1
             self._free.append(shorter)
         self._index.add(block, Content(parent, tail, None))
 
@@ -207,25 +217,62 @@ class BlockPool:
     # ------------------------------------------------------------------ inside
 
     def _is_leaf(self, block: int) -> bool:
+        """Whether nothing idle continues it."""
         block_hash = self._index[block].hash
-        return block_hash is None or not self._index.has_children(block_hash)
+        return block_hash is None or block_hash not in self._idle_children
 
-    def _offer_if_leaf(self, block: int) -> None:
+    def _rest(self, block: int) -> None:
+        """A cached block that nobody holds any more becomes idle."""
+        self._idle += 1
+        parent = self._index[block].parent
+        siblings = self._idle_children.get(parent, 0)
+        self._idle_children[parent] = siblings + 1
+        if not siblings and self.windowed and (before := self._index.find(parent)) is not None:
+            self._policy.withdraw(before)  # evictable until now, as only held blocks continued it
+        self._policy.touch(block, self._tick)
         if self._is_leaf(block):
             self._policy.offer(block)
 
+    def _wake(self, block: int) -> None:
+        """An idle block is about to be held, or to leave the index."""
+        self._idle -= 1
+        self._policy.withdraw(block)
+        parent = self._index[block].parent
+        siblings = self._idle_children.pop(parent) - 1
+        if siblings:
+            self._idle_children[parent] = siblings
+            return
+        before = self._index.find(parent)
+        if before is not None and not self._refs[before]:
+            self._policy.offer(before)
+
     def _evict(self) -> int:
         block = self._policy.victim()
-        content = self._index.remove(block)
-        self._idle -= 1
-        if content.hash is not None:
-            self.evictions += 1
-            self.digest ^= digest_term(content.hash)
-            self._removed.append(content.hash)
-        parent = self._index.find(content.parent)
-        if parent is not None and not self._refs[parent]:
-            self._offer_if_leaf(parent)
+        self._wake(block)
+        block_hash = self._unlist(block)
+        if block_hash is not None and self._index.has_children(block_hash):
+            self._sever(block_hash)
         return block
+
+    def _unlist(self, block: int) -> bytes | None:
+        block_hash = self._index.remove(block).hash
+        if block_hash is not None:
+            self.evictions += 1
+            self.digest ^= digest_term(block_hash)
+            self._removed.append(block_hash)
+        return block_hash
+
+    def _sever(self, block_hash: bytes) -> None:
+        """Take everything that continues a block which is gone out of the index; what is idle of it becomes free."""
+        above = [block_hash]
+        while above:
+            for block in self._index.children(above.pop()):
+                idle = not self._refs[block]
+                if idle:
+                    self._wake(block)
+                    self._free.append(block)
+                if (gone := self._unlist(block)) is not None:
+                    above.append(gone)
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """Raises AssertionError if the books do not balance.
@@ -242,14 +289,20 @@ class BlockPool:
         assert len(free) + len(idle) + len(held) == self.num_blocks, "a block is lost"
         assert min(self._refs) >= 0
         assert self._policy.offered() == {block for block in idle if self._is_leaf(block)}
-        for block in self._index.blocks():
-            parent = self._index.find(self._index[block].parent)
-            if parent is not None:
-                assert self._refs[parent] >= self._refs[block], "a block is held without the one before it"
+        resting: dict[bytes, int] = {}
+        for block in idle:
+            parent = self._index[block].parent
+            resting[parent] = resting.get(parent, 0) + 1
+        assert self._idle_children == resting
+        for block in () if self.windowed else self._index.blocks():
+            before = self._index.find(self._index[block].parent)
+            if before is not None:
+                assert self._refs[before] >= self._refs[block], "a block is held without the one before it"
         if holders is not None:
             counted = [0] * self.num_blocks
             for blocks in holders:
-                assert len(set(blocks)) == len(blocks), "a holder lists a block twice"
-                for block in blocks:
+                held_by_one = [block for block in blocks if block >= 0]  # -1: let go
+                assert len(set(held_by_one)) == len(held_by_one), "a holder lists a block twice"
+                for block in held_by_one:
                     counted[block] += 1
             assert counted == self._refs

@@ -82,6 +82,10 @@ class ContentIndex:
     def has_children(self, block_hash: bytes) -> bool:
         return block_hash in self._children
 
+    def children(self, block_hash: bytes) -> list[int]:
+        """Blocks that continue a full block directly, tails included."""
+        return [block for _, block in self._children.get(block_hash, ())]
+
     def longest_child(self, parent: bytes, ids: Sequence[int]) -> tuple[int | None, int]:
         """The block under `parent` that shares the most leading tokens with `ids`, and how many; (None, 0) if none."""
         siblings = self._children.get(parent)

@@ -14,18 +14,13 @@ from itertools import count
 from typing import Any
 
 from kvproto.block_hash import Root, chain
-from kvproto.errors import (
-    Cancelled,
-    ContextLengthExceeded,
-    EngineFailure,
-    InvalidRequest,
-    KvfleetError,
-    OutOfMemory,
-)
-from kvproto.messages import FinishReason, Load, Rates
+from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
+from kvproto.messages import FinishReason, Load, Rates, TokenLogprobs
+from services.worker import request_limits
 from services.worker.block_pool import BlockPool
+from services.worker.context_window import ContextWindow
 from services.worker.detokenizer import Detokenizer
-from services.worker.model.base import Drawn, ModelRunner, Scored
+from services.worker.model.base import Drawn, ModelRunner
 from services.worker.outputs import (
     SequenceFailed,
     SequenceFinished,
@@ -35,11 +30,11 @@ from services.worker.outputs import (
     StepResult,
 )
 from services.worker.scheduler import Scheduler
-from services.worker.sequence import Sequence, SequenceSpec, State
+from services.worker.sequence import Key, Sequence, SequenceSpec, State
 from services.worker.step_plan import StepPlan
 from services.worker.step_rates import StepRates
 from services.worker.stopping import StopStrings
-from services.worker.text_stream import NOTHING, Released, TextStream
+from services.worker.text_stream import NOTHING, TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +52,9 @@ class Engine:
     ) -> None:
         if (pool.num_blocks, pool.block_size) != (runner.num_blocks, runner.block_size):
             raise ValueError("block pool and runner differ in the number or the size of their blocks")
+        window = scheduler.tables.window
+        if window is not None and (runner.window is None or window < runner.window):
+            raise ValueError(f"the scheduler lets go of blocks after {window} tokens, the runner reads {runner.window}")
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
@@ -64,7 +62,9 @@ class Engine:
         self._clock = clock
         self._eos_ids = frozenset(runner.eos_ids)
         self._arrivals = count()
-        self._sequences: dict[tuple[str, int], Sequence] = {}
+        self._sequences: dict[Key, Sequence] = {}
+        self._choices: dict[tuple[str, int], list[Sequence]] = {}  # of each attempt, those that live
+        self._counted: set[tuple[str, int]] = set()  # attempts of which a choice has started
         self._outputs: list[SequenceOutput] = []
         self._rates = StepRates()
         self._prompt_tokens = self._hit_tokens = self._fed_tokens = self._generated_tokens = 0
@@ -76,17 +76,33 @@ class Engine:
 
         Raises InvalidRequest or ContextLengthExceeded, naming the field and its limit, or OutOfMemory.
         """
-        self._validate(spec)
-        eos_ids: frozenset[int] = frozenset() if spec.sampling.ignore_eos else self._eos_ids
+        if (spec.request, spec.attempt, spec.choice) in self._sequences:
+            raise InvalidRequest("this attempt is running already", field="request")
+        request_limits.check(spec, self.runner.vocab_size)
+        sampling = spec.sampling
+        window = ContextWindow.of(
+            len(spec.prompt_ids), sampling.max_tokens, self.runner.context_length, sampling.overflow
+        )
+        total = len(spec.prompt_ids) + len(spec.output_ids)
+        needed = self.scheduler.tables.at_once(total - window.start(total))
+        if needed > self.pool.num_blocks:
+            raise OutOfMemory(f"{needed} blocks are needed, this worker has {self.pool.num_blocks}")
+        siblings = self._choices.get((spec.request, spec.attempt), [])
+        if siblings and siblings[0].spec.prompt_ids != spec.prompt_ids:
+            raise InvalidRequest("all choices of an attempt must have the same prompt", field="prompt_ids")
+        eos_ids: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos_ids
         sequence = Sequence(
             spec,
             self.pool.block_size,
             arrival=next(self._arrivals),
             enqueued=self._clock(),
-            max_outputs=spec.sampling.max_tokens,
-            stop_ids=eos_ids.union(spec.sampling.stop_ids),
+            window=window,
+            stop_ids=eos_ids.union(sampling.stop_ids),
             text=self._text(spec),
+            siblings=siblings,
         )
+        siblings.append(sequence)
+        self._choices[spec.request, spec.attempt] = siblings
         self._sequences[sequence.key] = sequence
         self.scheduler.enqueue(sequence)
         if (reason := sequence.end) is not None:  # the earlier attempt had all of it
@@ -116,8 +132,8 @@ class Engine:
         Looks at no scheduler and no pool, so it works whatever state an exception left them in.
         """
         outputs, self._outputs = self._outputs, []
-        outputs.extend(SequenceFailed(*key, error) for key in self._sequences)
-        self._sequences = {}
+        outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in self._sequences)
+        self._sequences, self._choices = {}, {}
         return StepResult(outputs)
 
     # ------------------------------------------------------------------ the step
@@ -142,46 +158,46 @@ class Engine:
             self._start(sequence, now)
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
-        """Draws of the plan's slices, in order; None where a slice draws nothing or was not run."""
+        """Draws of the plan's slices, in order. What does not fit into memory leaves the plan, its request failed."""
         if not plan.slices:
             return []
-        try:
-            self.runner.copy_blocks(plan.copies)
-            return self.runner.run(plan.slices)
-        except OutOfMemory as error:
-            largest = max(range(len(plan.slices)), key=lambda at: len(plan.slices[at].ids))
-            logger.warning("a step of %d tokens ran out of memory: %s", plan.fed_tokens, error)
-            self._fail(plan.sequences[largest], error)
-            plan.slices, plan.sequences, plan.prefill_tokens = [], [], 0  # nothing is committed: run again next step
-            return []
+        self.runner.copy_blocks(plan.copies)
+        while True:
+            try:
+                return self.runner.run(plan.slices)
+            except OutOfMemory as error:
+                largest = max(range(len(plan.slices)), key=lambda at: (len(plan.slices[at].ids), plan.slices[at].end))
+                logger.warning("a step of %d tokens ran out of memory: %s", plan.fed_tokens, error)
+                self._fail(plan.drop(largest), error)
+                if not plan.slices:
+                    return []
 
     def _commit(self, plan: StepPlan, drawn: list[Drawn]) -> None:
+        advance = self.scheduler.tables.advance
+        size = self.pool.block_size
+        windowed = self.scheduler.tables.window is not None
         for sequence, part, token in zip(plan.sequences, plan.slices, drawn, strict=True):
             if isinstance(token, KvfleetError):
                 self._fail(sequence, token, keep_tail=False)
                 continue
-            sequence.computed = part.end
-            self._fill_blocks(sequence)
-            if token is not None:
-                self._advance(sequence, token.token if isinstance(token, Scored) else token)
+            end = part.start + len(part.ids)
+            if windowed or end - sequence.filled * size >= size:
+                advance(sequence, end)
+            else:
+                sequence.computed = end
+            if isinstance(token, int):
+                self._advance(sequence, token, None)
+            elif token is not None:
+                self._advance(sequence, token.token, token.logprobs)
 
-    def _fill_blocks(self, sequence: Sequence) -> None:
-        """Make the blocks that became full findable, prompt and generated tokens alike."""
-        size = self.pool.block_size
-        for at in range(sequence.filled, sequence.computed // size):
-            sequence.blocks[at] = self.pool.fill(
-                sequence.blocks[at], sequence.parent_of(at), sequence.block_ids(at, size), sequence.hashes[at]
-            )
-            sequence.filled = at + 1
-
-    def _advance(self, sequence: Sequence, token: int) -> None:
+    def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """A token was drawn: emit what may leave, and see whether the sequence ends."""
         stopped = token in sequence.stop_ids
         if not stopped:
             sequence.append(token, self.pool.block_size)
             self._generated_tokens += 1
         try:
-            released = NOTHING if stopped else sequence.text.push(token)
+            released = NOTHING if stopped else sequence.text.push(token, logprobs)
             reason = FinishReason.STOP if stopped else sequence.end
             if reason is not None:
                 released = released.then(sequence.text.finish())
@@ -190,63 +206,72 @@ class Engine:
             logger.exception("request %s: token %d could not be made text", sequence.spec.request, token)
             self._fail(sequence, EngineFailure(f"token {token} could not be made text: {error}"))
             return
-        self._emit(sequence, released)
+        if released.ids:
+            spec, (ids, text, scores) = sequence.spec, released
+            index = sequence.text.next_index - len(ids)
+            self._outputs.append(SequenceTokens(spec.request, spec.attempt, index, ids, text, spec.choice, scores))
         if reason is not None:
             self._finish(sequence, reason)
+        elif sequence.is_full:
+            self.scheduler.slide(sequence)
 
     # ------------------------------------------------------------------ outputs
 
     def _start(self, sequence: Sequence, now: float) -> None:
+        request, attempt, choice = sequence.key
+        if (request, attempt) not in self._counted:  # once, whatever number of choices it asks for
+            self._counted.add((request, attempt))
+            self._prompt_tokens += len(sequence.ids)
+            self._hit_tokens += sequence.cached_tokens
         sequence.started = True
-        self._prompt_tokens += len(sequence.ids)
-        self._hit_tokens += sequence.cached_tokens
-        request, attempt = sequence.key
         cached = sequence.cached_tokens
         in_blocks = cached - cached % self.pool.block_size
         self._outputs.append(
-            SequenceStarted(request, attempt, sequence.num_prompt, cached, in_blocks, now - sequence.enqueued)
+            SequenceStarted(request, attempt, sequence.num_prompt, cached, in_blocks, now - sequence.enqueued, choice)
         )
-
-    def _emit(self, sequence: Sequence, released: Released) -> None:
-        if released.ids:
-            request, attempt = sequence.key
-            index = sequence.text.next_index - len(released.ids)
-            self._outputs.append(SequenceTokens(request, attempt, index, released.ids, released.text))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
-        request, attempt = sequence.key
+        request, attempt, choice = sequence.key
         self._outputs.append(
             SequenceFinished(
-                request, attempt, reason, sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens
+                request, attempt, reason, sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens, choice
             )
         )
 
     def _fail(self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True) -> None:
         self._leave(sequence, keep_tail=keep_tail)
-        self._outputs.append(SequenceFailed(*sequence.key, error))
+        request, attempt, choice = sequence.key
+        self._outputs.append(SequenceFailed(request, attempt, error, choice))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         if sequence.state is not State.FINISHED:
             self.scheduler.finish(sequence, keep_tail=keep_tail)
+        request, attempt, _ = sequence.key
         del self._sequences[sequence.key]
+        sequence.siblings.remove(sequence)
+        if not sequence.siblings:
+            del self._choices[request, attempt]
+            self._counted.discard((request, attempt))
 
     def _result(self, plan: StepPlan, began: float) -> StepResult:
         outputs, self._outputs = self._outputs, []
         changes = self.pool.take_changes()
-        fed, seconds = plan.fed_tokens, self._clock() - began
-        self._fed_tokens += fed
-        self._rates.observe(plan.prefill_tokens, fed - plan.prefill_tokens, seconds)
-        return StepResult(outputs, changes.stored, changes.removed, fed, plan.prefill_tokens, len(plan.slices), seconds)
+        decodes, prefill, seconds = plan.decodes, plan.prefill_tokens, self._clock() - began
+        self._fed_tokens += decodes + prefill
+        self._rates.observe(prefill, decodes, seconds)
+        self.scheduler.pacer.observe(decodes, prefill, plan.prefill_positions, seconds)
+        return StepResult(
+            outputs, changes.stored, changes.removed, decodes + prefill, prefill, len(plan.slices), seconds
+        )
 
     # ------------------------------------------------------------------ queries
 
     def load(self) -> Load:
         """Requests, blocks and tokens now; `*_total` count since the start."""
         scheduler, pool = self.scheduler, self.pool
-        queued = sum(len(s.ids) for s in scheduler.waiting) + sum(
-            s.remaining for s in scheduler.running if s.remaining > 1
-        )
+        queued = sum(len(s.ids) for s in scheduler.waiting if s is s.siblings[0])  # choices share their prompt
+        queued += sum(s.remaining for s in scheduler.running if s.remaining > 1)
         return Load(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
@@ -298,6 +323,8 @@ class Engine:
         queued = {s.key for s in (*self.scheduler.waiting, *self.scheduler.running)}
         paused = {key for key, s in self._sequences.items() if s.state is State.PAUSED}
         assert queued | paused == set(self._sequences)
+        assert all(s in s.siblings and self._choices[s.key[:2]] is s.siblings for s in self._sequences.values())
+        assert sum(map(len, self._choices.values())) == len(self._sequences)
 
     # ------------------------------------------------------------------ inside
 
@@ -312,41 +339,7 @@ class Engine:
         return text
 
     def _find(self, request: str, attempt: int | None) -> list[Sequence]:
+        """All choices of an attempt, or of all attempts."""
         if attempt is not None:
-            sequence = self._sequences.get((request, attempt))
-            return [sequence] if sequence else []
+            return list(self._choices.get((request, attempt), ()))
         return [sequence for key, sequence in self._sequences.items() if key[0] == request]
-
-    def _validate(self, spec: SequenceSpec) -> None:
-        runner, sampling = self.runner, spec.sampling
-        if (spec.request, spec.attempt) in self._sequences:
-            raise InvalidRequest("this attempt is running already", field="request")
-        if not spec.prompt_ids:
-            raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
-        room = runner.context_length - len(spec.prompt_ids)
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(spec.prompt_ids)} tokens, the context of {runner.context_length} tokens "
-                f"leaves room for at most {runner.context_length - 1}",
-                field="prompt_ids",
-            )
-        if sampling.max_tokens > room:
-            raise ContextLengthExceeded(
-                f"{sampling.max_tokens} is more than the {room} tokens that the context of {runner.context_length} "
-                f"leaves after a prompt of {len(spec.prompt_ids)}",
-                field="max_tokens",
-            )
-        for field, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
-            if ids and not (min(ids) >= 0 and max(ids) < runner.vocab_size):
-                raise InvalidRequest(f"token ids must lie in 0 to {runner.vocab_size - 1}", field=field)
-        if sampling.max_tokens < 1:
-            raise InvalidRequest("must be at least 1", field="max_tokens")
-        if not sampling.temperature >= 0:
-            raise InvalidRequest("must be at least 0", field="temperature")
-        if not 0 <= sampling.top_p <= 1:
-            raise InvalidRequest("must lie in 0 to 1", field="top_p")
-        if sampling.top_k < 0:
-            raise InvalidRequest("must be at least 0", field="top_k")
-        needed = self.pool.blocks_for(len(spec.prompt_ids) + len(spec.output_ids))
-        if needed > self.pool.num_blocks:
-            raise OutOfMemory(f"{needed} blocks are needed, this worker has {self.pool.num_blocks}")

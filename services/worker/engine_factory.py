@@ -37,7 +37,13 @@ def build_engine(settings: WorkerSettings, folder: Path, bundle: Bundle) -> Engi
             runner.num_blocks * runner.block_size,
             runner.context_length,
         )
-    scheduler = Scheduler(pool, token_budget=settings.step_tokens, slots=settings.slots)
+    scheduler = Scheduler(
+        pool,
+        token_budget=settings.step_tokens,
+        slots=settings.slots,
+        itl_target_s=settings.itl_target_ms / 1000,
+        window=runner.window,
+    )
     return Engine(runner, pool, scheduler, TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json)))
 
 

@@ -152,7 +152,7 @@ class EngineThread:
                 raise self._over
             self._engine.add(spec)
         except KvfleetError as error:
-            self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error)]))
+            self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error, spec.choice)]))
 
     def _answer(self, query: Callable[[Engine], T], future: asyncio.Future[T]) -> None:
         try:

@@ -2,7 +2,7 @@
 
 A sequence is one choice of one attempt at a request. Per accepted one: `SequenceStarted` once, `SequenceTokens` any
 number of times, then exactly one of `SequenceFinished` and `SequenceFailed`. One that fails before it is scheduled has
-no `SequenceStarted`.
+no `SequenceStarted`. `SequenceTokens` is not frozen, because one is made per sequence and step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from kvproto.messages import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """First scheduled. `cached_tokens` were found in the pool, `cached_block_tokens` of them in shared full blocks."""
+    """First scheduled. `cached_tokens` were found in the pool, `cached_block_tokens` of them in shared full blocks.
+
+    Of several choices all but the first find there what that one computed. `prompt_tokens` are those that the model saw
+    at first: fewer than were asked for where the prompt was truncated.
+    """
 
     request: str
     attempt: int
@@ -26,7 +30,7 @@ class SequenceStarted:
     choice: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceTokens:
     """Generated tokens from `index` on, one piece of text per id; all pieces together are exactly the final text.
 

@@ -1,45 +1,68 @@
 """Decides what each step runs. Pure: sequences in, a plan out; time is passed in. The engine thread owns it.
 
-Per step: waiting sequences past their deadline fail; every running sequence that needs one token decodes; what is left
-of the token budget goes to prompts in rank order, first those begun, then newly admitted ones.
+Per step: what is past its deadline fails; a waiting sequence of higher priority may push lower ones out; every running
+sequence that needs one token decodes; then prompts get as many tokens as the pacer allows, in the order of service:
+those begun and those that wait, who are admitted while slots and blocks last.
 
-Rank is (priority, arrival). Why this never livelocks: blocks are only ever taken from sequences of worse rank, so the
-best-ranked running sequence advances in every step until it ends; a preempted one keeps its rank and is admitted again
-only when all its known tokens fit beside what runs; and a sequence that cannot grow although it runs alone fails.
+Why this never livelocks: blocks are only ever taken from sequences of worse rank, ranks never change, so the
+best-ranked running sequence advances until it ends; a preempted one keeps its rank and is admitted again only when all
+its known tokens fit beside what runs; and a sequence that cannot grow although it runs alone fails. Pushing out needs
+the higher priority, so nobody is ever pushed out by whom he pushed out.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from operator import attrgetter
 
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
-from services.worker.block_pool import BlockPool, Match
+from services.worker.block_pool import BlockPool
+from services.worker.block_tables import BlockTables
+from services.worker.precedence import level_of
+from services.worker.prompt_leaders import PromptLeaders
 from services.worker.sequence import Sequence, State
+from services.worker.step_pacer import Allowance, StepPacer
 from services.worker.step_plan import Draw, Slice, StepPlan
+from services.worker.tenant_shares import TenantShares
+from services.worker.waiting_queue import ServiceOrder, WaitingQueue
 
 _rank = attrgetter("rank")
 
 
 class Scheduler:
-    """`token_budget`: tokens per step at most, `slots`: sequences that run at the same time at most."""
+    """`token_budget`: tokens per step at most, `slots`: sequences that run at the same time at most.
 
-    def __init__(self, pool: BlockPool, *, token_budget: int = 512, slots: int = 64) -> None:
+    `itl_target_s`: how long a step beside running streams may take in any case. `window`: how many tokens, itself
+    included, a token attends to in every layer, so that older blocks can go; None if any layer attends to all.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        token_budget: int = 512,
+        slots: int = 64,
+        itl_target_s: float = 0.0,
+        window: int | None = None,
+    ) -> None:
         if token_budget < 1 or slots < 1:
             raise ValueError(f"token_budget {token_budget} and slots {slots} must be positive")
         self.pool = pool
-        self.token_budget = token_budget
         self.slots = slots
         self.preemptions = 0
-        self.waiting: list[Sequence] = []  # both sorted by rank
-        self.running: list[Sequence] = []
+        self.tables = BlockTables(pool, window)
+        self.pacer = StepPacer(token_budget, itl_target_s)
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # sorted by rank
+        self._shares = TenantShares()
+        self._next_deadline = float("inf")  # no earlier than this
 
     # ------------------------------------------------------------------ queue
 
     def enqueue(self, sequence: Sequence) -> None:
         """Add a new or resumed sequence."""
-        sequence.state = State.WAITING
-        insort(self.waiting, sequence, key=_rank)
+        sequence.share = self._shares.enter(sequence.spec.tenant)
+        self._wait(sequence)
 
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
@@ -51,168 +74,219 @@ class Scheduler:
         self._leave(sequence, keep_tail=keep_tail)
         sequence.state = State.FINISHED
 
+    def slide(self, sequence: Sequence) -> None:
+        """Drop a running sequence's oldest tokens. It stays, and computes the rest again like a prompt."""
+        self.tables.let_go(sequence)
+        sequence.slide(self.pool.block_size)
+
     # ------------------------------------------------------------------ step
 
     def schedule(self, now: float) -> StepPlan:
         plan = StepPlan()
-        self._expire(plan, now)
-        self._plan_decodes(plan)
-        budget = self.token_budget - len(plan.slices)
-        budget = self._plan_prefills(plan, budget)
-        self._admit(plan, budget)
+        if now >= self._next_deadline:
+            self._expire(plan, now)
+        if self.waiting:
+            self._push_out(now)
+        begun = self._plan_decodes(plan)
+        if begun or (self.waiting and len(self.running) < self.slots):
+            self._plan_prompts(plan, begun, now)
         return plan
 
     def _expire(self, plan: StepPlan, now: float) -> None:
-        late = [s for s in self.waiting if s.spec.deadline is not None and s.spec.deadline <= now]
-        for sequence in late:
-            waited = now - sequence.enqueued
-            self._fail(plan, sequence, DeadlineExceeded(f"deadline passed {waited:.3f} s after arrival, in the queue"))
+        live = [s for s in (*self.waiting, *self.running) if s.spec.deadline is not None]
+        self._next_deadline = float("inf")
+        for sequence in live:
+            deadline = sequence.spec.deadline
+            assert deadline is not None
+            if deadline > now:
+                self._next_deadline = min(self._next_deadline, deadline)
+                continue
+            where = "in the queue" if not sequence.started else f"after {sequence.num_outputs} tokens"
+            took = now - sequence.enqueued
+            self._fail(plan, sequence, DeadlineExceeded(f"deadline passed {took:.3f} s after arrival, {where}"))
 
-    def _plan_decodes(self, plan: StepPlan) -> None:
+    def _push_out(self, now: float) -> None:
+        """Make room for who would be served next, at the cost of running sequences of lower priority."""
+        lowest = min((s.spec.priority for s in self.running), default=None)
+        if lowest is None or self.waiting.highest_priority <= lowest:
+            return
+        begun = [s for s in self.running if s.remaining > 1]
+        first = ServiceOrder(begun, self.waiting.groups(), now).pop()
+        if first is None or first.state is State.RUNNING:
+            return
+        match = self.tables.match(first)
+        if PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
+            return
+        victims: list[Sequence] = []
+        given = 0
+        candidates = (s for s in reversed(self.running) if _may_push_out(first, s, now))
+        while len(self.running) - len(victims) >= self.slots or not self.tables.fits(
+            first, match, len(self.running) - len(victims), given
+        ):
+            victim = next(candidates, None)
+            if victim is None:
+                return  # not even all of them would be enough
+            victims.append(victim)
+            given += self.pool.held_once(victim.blocks)
+        for victim in victims:
+            self._preempt(victim)
+
+    # ------------------------------------------------------------------ decodes
+
+    def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """A slice for every sequence that needs one token. Returns those that need more, each with room for one."""
+        size = self.pool.block_size
+        slices, sequences = plan.slices, plan.sequences
+        begun = []
         for sequence in tuple(self.running):
-            if sequence.state is State.RUNNING and sequence.remaining == 1 and self._grow(plan, sequence):
-                self._plan_slice(plan, sequence, 1)
+            computed = sequence.computed
+            full = computed == len(sequence.blocks) * size
+            if sequence.state is not State.RUNNING or (full and not self._grow(plan, sequence)):
+                continue
+            if computed + 1 < len(sequence.ids):
+                begun.append(sequence)
+                continue
+            slices.append(Slice(sequence.ids[computed:], computed, sequence.blocks, _draw(sequence)))
+            sequences.append(sequence)
+            if computed >= sequence.charged:
+                sequence.charged = computed + 1
+                sequence.share.served += 1
+        plan.decodes = len(slices)
+        return begun
 
     def _grow(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Make sure that the next token has a slot, at the cost of worse-ranked sequences, in the end of itself."""
-        if self.pool.blocks_for(sequence.computed + 1) <= len(sequence.blocks):
-            return True
-        while not self.pool.available:
+        while not self.tables.extend(sequence, 1):
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
-                self._fail(plan, sequence, self._out_of_memory(len(sequence.ids)))
+                self._fail(plan, sequence, self._out_of_memory(sequence))
                 return False
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self.pool.allocate(1)
         return True
 
-    def _plan_prefills(self, plan: StepPlan, budget: int) -> int:
-        for sequence in self.running:
-            if budget <= 0:
-                break
-            if sequence.remaining > 1:
-                budget -= self._plan_chunk(plan, sequence, budget)
-        return budget
+    # ------------------------------------------------------------------ prompts
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Admit in rank order while budget, slots and blocks last.
+    def _plan_prompts(self, plan: StepPlan, begun: list[Sequence], now: float) -> None:
+        allowance = self.pacer.allowance(plan.decodes)
+        waiting = self.waiting.groups() if len(self.running) < self.slots else []
+        order = ServiceOrder(begun, waiting, now)
+        leaders = PromptLeaders(begun, self.pool.block_size)
+        unplanned = {id(sequence) for sequence in begun}
+        room = True  # whoever does not fit is not overtaken by smaller ones, else it might never run
+        while allowance.grant(0) and (sequence := order.pop()) is not None:
+            served: Sequence | None = sequence
+            if sequence.state is State.WAITING:
+                if not room or len(self.running) >= self.slots:
+                    continue
+                if self.tables.at_once(len(sequence.ids)) > self.pool.num_blocks:
+                    self._fail(plan, sequence, self._out_of_memory(sequence))
+                    continue
+                served = self._admit(plan, sequence, leaders)
+                if served is sequence:
+                    unplanned.add(id(sequence))
+            if served is None:
+                room = False
+            elif id(served) in unplanned:
+                unplanned.discard(id(served))
+                self._plan_chunk(plan, served, allowance)
 
-        A sequence whose next block another one computes in this very step waits for it instead of computing it too;
-        those behind it may pass, it loses one step.
-        """
-        if not self.waiting:
-            return
-        computing = self._blocks_computed_by(plan)
-        at = 0
-        while budget > 0 and len(self.running) < self.slots and at < len(self.waiting):
-            sequence = self.waiting[at]
-            if self.pool.blocks_for(len(sequence.ids)) > self.pool.num_blocks:
-                self._fail(plan, sequence, self._out_of_memory(len(sequence.ids)))
-                continue
-            match = self._match(sequence)
-            full = len(match.blocks)
-            if full < len(sequence.hashes) and sequence.hashes[full] in computing:
-                at += 1
-                continue
-            if not self._fits(sequence, match):
-                break
-            del self.waiting[at]
-            self._hold(plan, sequence, match)
-            chunk = self._plan_chunk(plan, sequence, budget)
-            computing.update(self._completed_by(sequence, chunk))
-            budget -= chunk
-
-    def _match(self, sequence: Sequence) -> Match:
-        """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
-        return self.pool.match(sequence.spec.root, sequence.hashes, sequence.ids, limit=len(sequence.ids) - 1)
-
-    def _fits(self, sequence: Sequence, match: Match) -> bool:
-        """Whether all known tokens fit beside what runs, each of which may need a block to grow soon."""
-        needed = self.pool.blocks_for(len(sequence.ids)) - len(match.blocks)
-        return needed + len(self.running) <= self.pool.available - self.pool.idle_among(match.blocks)
-
-    def _hold(self, plan: StepPlan, sequence: Sequence, match: Match) -> None:
-        """Make a sequence a running one on the blocks that it matched and new ones for the rest."""
-        full = len(match.blocks)
-        self.pool.acquire(match.blocks)
-        sequence.blocks = match.blocks + self.pool.allocate(self.pool.blocks_for(len(sequence.ids)) - full)
-        if match.donor is not None:
-            plan.copies.append((match.donor, sequence.blocks[full]))
-        sequence.computed = match.tokens
-        sequence.filled = full
+    def _admit(self, plan: StepPlan, sequence: Sequence, leaders: PromptLeaders) -> Sequence | None:
+        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room."""
+        if (leader := leaders.known(sequence)) is not None:
+            return leader
+        match = self.tables.match(sequence)
+        if (leader := leaders.find(sequence, match)) is not None:
+            return leader
+        if not self.tables.fits(sequence, match, len(self.running)):
+            return None
+        self.waiting.remove(sequence)
+        plan.copies += self.tables.hold(sequence, match)
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=_rank)
+        leaders.add(sequence)
         if not sequence.started:
             sequence.started = True
             sequence.cached_tokens = match.tokens
             plan.started.append(sequence)
+        return sequence
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        chunk = min(sequence.remaining, budget)
-        self._plan_slice(plan, sequence, chunk)
-        plan.prefill_tokens += chunk
-        return chunk
-
-    def _plan_slice(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, allowance: Allowance) -> None:
         start = sequence.computed
-        last = count == sequence.remaining
-        draw = Draw(sequence.spec.sampling, sequence.spec.choice, sequence.num_outputs) if last else None
-        plan.slices.append(Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
-        plan.sequences.append(sequence)
+        remaining = len(sequence.ids) - start
+        wanted = min(remaining, max(1, allowance.grant(start)))
+        count = self.tables.extend(sequence, wanted, spare=len(self.running) - 1)
+        if not count:
+            return
+        draw = _draw(sequence) if count == remaining else None
+        plan.add_chunk(sequence, Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
+        allowance.spend(start, count)
+        if start + count > sequence.charged:
+            sequence.share.served += start + count - max(start, sequence.charged)
+            sequence.charged = start + count
 
     # ------------------------------------------------------------------ inside
 
-    def _blocks_computed_by(self, plan: StepPlan) -> set[bytes]:
-        hashes: set[bytes] = set()
-        for sequence, part in zip(plan.sequences, plan.slices, strict=True):
-            hashes.update(self._completed_by(sequence, len(part.ids)))
-        return hashes
-
-    def _completed_by(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Hashes of the blocks that are full once `count` more tokens are computed."""
-        return sequence.hashes[sequence.filled : (sequence.computed + count) // self.pool.block_size]
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        self.waiting.add(sequence)
+        if sequence.spec.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.spec.deadline)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        self._leave(sequence)
-        self.enqueue(sequence)
+        self._withdraw(sequence)
+        self._wait(sequence)
 
     def _fail(self, plan: StepPlan, sequence: Sequence, error: KvfleetError) -> None:
         self.finish(sequence)
         plan.failed.append((sequence, error))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """Out of the queue it is in; its blocks go back to the pool, the partial last one kept where it is of use."""
+        if sequence.state in (State.WAITING, State.RUNNING):
+            self._shares.leave(sequence.spec.tenant)
+        self._withdraw(sequence, keep_tail=keep_tail)
+
+    def _withdraw(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+        """Out of the queue it is in; its blocks go back to the pool."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         elif sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-        size = self.pool.block_size
-        last = sequence.computed // size
-        if keep_tail and sequence.computed % size and sequence.filled == last:
-            self.pool.keep_tail(sequence.blocks[last], sequence.parent_of(last), sequence.block_ids(last, size))
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.computed = sequence.filled = 0
+            at = bisect_left(self.running, sequence.rank, key=_rank)
+            assert self.running[at] is sequence
+            del self.running[at]
+        self.tables.let_go(sequence, keep_tail=keep_tail)
 
-    def _out_of_memory(self, tokens: int) -> OutOfMemory:
+    def _out_of_memory(self, sequence: Sequence) -> OutOfMemory:
+        tokens = len(sequence.ids)
         return OutOfMemory(
-            f"{tokens} tokens need {self.pool.blocks_for(tokens)} blocks, this worker has {self.pool.num_blocks}"
+            f"{tokens} tokens need {self.tables.at_once(tokens)} blocks, this worker has {self.pool.num_blocks}"
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError if queues, sequences and pool disagree."""
-        for queue, state in ((self.waiting, State.WAITING), (self.running, State.RUNNING)):
-            assert all(sequence.state is state for sequence in queue)
-            assert [s.rank for s in queue] == sorted(s.rank for s in queue)
+        self.waiting.check_integrity()
+        assert all(sequence.state is State.RUNNING for sequence in self.running)
+        assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
         assert len(self.running) <= self.slots
-        size = self.pool.block_size
-        for sequence in self.running:
-            assert sequence.filled == sequence.computed // size
-            assert len(sequence.blocks) * size >= sequence.computed
-            assert len(sequence.hashes) == len(sequence.ids) // size
-            assert sequence.computed < len(sequence.ids)
-        self.pool.check_integrity([sequence.blocks for sequence in self.running])
+        self.tables.check_integrity(self.running)
+
+
+def _draw(sequence: Sequence) -> Draw:
+    """The next token's, with what the request asks for and nothing else."""
+    spec, index = sequence.spec, sequence.num_outputs
+    banned = sequence.banned if index < spec.sampling.min_tokens else ()
+    if sequence.penalised is None:
+        return Draw(spec.sampling, spec.choice, index, (), (), banned)
+    return Draw(spec.sampling, spec.choice, index, sequence.prompt_seen, sequence.penalised, banned)
+
+
+def _may_push_out(one: Sequence, other: Sequence, now: float) -> bool:
+    """By every measure: what has come to its turn by waiting is not pushed out again by what came later."""
+    return (
+        one.spec.priority > other.spec.priority
+        and one.rank < other.rank
+        and level_of(one.spec.priority, now - one.enqueued) > level_of(other.spec.priority, now - other.enqueued)
+    )

@@ -25,9 +25,18 @@ class WorkerSettings(ServiceSettings):
     block_size: int = Field(16, ge=1, le=256)
     blocks: int | None = Field(None, ge=2, description="KV blocks on the device; default: from free memory")
     kv_memory_fraction: float = Field(0.3, gt=0, le=0.95, description="share of free memory for KV blocks")
-    slots: int = Field(64, ge=1, description="most sequences that run at once")
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="KV on the device; int8 holds about twice the sequences"
+    )
+    attention: Literal["auto", "cpu", "reference"] = Field(
+        "auto", description="attention kernels; reference: plain torch"
+    )
+    slots: int = Field(256, ge=1, description="most sequences that run at once")
     waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused as retryable")
-    step_tokens: int = Field(512, ge=1, description="token budget of one step")
+    step_tokens: int = Field(2048, ge=1, description="most tokens of one step")
+    itl_target_ms: float = Field(
+        0.0, ge=0, description="how long a step beside running streams may take; 0: 2.5 times one without new prompts"
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the model; default: cores / workers on the host"
     )

@@ -1,4 +1,7 @@
-"""What one forward pass does: which tokens of which sequences, in which blocks. Plain values, made by the scheduler."""
+"""What one forward pass does: which tokens of which sequences, in which blocks. Plain values, made by the scheduler.
+
+Draw and Slice are made per sequence and step and never changed; freezing them would cost three times as much.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from kvproto.messages import Sampling
 from services.worker.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draw:
     """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone.
 
     `prompt_ids` and `output_ids` are what came before, for penalties; `banned` must not be drawn. All three are empty
-    where the request asks for nothing that needs them.
+    where the request asks for nothing that needs them. `output_ids` is the sequence's own list, which grows afterwards.
     """
 
     sampling: Sampling
@@ -26,7 +29,7 @@ class Draw:
     banned: Items[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slice:
     """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`.
 
@@ -54,8 +57,29 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     failed: list[tuple[Sequence, KvfleetError]] = field(default_factory=list)
+    decodes: int = 0  # the first so many slices: sequences that run on their one last token
     prefill_tokens: int = 0
+    prefill_positions: float = 0.0  # sum over the prefill tokens
 
     @property
     def fed_tokens(self) -> int:
-        return sum(len(part.ids) for part in self.slices)
+        return self.decodes + self.prefill_tokens
+
+    def add_chunk(self, sequence: Sequence, part: Slice) -> None:
+        """Prompt tokens, or tokens that have to be computed again."""
+        self.slices.append(part)
+        self.sequences.append(sequence)
+        count = len(part.ids)
+        self.prefill_tokens += count
+        self.prefill_positions += count * (part.start + (count - 1) / 2)
+
+    def drop(self, at: int) -> Sequence:
+        """Take one slice out again. Returns whose it was."""
+        part = self.slices.pop(at)
+        if at < self.decodes:
+            self.decodes -= 1
+        else:
+            count = len(part.ids)
+            self.prefill_tokens -= count
+            self.prefill_positions -= count * (part.start + (count - 1) / 2)
+        return self.sequences.pop(at)

@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvproto.messages import TokenLogprobs
 from services.worker.detokenizer import DetokenizerStream
 from services.worker.stopping import StopStrings
 
 
 class Released(NamedTuple):
-    """`text[i]` belongs to `ids[i]`."""
+    """`text[i]` belongs to `ids[i]`, and so does `logprobs[i]` where there are any."""
 
     ids: tuple[int, ...]
     text: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     def then(self, other: Released) -> Released:
-        return Released(self.ids + other.ids, self.text + other.text)
+        return Released(self.ids + other.ids, self.text + other.text, self.logprobs + other.logprobs)
 
 
 NOTHING = Released((), ())
@@ -35,8 +37,10 @@ class TextStream:
         self.next_index = 0  # generated index of the next id to leave
         self._decoder = decoder
         self._stops = stops
+        self._watches = bool(stops)
         self._ids: list[int] = []
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []  # of the held ids, where the request asks for them
         self._known_ids = 0  # ids, from the first held one on, that the client has
         self._known_text = 0  # characters of the coming pieces that the client has
         self._owed = ""  # text of known ids that the client lacks: travels with the next id
@@ -56,13 +60,15 @@ class TextStream:
         self._known_text = max(text_sent - len(text), 0)
         self._owed = text[text_sent:]
 
-    def push(self, token: int) -> Released:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Released:
         """A generated id. Returns what may leave now."""
         piece = self._decoder.push(token)
-        if not self._ids and not self._stops and not self._decoder.pending:
-            return self._give((token,), (piece,))
+        if not self._ids and not self._watches and not self._decoder.pending:
+            return self._give((token,), (piece,), () if logprobs is None else (logprobs,))
         self._ids.append(token)
         self._pieces.append(piece)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
         return self._release()
 
     def finish(self) -> Released:
@@ -88,7 +94,7 @@ class TextStream:
 
     def _cut(self) -> bool:
         """Cut the held text before the first stop string in it, if there is one."""
-        end = self._stops.find("".join(self._pieces)) if self._stops else -1
+        end = self._stops.find("".join(self._pieces)) if self._watches else -1
         if end < 0:
             return False
         self.stopped = True
@@ -101,16 +107,20 @@ class TextStream:
         if not count:
             return NOTHING
         ids, pieces = tuple(self._ids[:count]), tuple(self._pieces[:count])
-        del self._ids[:count], self._pieces[:count]
-        return self._give(ids, pieces)
+        replayed = len(self._ids) - len(self._logprobs) if self._logprobs else 0  # came first, and without
+        logprobs = tuple(self._logprobs[: max(count - replayed, 0)])
+        del self._ids[:count], self._pieces[:count], self._logprobs[: len(logprobs)]
+        return self._give(ids, pieces, logprobs)
 
-    def _give(self, ids: tuple[int, ...], pieces: tuple[str, ...]) -> Released:
+    def _give(self, ids: tuple[int, ...], pieces: tuple[str, ...], logprobs: tuple[TokenLogprobs, ...]) -> Released:
         if self._known_ids or self._known_text or self._owed:
             ids, pieces = self._leave_out_known(ids, pieces)
         self.next_index += len(ids)
-        return Released(ids, pieces)
+        return Released(ids, pieces, logprobs)
 
-    def _leave_out_known(self, ids: tuple[int, ...], pieces: tuple[str, ...]) -> Released:
+    def _leave_out_known(
+        self, ids: tuple[int, ...], pieces: tuple[str, ...]
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Without what the client has; only the first releases after a replay need this."""
         new_ids, new_pieces = [], []
         for token, piece in zip(ids, pieces, strict=True):
@@ -123,4 +133,4 @@ class TextStream:
             new_ids.append(token)
             new_pieces.append(self._owed)
             self._owed = ""
-        return Released(tuple(new_ids), tuple(new_pieces))
+        return tuple(new_ids), tuple(new_pieces)

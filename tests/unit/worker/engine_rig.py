@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, settings
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, Sampling
+from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import Detokenizer, IdDetokenizer
 from services.worker.engine import Engine
-from services.worker.model.fake import FakeRunner
+from services.worker.model.fake import FakeRunner, _value
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
 from services.worker.scheduler import Scheduler
 from services.worker.sequence import SequenceSpec
@@ -38,6 +38,32 @@ def spec(request: str, prompt: Sequence[int], max_tokens: int = 8, **fields: obj
     return SequenceSpec(request, fields.pop("attempt", 0), tuple(prompt), sampling, ROOT, **fields)  # type: ignore[arg-type]
 
 
+class WindowedRunner(FakeRunner):
+    """Sees the last `window` tokens only and reads no block before them. Slots hold one token's value each."""
+
+    def __init__(self, *, window: int, **fake: object) -> None:
+        super().__init__(**fake)  # type: ignore[arg-type]
+        self.window = window
+
+    def _store(self, part: Slice) -> None:
+        for position, token in enumerate(part.ids, part.start):
+            self.slots[self._slot(part, position)] = _value(token, position)
+
+    def _token(self, part: Slice, draw: Draw) -> int:
+        assert self.window is not None
+        seen = sum(self.slots[self._slot(part, at)] for at in range(max(0, part.end - self.window), part.end))
+        held = Slice((), self.block_size, range(1), None)  # the sum, as if it were one full block's
+        self._totals[0], kept = seen, self._totals[0]
+        token = super()._token(held, draw)
+        self._totals[0] = kept
+        return token
+
+    def _slot(self, part: Slice, position: int) -> int:
+        block = part.blocks[position // self.block_size]
+        assert block >= 0, "a block within the window was let go"
+        return block * self.block_size + position % self.block_size
+
+
 def make_engine(
     *,
     blocks: int = 64,
@@ -53,27 +79,48 @@ def make_engine(
         num_blocks=blocks, block_size=block_size, **({"vocab_size": 1000, "context_length": 512} | fake)
     )  # type: ignore[arg-type]
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    scheduler = Scheduler(pool, token_budget=token_budget, slots=slots)
+    scheduler = Scheduler(pool, token_budget=token_budget, slots=slots, window=runner.window)
     return Engine(runner, pool, scheduler, detokenizer or IdDetokenizer(), clock or Clock())
 
 
-def expected_tokens(prompt: Sequence[int], sampling: Sampling, vocab_size: int = 1000, choice: int = 0) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    vocab_size: int = 1000,
+    choice: int = 0,
+    *,
+    context: int = 512,
+    window: int | None = None,
+) -> list[int]:
     """What the fake runner generates for a prompt: computed alone, all tokens at once each time."""
-    ids = list(prompt)
-    runner = FakeRunner(num_blocks=256, block_size=8, vocab_size=vocab_size)
-    for index in range(sampling.max_tokens):
-        (token,) = runner.run([Slice(ids, 0, range(256), Draw(sampling, choice, index))])
+    seen, outputs, most = list(prompt), [], sampling.max_tokens
+    if sampling.overflow is Overflow.TRUNCATE_LEFT:
+        seen = seen[max(0, len(seen) + most - context) :]
+    if sampling.overflow is Overflow.TRUNCATE_GENERATION:
+        most = min(most, context - len(seen))
+    shape = {"num_blocks": 256, "block_size": 8, "vocab_size": vocab_size}
+    runner = WindowedRunner(window=window, **shape) if window else FakeRunner(**shape)  # type: ignore[arg-type]
+    for index in range(most):
+        while sampling.overflow is Overflow.SLIDING and len(seen) >= context:
+            del seen[: context // 2]
+        (token,) = runner.run([Slice(seen, 0, range(256), Draw(sampling, choice, index))])
         assert isinstance(token, int)
-        ids.append(token)
-    return ids[len(prompt) :]
+        seen.append(token)
+        outputs.append(token)
+    return outputs
 
 
 class Transcript:
-    """Collects outputs and checks their grammar: started once, tokens in order, one terminal."""
+    """Collects outputs and checks their grammar: started once, tokens in order, one terminal.
 
-    def __init__(self) -> None:
+    Sequences are keyed (request, attempt), or (request, choice) where `by_choice`.
+    """
+
+    def __init__(self, *, by_choice: bool = False) -> None:
+        self._by_choice = by_choice
         self.started: dict[tuple[str, int], SequenceStarted] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = defaultdict(list)
         self.text: dict[tuple[str, int], str] = defaultdict(str)
         self.ends: dict[tuple[str, int], FinishReason | KvfleetError] = {}
         self.finished: dict[tuple[str, int], SequenceFinished] = {}
@@ -83,7 +130,7 @@ class Transcript:
     def take(self, result: StepResult) -> None:
         self.fed += result.fed_tokens
         for output in result.outputs:
-            key = (output.request, output.attempt)
+            key = (output.request, output.choice if self._by_choice else output.attempt)
             assert key not in self.ends, "output after the terminal one"
             match output:
                 case SequenceStarted():
@@ -94,7 +141,9 @@ class Transcript:
                     assert len(output.ids) == len(output.text) > 0
                     first = self.first_index.setdefault(key, output.index)
                     assert output.index == first + len(self.tokens[key]), "a gap, or a token twice"
+                    assert len(output.logprobs) in (0, len(output.ids))
                     self.tokens[key] += output.ids
+                    self.logprobs[key] += output.logprobs
                     self.text[key] += "".join(output.text)
                 case SequenceFinished():
                     assert key in self.started

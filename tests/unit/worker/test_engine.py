@@ -355,10 +355,56 @@ def test_step_out_of_memory_fails_its_largest_part_alone() -> None:
     engine = make_engine(runner=runner, token_budget=64)
     engine.add(spec("small", [1, 2, 3]))
     engine.add(spec("large", range(20)))
-    transcript = Transcript().run(engine)
+    transcript = Transcript()
+    transcript.take(engine.step())  # the others do not even lose the step
     assert isinstance(transcript.ends["large", 0], OutOfMemory)
+    assert transcript.tokens["small", 0] == expected_tokens([1, 2, 3], GREEDY8)[:1]
+    engine.check_integrity()
+    transcript.run(engine)
     assert transcript.tokens["small", 0] == expected_tokens([1, 2, 3], GREEDY8)
     assert engine.pool.used == 0
+
+
+def test_step_out_of_memory_copies_no_block_twice() -> None:
+    """A copy's source may have been overwritten by the time the rest is run again."""
+    runner = BrokenRunner(num_blocks=32, block_size=4, vocab_size=1000, context_length=64)
+    engine = make_engine(runner=runner, token_budget=64)
+    engine.add(spec("first", range(10), max_tokens=1))
+    Transcript().run(engine)
+    copies, copy_blocks = [], runner.copy_blocks
+    runner.copy_blocks = lambda pairs: (copies.extend(pairs), copy_blocks(pairs))[1]  # type: ignore[method-assign, assignment]
+    runner.most = 10
+    engine.add(spec("large", range(100, 120)))
+    engine.add(spec("small", [*range(10), 55]))
+    transcript = Transcript().run(engine)
+    assert len(copies) == 1
+    assert isinstance(transcript.ends["large", 0], OutOfMemory)
+    assert transcript.tokens["small", 0] == expected_tokens([*range(10), 55], GREEDY8)
+
+
+def test_out_of_memory_among_decodes_costs_the_longest_sequence() -> None:
+    runner = BrokenRunner(num_blocks=32, block_size=4, vocab_size=1000, context_length=64)
+    engine, transcript = make_engine(runner=runner), Transcript()
+    for name, prompt in (("a", [1, 2]), ("long", [3, 4, 5, 6, 7]), ("b", [8, 9])):
+        engine.add(spec(name, prompt))
+    transcript.take(engine.step())
+    runner.most = 2
+    transcript.run(engine)
+    assert isinstance(transcript.ends["long", 0], OutOfMemory)
+    assert [transcript.ends[name, 0] for name in "ab"] == [FinishReason.LENGTH] * 2
+
+
+def test_nothing_fits_and_everything_fails_but_the_engine_goes_on() -> None:
+    runner = BrokenRunner(num_blocks=32, block_size=4, vocab_size=1000, context_length=64)
+    engine, transcript = make_engine(runner=runner), Transcript()
+    runner.most = 0
+    for at in range(3):
+        engine.add(spec(f"r{at}", [1, at]))
+    transcript.take(engine.step())
+    assert [type(end) for end in transcript.ends.values()] == [OutOfMemory] * 3
+    runner.most = 1_000
+    engine.add(spec("later", [1, 2]))
+    assert transcript.run(engine).ends["later", 0] is FinishReason.LENGTH
 
 
 # ---------------------------------------------------------------------- measured

@@ -132,6 +132,24 @@ async def test_crash_fails_everything_as_retryable_and_is_told() -> None:
     desk.thread.stop()
 
 
+async def test_every_choice_ends_when_the_engine_crashes_or_refuses() -> None:
+    desk = Desk(make_engine(runner=CrashingRunner(num_blocks=64, block_size=4, vocab_size=1000, context_length=64)))
+    desk.transcript = Transcript(by_choice=True)
+    desk.thread.start()
+    for choice in range(3):
+        desk.thread.submit(spec("refused", [], choice=choice))
+    await desk.ends(3)
+    for choice in range(3):
+        desk.thread.submit(spec("r", [1, 2, 3], sampling=Sampling(8, n=3), choice=choice))
+    await desk.ends(6)
+    for choice in range(3):
+        assert isinstance(desk.transcript.ends["refused", choice], InvalidRequest)
+        end = desk.transcript.ends["r", choice]
+        assert isinstance(end, EngineFailure)
+        assert end.retryable
+    desk.thread.stop()
+
+
 async def test_stop_ends_what_runs() -> None:
     desk = Desk(make_engine(blocks=512, context_length=2_000, step_seconds=0.001))
     desk.thread.start()

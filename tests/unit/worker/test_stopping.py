@@ -98,19 +98,19 @@ def test_replay_after_any_token_even_of_a_held_group() -> None:
     text = stream("xyz")
     text.replay([ord("a"), ord("x")], text_sent=1)  # "x" may begin the stop string: its text was not sent
     released = text.push(ord("b"))
-    assert released == ((ord("b"),), ("xb",))
+    assert released == ((ord("b"),), ("xb",), ())
 
 
 def test_replay_of_more_text_than_ids_released() -> None:
     text = stream("xyz")
     text.replay([ord("a"), ord("x")], text_sent=2)
-    assert text.push(ord("b")) == ((ord("b"),), ("b",))
+    assert text.push(ord("b")) == ((ord("b"),), ("b",), ())
 
 
 def test_an_id_is_held_while_its_character_is_incomplete() -> None:
     text = stream()
     assert text.push(0) == NOTHING
-    assert text.push(ord("é")) == ((0, ord("é")), ("", "é"))
+    assert text.push(ord("é")) == ((0, ord("é")), ("", "é"), ())
     text.push(0)
-    assert text.finish() == ((0,), ("\ufffd",))
+    assert text.finish() == ((0,), ("\ufffd",), ())
     assert text.finish() == NOTHING
