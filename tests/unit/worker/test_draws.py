@@ -28,9 +28,10 @@ class NotingRunner(FakeRunner):
         for at, part in enumerate(slices):
             if (draw := part.draw) is not None:
                 self.draws.append(replace(draw, output_ids=tuple(draw.output_ids)))
-                token = drawn[at]
-                if draw.sampling.logprobs is not None and isinstance(token, int):
-                    drawn[at] = Scored(token, TokenLogprobs(-float(draw.index), (token,), (-float(draw.index),)))
+                scored = drawn[at]
+                if isinstance(scored, Scored):
+                    token, score = scored.token, -float(draw.index)
+                    drawn[at] = Scored(token, TokenLogprobs(score, (token,), (score,)))
         return drawn
 
 

@@ -1,0 +1,173 @@
+"""Compiled functions: where the results of compiling are kept, and on which threads they run."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba import carray
+
+from services.worker.model.vector import compiled, team
+from services.worker.model.vector.cells import take_ticket
+from services.worker.model.vector.compiled import Entry, entry
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repository!r})
+import numba
+import numpy as np
+from services.worker.model.vector import compiled
+from services.worker.model.vector.cells import take_ticket
+
+compiled.SOURCES = Path({sources!r})
+
+def add_one(block):
+    take_ticket(numba.carray(block, (1,), np.int64)[0])
+
+if __name__ == "__main__":
+    import ctypes
+    number = ctypes.c_int64(41)
+    one = compiled.entry(add_one)
+    block = ctypes.c_int64(ctypes.addressof(number))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.address)(ctypes.addressof(block))
+    print(number.value, one.keep.cache_hits, numba.config.CACHE_DIR)
+"""
+
+
+class Place:
+    """A program of its own, the sources that its results hang on, and the variables it is run with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        self.sources = folder / "sources"
+        self.program = folder / "program.py"
+        self.sources.mkdir()
+        self.source = self.sources / "loops.py"
+        self.source.write_text("one = 1\n")
+        self.program.write_text(PROGRAM.format(repository=str(REPOSITORY), sources=str(self.sources)))
+
+    def run(self, **variables: str) -> tuple[int, Path]:
+        """How many results came from the cache, and where that is."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "TMPDIR")
+        }
+        done = subprocess.run(
+            [sys.executable, str(self.program)],
+            env=kept | {"HOME": str(self.home)} | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        number, hits, folder = done.stdout.split(maxsplit=2)
+        assert number == "42"
+        return int(hits), Path(folder.strip())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_results_are_kept_per_source_code(place: Place) -> None:
+    hits, folder = place.run()
+    assert hits == 0
+    assert folder.parent == place.home / ".cache" / "kvfleet"
+    assert list(folder.rglob("*.nbc"))
+    assert place.run() == (1, folder)
+    place.source.write_text("one = 2\n")
+    hits, other = place.run()
+    assert hits == 0
+    assert other.parent == folder.parent
+    assert other != folder
+
+
+def test_the_users_variables_say_where(place: Place, tmp_path: Path) -> None:
+    _, folder = place.run(XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    assert folder.parent == tmp_path / "xdg" / "kvfleet"
+    _, folder = place.run(NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    assert folder == tmp_path / "numba"
+    assert list(folder.rglob("*.nbc"))
+    assert not place.home.exists()
+
+
+def test_a_home_that_cannot_be_written_costs_the_cache_only(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    hits, folder = place.run(HOME="/proc", TMPDIR=str(tmp_path / "temporary"))
+    assert hits == 0
+    assert folder.parent == tmp_path / "temporary"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="_keep_results catches OSError around mkdir alone")
+def test_a_user_without_a_home_loses_the_cache_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As an unknown user id without HOME."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+    compiled._keep_results.__wrapped__()
+    assert Path(numba.config.CACHE_DIR).parent == tmp_path
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def take_seat(block: Any) -> None:
+    take_ticket(carray(block, (1,), np.int64)[0])
+
+
+@pytest.fixture(scope="module")
+def seats() -> Entry:
+    return entry(take_seat)
+
+
+def callers(seats: Entry, threads: int) -> int:
+    """How often a function ran that was given to a team of `threads`."""
+    taken = ctypes.c_int64(0)
+    block = ctypes.c_int64(ctypes.addressof(taken))
+    team.run(seats.address, ctypes.addressof(block), threads)
+    return taken.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP runtime is another there")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_function_runs_once_on_each_thread(threads: int, seats: Entry) -> None:
+    assert callers(seats, threads) == threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_without_an_openmp_runtime_it_runs_on_the_calling_thread(
+    threads: int, seats: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "_fork", lambda: None)
+    assert callers(seats, threads) == 1
+
+
+def test_libraries_that_have_no_such_entry_point_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    libraries = [Path("/no/such/libgomp.so"), Path(ctypes.util.find_library("c") or "libc.so.6")]
+    monkeypatch.setattr(team, "_openmp_libraries", lambda: libraries)
+    assert team._fork.__wrapped__() is None
+    assert "one thread" in caplog.text
