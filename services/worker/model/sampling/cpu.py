@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numba
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from services.worker.model.sampling import kernels
 from services.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
+from services.worker.model.vector import team
+from services.worker.model.vector.compiled import Entry
 
 ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies to what the allocator keeps at hand
 
@@ -24,30 +27,44 @@ def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
 
 def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
     """One token per row."""
-    _use_threads()
-    tokens: list[int] = kernels.draw(
-        _array(logits),
-        settings.bits,
-        settings.scale,
-        settings.top_k,
-        settings.top_p,
-        settings.least,
-        settings.points,
-    ).tolist()
-    return tokens
+    tokens = np.empty(len(logits), np.int64)
+    arrays: dict[int, npt.NDArray[Any]] = {
+        kernels.LOGITS: _array(logits),
+        kernels.SCALE: settings.scale,
+        kernels.TOP_K: settings.top_k,
+        kernels.TOP_P: settings.top_p,
+        kernels.LEAST: settings.least,
+        kernels.POINTS: settings.points,
+        kernels.TOKENS: tokens,
+    }
+    _run(kernels.compiled().draw, logits, settings.bits, arrays)
+    drawn: list[int] = tokens.tolist()
+    return drawn
 
 
 def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """`[rows]` sums of all weights at temperature 1; `[rows, count]` ids of the largest, equal ones in id order."""
-    _use_threads()
-    best = np.zeros((len(logits), count), np.int64)
-    return kernels.masses_and_best(_array(logits), weight_bits(logits.shape[-1]), NATURAL, best), best
+    masses, best = np.empty(len(logits), np.int64), np.zeros((len(logits), count), np.int64)
+    arrays: dict[int, npt.NDArray[Any]] = {
+        kernels.LOGITS: _array(logits),
+        kernels.SCALE: np.array([NATURAL]),
+        kernels.MASSES: masses,
+        kernels.BEST: best,
+    }
+    _run(kernels.compiled().masses, logits, weight_bits(logits.shape[-1]), arrays, count)
+    return masses, best
+
+
+def _run(entry: Entry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[Any]], count: int = 0) -> None:
+    """`arrays` by their field of the call block; each must be contiguous."""
+    block = np.zeros(kernels.FIELDS, np.int64)
+    block[kernels.SELF], block[kernels.COUNT] = block.ctypes.data, count
+    block[kernels.ROWS], block[kernels.VOCAB], block[kernels.BITS] = *logits.shape, bits
+    for field, array in arrays.items():
+        block[field] = array.ctypes.data
+    team.run(entry.address, block.ctypes.data, min(torch.get_num_threads(), len(logits)))
 
 
 def _array(logits: Tensor) -> npt.NDArray[np.float32]:
     array: npt.NDArray[np.float32] = logits.detach().float().contiguous().numpy()
     return array
-
-
-def _use_threads() -> None:
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))

@@ -1,20 +1,25 @@
 """Draws by compiled loops, rows split over threads: the way on a CPU. Computes what `weights` says, bit for bit.
 
 A row is looked at in blocks of 256 logits, and blocks whose largest logit is too small are passed over; nothing is
-sorted. (Blocks are slices, not ranges of indices: that is what the compiler makes vector loops of.) The GIL is
-released; compiled code is kept on disk where there is a place for it.
+sorted. (Blocks are slices, not ranges of indices: that is what the compiler makes vector loops of.) Rows are shared
+out among torch's own threads, as in the model's other kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba import carray
 
 from services.worker.model.sampling.weights import DEEPEST, MANTISSA_BITS, POWERS_OF_2
+from services.worker.model.vector.cells import pointer, take_ticket
+from services.worker.model.vector.compiled import Entry, entry
 
 Floats32 = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -29,40 +34,74 @@ LARGEST_HEAP = 256  # beyond, gathering in bins is faster
 _C13, _C12, _C11, _C10, _C9, _C8, _C7, _C6, _C5, _C4, _C3, _C2, _C1, _C0 = POWERS_OF_2
 
 
-def _compiled(function: F, **options: Any) -> F:
-    """(Numba looks for changes in this file only: clear its cache after a change of the numbers imported above.)"""
-    options |= {"nogil": True, "error_model": "numpy"}
-    try:
-        return cast(F, numba.njit(cache=True, **options)(function))
-    except RuntimeError:  # neither the package's folder nor NUMBA_CACHE_DIR can be written
-        return cast(F, numba.njit(**options)(function))
+def _compiled(function: F) -> F:
+    return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
 
 
-def _over_rows(function: F) -> F:
-    return _compiled(function, parallel=True)
+# Fields of a call block. Arrays have one entry a row unless said otherwise.
+(
+    SELF,  # its own address, for the counter that threads share
+    TICKET,
+    ROWS,
+    VOCAB,
+    LOGITS,  # float32 [rows, vocab], the largest of each row finite
+    BITS,  # of a weight, the number itself
+    SCALE,  # float64; for `masses` one for all rows
+    TOP_K,
+    TOP_P,
+    LEAST,
+    POINTS,
+    TOKENS,  # int64, drawn
+    MASSES,  # int64, the sum of each row's weights
+    COUNT,
+    BEST,  # int64 [rows, count], ids of the largest logits
+    FIELDS,
+) = range(16)
 
 
-@_over_rows
-def draw(
-    logits: Floats32, bits: Scalar, scale: Floats, top_k: Ints, top_p: Floats, least: Ints, points: Floats
-) -> Ints:
-    """One token for each row of `logits` `[rows, vocab]`, whose largest is finite; the rest is DrawSettings'."""
-    tokens = np.empty(len(logits), np.int64)
-    for row in numba.prange(len(logits)):
-        tokens[row] = _draw_row(logits[row], bits, scale[row], top_k[row], top_p[row], least[row], points[row])
-    return tokens
+def _draw_share(block: Any) -> None:
+    """One token for each row; every thread takes rows until none is left. The rest is DrawSettings'."""
+    p = carray(block, (FIELDS,), np.int64)
+    rows = p[ROWS]
+    logits = carray(pointer(p[LOGITS]), (rows, p[VOCAB]), np.float32)
+    scale, top_p = carray(pointer(p[SCALE]), (rows,), np.float64), carray(pointer(p[TOP_P]), (rows,), np.float64)
+    top_k, least = carray(pointer(p[TOP_K]), (rows,), np.int64), carray(pointer(p[LEAST]), (rows,), np.int64)
+    points, tokens = carray(pointer(p[POINTS]), (rows,), np.float64), carray(pointer(p[TOKENS]), (rows,), np.int64)
+    while True:
+        row = take_ticket(p[SELF] + 8 * TICKET)
+        if row >= rows:
+            return
+        tokens[row] = _draw_row(logits[row], p[BITS], scale[row], top_k[row], top_p[row], least[row], points[row])
 
 
-@_over_rows
-def masses_and_best(logits: Floats32, bits: Scalar, scale: Scalar, best: Ints) -> Ints:
-    """The sum of each row's weights; `best` `[rows, count]` is filled with the ids of the largest logits."""
-    masses = np.empty(len(logits), np.int64)
-    for row in numba.prange(len(logits)):
+def _masses_share(block: Any) -> None:
+    """The sum of each row's weights, and the ids of its largest logits."""
+    p = carray(block, (FIELDS,), np.int64)
+    rows = p[ROWS]
+    logits = carray(pointer(p[LOGITS]), (rows, p[VOCAB]), np.float32)
+    scale = carray(pointer(p[SCALE]), (1,), np.float64)[0]
+    masses = carray(pointer(p[MASSES]), (rows,), np.int64)
+    best = carray(pointer(p[BEST]), (rows, p[COUNT]), np.int64)
+    while True:
+        row = take_ticket(p[SELF] + 8 * TICKET)
+        if row >= rows:
+            return
         tops = _block_tops(logits[row])
         weights = np.empty(logits.shape[1], np.int64)
-        masses[row] = _weigh(logits[row], tops, tops.max(), scale, bits, np.float32(-np.inf), weights)
+        masses[row] = _weigh(logits[row], tops, tops.max(), scale, p[BITS], np.float32(-np.inf), weights)
         _best(logits[row], tops, best[row])
-    return masses
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    draw: Entry
+    masses: Entry
+
+
+@cache
+def compiled() -> Entries:
+    """Compile, or load what was compiled before: seconds the first time, to be spent before a worker is ready."""
+    return Entries(entry(_draw_share), entry(_masses_share))
 
 
 @_compiled

@@ -54,6 +54,16 @@ def read_int(_context, address):
 
 
 @intrinsic
+def pointer(_context, address):
+    """As `numba.carray` takes it."""
+
+    def emit(_, builder, __, arguments):
+        return builder.inttoptr(arguments[0], I8.as_pointer())
+
+    return types.voidptr(ADDRESS), emit
+
+
+@intrinsic
 def copy_bytes(_context, source, target, count):
     def emit(_, builder, __, arguments):
         source, target, count = arguments

@@ -18,6 +18,7 @@ import numba
 from numba import cfunc, types
 
 SOURCES = Path(__file__).parent.parent
+KERNELS = ("vector", "linear", "fused", "sampling", "attention/cpu")  # folders whose code is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def _keep_results() -> None:
     if os.environ.get("NUMBA_CACHE_DIR"):
         return
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(SOURCES.rglob("*.py")):
+    for path in sorted(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py")):
         digest.update(path.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "kvfleet" / f"kernels-{digest.hexdigest()}"
