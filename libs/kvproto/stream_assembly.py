@@ -134,6 +134,8 @@ class StreamAssembly:
         if not 0 <= at < len(self.choices):
             return []
         choice = self.choices[at]
+        if choice.ended is not None:
+            return []
         if frame.index > len(choice.ids) or self.started is None:
             known = self._waiting.get((at, frame.index))
             if len(self._waiting) < MAX_WAITING and (known is None or len(known.ids) < len(frame.ids)):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from kvproto.errors import OutOfMemory
 from kvproto.messages import Bundle
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import TokenizerDetokenizer
 from services.worker.engine import Engine
-from services.worker.kv_size import KvLayout, size_lines
+from services.worker.kv_size import KvLayout, readable, size_lines
 from services.worker.model.base import ModelRunner
 from services.worker.model.fake import FakeRunner
 from services.worker.scheduler import Scheduler
@@ -63,7 +64,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     from transformers.utils.logging import disable_progress_bar
 
     from services.worker.model.assembly import build_runner, with_kv_dtype
-    from services.worker.model.kv_pool import blocks_that_fit
+    from services.worker.model.kv_pool import blocks_that_fit, free_bytes
     from services.worker.model.loader import load_model
 
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers_on_host)
@@ -74,6 +75,8 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
     blocks = settings.blocks or blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction)
     shape = loaded.kv_shape
+    if blocks * shape.bytes_per_block(settings.block_size) > free_bytes(loaded.device):
+        raise OutOfMemory(f"{blocks} KV blocks need more than the {readable(free_bytes(loaded.device))} that are free")
     layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window)
     kv_dtype = "int8" if shape.quantized else str(shape.dtype).removeprefix("torch.")
     for line in size_lines(layout, settings.block_size, kv_dtype, blocks):

@@ -187,6 +187,14 @@ class FrameBook:
         finished = Finished(*key, ends[0].reason, output.prompt_tokens, total, cached, self._worker)
         return [*out, self.end(record, finished, now)]
 
+    def conclude(self, record: Record, prompt_tokens: int, now: float) -> list[tuple[Record, Frame]]:
+        """An attempt all of whose choices had ended before: nothing was lost but its end, so nothing is generated."""
+        key = record.request, record.attempt
+        ends = [track.ended for track in record.tracks if track.ended is not None]
+        record.started = Started(*key, self._worker, prompt_tokens, {})
+        finished = Finished(*key, ends[0].reason, prompt_tokens, record.output_tokens, 0, self._worker)
+        return [(record, record.started), self.end(record, finished, now)]
+
     def end(self, record: Record, terminal: Finished | Failed | Moved, now: float) -> tuple[Record, Frame]:
         """Close an attempt with its one terminal frame."""
         record.terminal, record.finished_at = terminal, now
@@ -238,10 +246,7 @@ class FrameBook:
 
 
 def _tracks(request: GenerateRequest) -> tuple[list[Track], set[int]]:
-    """Where each choice begins, and which of them are to be generated.
-
-    If all had ended and only the attempt's end was lost, the first one goes on: it finds its end at once.
-    """
+    """Where each choice begins, and which of them are to be generated: those that have not ended."""
     tracks: list[Track] = []
     for choice in range(request.sampling.n):
         before = request.continuation(choice)
@@ -250,4 +255,4 @@ def _tracks(request: GenerateRequest) -> tuple[list[Track], set[int]]:
         if before.finished is not None:
             track.ended = ChoiceFinished(request.request, request.attempt, choice, before.finished, count)
         tracks.append(track)
-    return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None} or {0}
+    return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None}

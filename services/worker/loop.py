@@ -221,6 +221,7 @@ class WorkerLoop:
             )
             ids = tuple(await encoded)
             if key in self._tokenising:  # else it was cancelled meanwhile
+                self._check(request)  # others came meanwhile
                 self._accept(request, ids, tenant, message.reply)
         except KvfleetError as error:
             self.refused_total += 1
@@ -239,6 +240,9 @@ class WorkerLoop:
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
         if remaining is not None:
             record.deadline = asyncio.get_running_loop().time() + remaining
+        if not record.pending:
+            self.outbox.send_frames(self.frames.conclude(record, len(ids), asyncio.get_running_loop().time()))
+            return
         for spec in sequences_of(
             request,
             sorted(record.pending),

@@ -20,6 +20,7 @@ from services.worker.frames import Record
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 65_536
+LARGEST_BATCH = 512 * 1024  # bytes; a NATS server takes 1 MiB unless told otherwise
 
 
 class Outbox:
@@ -50,7 +51,17 @@ class Outbox:
             if record.watcher_reply is not None and isinstance(frame, TERMINAL):
                 self.send(record.watcher_reply, codec.encode_frames([frame]))
         for inbox, frames in batches.items():
-            self.send(inbox, codec.encode_frames(frames))
+            self._send_batch(inbox, frames)
+
+    def _send_batch(self, inbox: str, frames: list[Frame]) -> None:
+        """In one message, or in as many as NATS takes: many streams with log probabilities are large."""
+        data = codec.encode_frames(frames)
+        if len(data) <= LARGEST_BATCH or len(frames) == 1:
+            self.send(inbox, data)
+            return
+        half = len(frames) // 2
+        self._send_batch(inbox, frames[:half])
+        self._send_batch(inbox, frames[half:])
 
     async def run(self) -> None:
         while True:

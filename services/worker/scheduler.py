@@ -278,7 +278,7 @@ def _draw(sequence: Sequence) -> Draw:
     """The next token's, with what the request asks for and nothing else."""
     spec, index = sequence.spec, sequence.num_outputs
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
-    if sequence.penalised is None:
+    if sequence.prompt_seen is None or sequence.penalised is None:
         return Draw(spec.sampling, spec.choice, index, (), (), banned)
     return Draw(spec.sampling, spec.choice, index, sequence.prompt_seen, sequence.penalised, banned)
 

@@ -8,6 +8,7 @@ waiting ──admit──▶ running ──▶ finished
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -96,8 +97,11 @@ class Sequence:
         self.start = window.start(total)
         first = window.start(len(spec.prompt_ids))
         self.num_prompt = len(spec.prompt_ids) - first  # as used by the first attempt, whatever was dropped since
-        self.prompt_seen = spec.prompt_ids[first:] if first else spec.prompt_ids
-        self.penalised = list(spec.output_ids) if _has_penalties(spec.sampling) else None
+        # Of requests with penalties alone; arrays, which a sampler reads without a Python object per token.
+        self.prompt_seen: array[int] | None = None
+        self.penalised: array[int] | None = None
+        if _has_penalties(spec.sampling):
+            self.prompt_seen, self.penalised = array("q", spec.prompt_ids[first:]), array("q", spec.output_ids)
         self.ids = [*spec.prompt_ids, *spec.output_ids][self.start :]
         # What no longer begins with the public prefix must not be chained under its root, which all tenants share.
         self.root = spec.root.own if self.start and isinstance(spec.root, ForkedRoot) else spec.root

@@ -1,10 +1,10 @@
 """How much each tenant has been served, so that one which floods the worker cannot starve another. Pure.
 
 A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each token
-that the model is run on for a tenant counts one, cached tokens count nothing, and among equals the tenant served least
-goes next. Two tenants that both want more than they get are thus served alike. Nobody saves up: a tenant that comes
-back after a silence starts level with the least served of those that are busy, and when nobody is left all is
-forgotten.
+that the model is run on for a tenant counts one, once. Cached tokens and those computed again after a preemption count
+nothing. Among equals the tenant served least goes next: two tenants that both want more than they get are thus served
+alike. Nobody saves up: a tenant that comes back after a silence starts level with the least served of those that are
+busy, and when nobody is left all is forgotten.
 """
 
 from __future__ import annotations

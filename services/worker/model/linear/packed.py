@@ -58,6 +58,7 @@ class PackedLinear(nn.Module):
         self._multiplier = multiplier
         panels = [_panels(weight)] if gate is None else [_panels(gate), _panels(weight)]
         self._packed = _interleaved(panels)
+        self._gated = gate is not None
         self._bias = None
         if bias is not None:
             self._bias = torch.zeros(len(panels[0]) * c.PANEL)
@@ -66,7 +67,7 @@ class PackedLinear(nn.Module):
         block = self._block = np.zeros(c.FIELDS, dtype=np.int64)
         block[c.SELF] = block.ctypes.data
         block[c.COLUMNS], block[c.DEPTH] = self.out_features, self.in_features
-        block[c.WEIGHT], block[c.PANELS] = self._packed.data_ptr(), len(self._packed)
+        block[c.WEIGHT] = self._packed.data_ptr()
         block[c.OUT_BYTES] = self.out_features * weight.dtype.itemsize
         block[c.X_BYTES] = self.in_features * weight.dtype.itemsize
         block[c.KIND], block[c.ACT] = KINDS[weight.dtype], act
@@ -76,7 +77,8 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The plain matrix, unpacked anew each time: for code that looks at it, not for computing with it."""
-        return _unpacked(self._packed)[: self.out_features]
+        own = self._packed[1::2] if self._gated else self._packed
+        return _unpacked(own)[: self.out_features]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is not self.dtype or x.shape[-1] != self.in_features:

@@ -14,6 +14,7 @@ from services.worker.model.sampling.weights import NATURAL, DrawSettings, weight
 from services.worker.model.vector import team
 from services.worker.model.vector.compiled import Entry
 
+UNDONE = np.int64(-1)  # neither a token nor a sum of weights
 ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies to what the allocator keeps at hand
 
 
@@ -27,7 +28,7 @@ def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
 
 def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
     """One token per row."""
-    tokens = np.empty(len(logits), np.int64)
+    tokens = np.full(len(logits), UNDONE)
     arrays: dict[int, npt.NDArray[Any]] = {
         kernels.LOGITS: _array(logits),
         kernels.SCALE: settings.scale,
@@ -38,13 +39,14 @@ def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
         kernels.TOKENS: tokens,
     }
     _run(kernels.compiled().draw, logits, settings.bits, arrays)
+    _check_done(tokens)
     drawn: list[int] = tokens.tolist()
     return drawn
 
 
 def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """`[rows]` sums of all weights at temperature 1; `[rows, count]` ids of the largest, equal ones in id order."""
-    masses, best = np.empty(len(logits), np.int64), np.zeros((len(logits), count), np.int64)
+    masses, best = np.full(len(logits), UNDONE), np.zeros((len(logits), count), np.int64)
     arrays: dict[int, npt.NDArray[Any]] = {
         kernels.LOGITS: _array(logits),
         kernels.SCALE: np.array([NATURAL]),
@@ -52,6 +54,7 @@ def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], 
         kernels.BEST: best,
     }
     _run(kernels.compiled().masses, logits, weight_bits(logits.shape[-1]), arrays, count)
+    _check_done(masses)
     return masses, best
 
 
@@ -63,6 +66,12 @@ def _run(entry: Entry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[
     for field, array in arrays.items():
         block[field] = array.ctypes.data
     team.run(entry.address, block.ctypes.data, min(torch.get_num_threads(), len(logits)))
+
+
+def _check_done(results: npt.NDArray[np.int64]) -> None:
+    """Compiled code that cannot allocate ends early and can tell nobody. Raises MemoryError."""
+    if (results == UNDONE).any():
+        raise MemoryError("a draw does not fit into memory")
 
 
 def _array(logits: Tensor) -> npt.NDArray[np.float32]:

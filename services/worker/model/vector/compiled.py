@@ -44,11 +44,11 @@ def _keep_results() -> None:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py")):
         digest.update(path.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "kvfleet" / f"kernels-{digest.hexdigest()}"
     try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "kvfleet" / f"kernels-{digest.hexdigest()}"
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
-    except OSError:
+    except (OSError, RuntimeError):  # no home, or none that can be written: compiled anew each time
         writable = False
-    numba.config.CACHE_DIR = str(folder if writable else Path(tempfile.mkdtemp(prefix="kvfleet-kernels-")))
+    numba.config.CACHE_DIR = str(folder) if writable else tempfile.mkdtemp(prefix="kvfleet-kernels-")

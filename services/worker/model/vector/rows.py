@@ -262,15 +262,12 @@ def row_gate(_context, gate, up, count, tanh):
         gates, ups, elements, curved = arguments
         vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
         is_tanh = builder.icmp_signed("!=", curved, ir.Constant(I64, 0))
-        bent, scale = (
-            splat(builder, builder.select(is_tanh, ir.Constant(F32, with_tanh), ir.Constant(F32, without)))
-            for with_tanh, without in ((0.044715, 0.0), (2 * math.sqrt(2 / math.pi), 1.0))
-        )
 
         def body(i, values):
             where = offset_by(builder, gates, i, 4 * LANES)
             g = load(builder, where)
-            y = builder.fmul(fma(builder, builder.fmul(builder.fmul(g, g), bent), g, g), scale)
+            cubic = fma(builder, builder.fmul(builder.fmul(g, g), constant(0.044715)), g, g)
+            y = builder.select(is_tanh, builder.fmul(cubic, constant(2 * math.sqrt(2 / math.pi))), g)
             one = constant(1.0)
             power = exp(builder, builder.fneg(call(builder, "fabs", VECTOR, [y])))  # never overflows
             positive = builder.fcmp_ordered(">=", y, constant(0.0))

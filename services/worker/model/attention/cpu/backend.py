@@ -80,6 +80,9 @@ class CpuStep:
         self._threads = backend.threads
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        kept, wanted = self._pool.shape.dtype, query.dtype
+        if not query.dtype is key.dtype is value.dtype is kept:
+            query, key, value = query.to(kept), key.to(kept), value.to(kept)
         if query.shape[1] != self._heads:
             self._begin(query)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
@@ -107,7 +110,7 @@ class CpuStep:
         backend.call(backend.entries.attend, self._threads)
         if block[c.SPLITS]:
             backend.call(backend.entries.combine, 1)
-        return out
+        return out.to(wanted)
 
     def _begin(self, query: Tensor) -> None:
         """Tables of the step, when the first layer tells how many heads there are."""

@@ -12,7 +12,7 @@ arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691), all in fp32 whatever the 
 share their loads. Tokens are visited in tiles of LANES; what lies beyond a sequence's end is read at most as a score
 that is then overwritten, so that NaN in unused slots cannot spread.
 
-All addresses are integers; the layout of the call block is `call.CallBlock`'s.
+All addresses are integers; `call` has the layout of the call block.
 """
 
 # mypy: ignore-errors
@@ -40,6 +40,7 @@ from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.emit import CACHE_LINE, LANES
 from services.worker.model.vector.products import dots, pair_product, product, transpose
 from services.worker.model.vector.rows import interleave, narrow, row_cap, row_exp, row_fill, row_max, row_scale, widen
+from services.worker.model.vector.statistics import row_sum
 
 DECODE_CHUNK = 256  # tokens whose scores are kept at a time
 PREFILL_CHUNK = 128
@@ -227,6 +228,9 @@ def _fold(scores, count, top, total, out, size):
     before = read_float(top)
     largest = max(before, row_max(scores, count))
     if largest == MINUS_INFINITY:
+        hidden = row_sum(scores, count) == MINUS_INFINITY
+        if not hidden:  # NaN is smaller than nothing, and must not pass for a hidden score
+            write_float(total, np.float32(math.nan))
         row_fill(scores, count, np.float32(0.0))
         return
     correction = np.float32(0.0) if before == MINUS_INFINITY else np.float32(math.exp(before - largest))
@@ -238,7 +242,7 @@ def _fold(scores, count, top, total, out, size):
 
 
 @njit(nogil=True, error_model="numpy")
-def _begin(p, item, rows, queries, out, tops, totals, flat, stride):
+def _begin(p, item, rows, queries, out, tops, totals, flat):
     """Scaled queries as floats, accumulators at their start; row r is token r // group, head r % group."""
     group, dim, padded = p[c.GROUP], p[c.HEAD_DIM], p[c.PADDED]
     scaling = read_float(p[c.FLOATS])
@@ -302,7 +306,7 @@ def _decode(p, item, scratch):
     queries = scratch
     scores = queries + 4 * group * padded
     buffer = scores + 4 * group * DECODE_CHUNK
-    _begin(p, item, group, queries, out, tops, totals, flat, 0)
+    _begin(p, item, group, queries, out, tops, totals, flat)
 
     at = low // LANES * LANES
     while at < high:
@@ -370,7 +374,7 @@ def _prefill(p, item, scratch):
     scores = totals + 4 * rows
     keys = scores + 4 * rows * PREFILL_CHUNK
     values = keys + 4 * padded * PREFILL_CHUNK
-    _begin(p, item, rows, queries, out, tops, totals, flat, 0)
+    _begin(p, item, rows, queries, out, tops, totals, flat)
 
     for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
         end = min(at + PREFILL_CHUNK, high)
@@ -459,12 +463,14 @@ def _stage_keys(p, table, head, at, end, keys):
 
 
 @njit(nogil=True, error_model="numpy")
-def _stage_values(p, table, head, at, end, limit, zeros, values):
-    """Values of a chunk in pairs of tokens: `[PREFILL_CHUNK / 2][head_dim]`; what is no token counts as zero."""
+def _stage_values(p, table, head, at, low, end, limit, zeros, values):
+    """Values of a chunk in pairs of tokens: `[PREFILL_CHUNK / 2][head_dim]`; those out of reach count as zero."""
     dim = p[c.HEAD_DIM]
     for token in range(at, end, 2):
         row = _row_of(p, table, head, token, 1)
-        interleave(row, row + 2 * dim if token + 1 < end else zeros, values + (token - at) * 2 * dim, dim)
+        first = row if token >= low else zeros
+        second = row + 2 * dim if low <= token + 1 < end else zeros
+        interleave(first, second, values + (token - at) * 2 * dim, dim)
         ahead = token + PREFILL_CHUNK
         if (token - at) % LANES == 0 and ahead < limit:
             prefetch(_row_of(p, table, head, ahead, 0), LANES * 2 * dim)
@@ -530,7 +536,7 @@ def _attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
                 row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
             _fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim)
             narrow(1, where, weights + row * 2 * PREFILL_CHUNK, count, ONE)
-        _stage_values(p, table, head, at, end, high, zeros, values)
+        _stage_values(p, table, head, at, low, end, high, zeros, values)
         _multiply_pairs(
             whole - first,
             dim // LANES,
@@ -588,7 +594,11 @@ def _store_row(kind, source, source_kind, run, offset, size, dim, scratch):
     _widen(source_kind, source, scratch, dim, ONE)
     largest = np.float32(0.0)
     for i in range(dim):
-        largest = max(largest, abs(read_float(scratch + 4 * i)))
+        size_of_it = abs(read_float(scratch + 4 * i))
+        if not size_of_it <= largest:  # a NaN becomes the scale: what is read back is none either
+            largest = size_of_it
+        if largest != largest:
+            break
     scale = largest / LEVELS
     write_float(run + size * dim + 4 * offset, scale)
     inverse = ONE / scale if scale > 0 else np.float32(0.0)

@@ -1,0 +1,77 @@
+"""Our engine against llama.cpp, on the same weights: a single stream, and 16 concurrent requests.
+
+    python -m benchmarks.engine_vs_llamacpp [--quick] [--model gpt2|qwen] [--threads N] [--itl-target-s S]
+
+| part | work | counted |
+| --- | --- | --- |
+| single | one prompt of 128 tokens, 64 out | seconds per token, after the first |
+| 16 | 16 such prompts at once | seconds in all |
+
+GPT-2 in fp32 and bf16, the Qwen2-0.5B shape in bf16. Prompts are random and new in every round; llama.cpp is stopped
+while ours runs.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from benchmarks._engine import Ours, fresh_prompts
+from benchmarks._engine_models import Dtype, Name, model_folder
+from benchmarks._exact import Referee
+from benchmarks._peers import PeerAbsent, interpreter
+from benchmarks._report import skip
+from benchmarks._versus import Part, Rival, conclude, label, options_of, per_token, race
+
+NAME, UNIT = "engine_vs_llamacpp", "times as fast"
+FLOOR_SINGLE, FLOOR_MANY = 0.9, 1.2
+STREAMS, PROMPT, OUTPUT = 16, 128, 64
+DTYPES: dict[Name, list[Dtype]] = {"gpt2": ["float32", "bfloat16"], "qwen2-0.5b": ["bfloat16"]}
+
+
+def measure(model: Name, dtype: Dtype, threads: int, itl_target_s: float, *, quick: bool) -> tuple[list[Part], str]:
+    folder = model_folder(model, dtype)
+    referee = Referee(folder, dtype)
+    chance = Random(3)
+    ours = Ours(folder, dtype, threads=threads, sequences=STREAMS, context=PROMPT + OUTPUT, itl_target_s=itl_target_s)
+    flags = {"threads": threads, "sequences": STREAMS, "context": PROMPT + OUTPUT}
+    with Rival("llamacpp", folder, dtype, **flags) as rival:
+
+        def works(rounds: int, streams: int) -> list[list[list[int]]]:
+            return [fresh_prompts(chance, streams, PROMPT, ours.vocab_size) for _ in range(rounds)]
+
+        for engine in (ours, rival):
+            engine.generate(works(1, STREAMS)[0], 4)
+        name = label(model, dtype)
+        single, many = works(3 if quick else 7, 1), works(1 if quick else 4, STREAMS)
+        parts = [
+            race(f"{name} single", FLOOR_SINGLE, ours, rival, single, OUTPUT, referee, per_token),
+            race(f"{name} {STREAMS}", FLOOR_MANY, ours, rival, many, OUTPUT, referee),
+        ]
+        return parts, rival.engine
+
+
+def main() -> None:
+    options = options_of(__doc__, batch=True)
+    try:
+        interpreter("llamacpp")
+    except PeerAbsent as absent:
+        skip(NAME, UNIT, floor=FLOOR_SINGLE, peer="llama.cpp", why=str(absent))
+    parts: list[Part] = []
+    for model in options.models:
+        for dtype in DTYPES[model]:
+            measured, version = measure(model, dtype, options.threads, options.itl_target_s, quick=options.quick)
+            parts += measured
+    conclude(
+        NAME,
+        UNIT,
+        parts,
+        peer=version,
+        prompt_tokens=PROMPT,
+        output_tokens=OUTPUT,
+        threads=options.threads,
+        itl_target_s=options.itl_target_s,
+    )
+
+
+if __name__ == "__main__":
+    main()

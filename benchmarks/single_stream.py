@@ -1,0 +1,62 @@
+"""Tokens per second of a single stream at a context of 128, against transformers' `generate`.
+
+    python -m benchmarks.single_stream [--quick] [--model gpt2|qwen] [--threads N]
+
+128 tokens in, 64 out; what counts is the decoding after the first token. Prompts are random and new in every round, the
+two run in turn. In fp32 the tokens must agree.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from statistics import median
+
+from benchmarks._engine import Ours, fresh_prompts
+from benchmarks._engine_models import NATIVE, Name, model_folder
+from benchmarks._exact import Referee
+from benchmarks._plain import VERSION, Plain
+from benchmarks._versus import Part, compare, conclude, label, options_of, per_token
+
+PROMPT, OUTPUT, FLOOR = 128, 64, 2.0
+
+
+def measure(model: Name, rounds: int, threads: int) -> Part:
+    folder, dtype = model_folder(model), NATIVE[model]
+    ours = Ours(folder, dtype, threads=threads, sequences=2, context=PROMPT + OUTPUT)
+    plain = Plain(folder, dtype)
+    chance = Random(6)
+    for engine in (ours, plain):
+        engine.generate(fresh_prompts(chance, 1, PROMPT, ours.vocab_size), 4)
+    prompts = fresh_prompts(chance, rounds, PROMPT, ours.vocab_size)
+    runs = [(ours.generate([prompt], OUTPUT), plain.generate([prompt], OUTPUT)[0]) for prompt in prompts]
+    wrong = Referee(folder, dtype).wrong(
+        prompts, [our.tokens[0] for our, _ in runs], [their.tokens[0] for _, their in runs]
+    )
+    return compare(
+        label(model),
+        FLOOR,
+        (per_token(our) for our, _ in runs),
+        (per_token(their) for _, their in runs),
+        wrong,
+        tokens_per_s=round(median(our.decode_per_s for our, _ in runs), 1),
+        peer_tokens_per_s=round(median(their.decode_per_s for _, their in runs), 1),
+        with_prompt=round(median(their.seconds for _, their in runs) / median(our.seconds for our, _ in runs), 3),
+    )
+
+
+def main() -> None:
+    options = options_of(__doc__)
+    parts = [measure(model, 2 if options.quick else 7, options.threads) for model in options.models]
+    conclude(
+        "single_stream",
+        "times as fast",
+        parts,
+        peer=f"{VERSION} generate",
+        prompt_tokens=PROMPT,
+        output_tokens=OUTPUT,
+        threads=options.threads,
+    )
+
+
+if __name__ == "__main__":
+    main()

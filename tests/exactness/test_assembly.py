@@ -1,0 +1,93 @@
+"""A loaded model becomes the runner that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_model
+
+from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
+from services.worker.model.assembly import build_runner, with_kv_dtype
+from services.worker.model.attention.cpu.backend import CpuBackend
+from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.fused.modules import FusedMlp, FusedNorm
+from services.worker.model.kv_pool import KvShape
+from services.worker.model.linear.packed import PackedLinear
+from services.worker.model.loader import LoadedModel, adopt_model
+
+OURS = (PackedLinear, FusedMlp, FusedNorm)
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    return adopt_model(make_model("llama"))
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def ours(model: Any) -> set[type]:
+    return {type(module) for module in model.modules()} & set(OURS)
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("attention", ["auto", "cpu"])
+def test_on_a_cpu_everything_is_made_fast(attention: Any, loaded: LoadedModel) -> None:
+    runner = build_runner(loaded, 7, 8, attention)
+    assert isinstance(runner._backend, CpuBackend)
+    assert runner._backend.threads == 2
+    assert ours(loaded.model) == set(OURS)
+    assert (runner.num_blocks, runner.block_size, runner.num_layers) == (7, 8, 2)
+    assert runner.bytes_per_block == runner.pool.data[0].nbytes
+
+
+def test_reference_leaves_the_model_as_it_was(loaded: LoadedModel) -> None:
+    before = dict(loaded.model.named_modules())
+    runner = build_runner(loaded, 7, 8, "reference")
+    assert isinstance(runner._backend, ReferenceBackend)
+    assert dict(loaded.model.named_modules()) == before
+    assert not ours(loaded.model)
+
+
+def test_the_cpu_attention_is_refused_for_a_model_elsewhere(loaded: LoadedModel) -> None:
+    with pytest.raises(InvalidRequest, match="cuda") as refused:
+        build_runner(replace(loaded, device=torch.device("cuda")), 7, 8, "cpu")
+    assert refused.value.field == "attention"
+    assert not ours(loaded.model)
+
+
+def test_a_pool_that_does_not_fit_is_said_so(loaded: LoadedModel) -> None:
+    with pytest.raises(OutOfMemory, match="KV pool"):
+        build_runner(loaded, 2**50, 8)
+
+
+def test_kv_is_kept_as_asked(loaded: LoadedModel) -> None:
+    assert with_kv_dtype(loaded, "auto", 16) is loaded
+    small = with_kv_dtype(loaded, "int8", 16)
+    assert small.kv_shape == replace(loaded.kv_shape, quantized=True)
+    assert small.model is loaded.model
+    runner = build_runner(small, 7, 16)
+    assert runner.pool.data.dtype is torch.int8
+    assert runner.bytes_per_block == small.kv_shape.bytes_per_block(16) < loaded.kv_shape.bytes_per_block(16)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "fits"), [(6, 1, False), (6, 2, True), (5, 3, False), (5, 8, True)])
+def test_int8_is_refused_where_scales_would_not_be_aligned(
+    head_dim: int, block_size: int, fits: bool, loaded: LoadedModel
+) -> None:
+    odd = replace(loaded, kv_shape=KvShape(2, 2, head_dim, torch.float32))
+    assert with_kv_dtype(odd, "auto", block_size) is odd
+    if fits:
+        assert with_kv_dtype(odd, "int8", block_size).kv_shape.quantized
+        return
+    with pytest.raises(UnsupportedModel, match=f"head_dim of {head_dim} and blocks of {block_size}") as refused:
+        with_kv_dtype(odd, "int8", block_size)
+    assert refused.value.field == "kv_dtype"
