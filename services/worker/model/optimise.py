@@ -8,6 +8,7 @@ from typing import Any
 
 from services.worker.model.fused.fuse import fuse
 from services.worker.model.linear.packed import Multiplier, pack
+from services.worker.model.vector.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 def optimise(model: Any, threads: int) -> None:
     """For a model that is called from one thread from now on. Blocks while weights are packed."""
     began = time.monotonic()
+    keep_freed_memory()
     multiplier = Multiplier(threads)
     fused = fuse(model, multiplier)
     packed = pack(model, multiplier)

@@ -38,6 +38,9 @@ def fuse(model: Any, multiplier: Multiplier) -> dict[str, int]:
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, module in list(model.named_modules()):
+            if type(module) is nn.Dropout:  # nothing is dropped when nobody trains, and asking takes time
+                model.set_submodule(name, nn.Identity())
+                continue
             for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
                 found = _equivalent(name, module, partial(candidates, multiplier=multiplier))
                 if found is not None:

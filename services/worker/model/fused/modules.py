@@ -35,7 +35,8 @@ class FusedNorm(nn.Module):
         self._epsilon = np.array([eps], dtype=np.float32)
         self._scratch = np.empty(threads * self.size, dtype=np.float32)
         block = self._block = np.zeros(c.NORM_FIELDS, dtype=np.int64)
-        block[c.SELF], block[c.SIZE], block[c.CENTERED] = block.ctypes.data, self.size, centered
+        self._address = block.ctypes.data
+        block[c.SELF], block[c.SIZE], block[c.CENTERED] = self._address, self.size, centered
         block[c.WEIGHT], block[c.BIAS] = self._weight.data_ptr(), self._bias.data_ptr()
         block[c.EPSILON] = self._epsilon.ctypes.data
         block[c.SCRATCH], block[c.SCRATCH_BYTES] = self._scratch.ctypes.data, 4 * self.size
@@ -53,7 +54,7 @@ class FusedNorm(nn.Module):
             flat.stride(0) * x.dtype.itemsize,
             out.data_ptr(),
         )
-        team.run(self._entry.address, int(block[c.SELF]), 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
+        team.run(self._entry.address, self._address, 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
         return out
 
 
@@ -92,7 +93,7 @@ class Rotary:
         self._threads = threads
         self._scratch = np.empty(0, dtype=np.float32)
         self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)
-        self._block[c.SELF] = self._block.ctypes.data
+        self._block[c.SELF] = self._address = self._block.ctypes.data
 
     def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
         """`query` and `key` `[1, heads, T, size]`, the others `[1, T, size]`."""
@@ -116,7 +117,7 @@ class Rotary:
             12 * size,
         )
         few = query.numel() + key.numel() <= SERIAL_NUMBERS
-        team.run(self._entry.address, int(block[c.SELF]), 1 if few else self._threads)
+        team.run(self._entry.address, self._address, 1 if few else self._threads)
         return query, key
 
 

@@ -63,9 +63,9 @@ class PackedLinear(nn.Module):
         if bias is not None:
             self._bias = torch.zeros(len(panels[0]) * c.PANEL)
             self._bias[: self.out_features] = bias.float()
-        self._columns = -(-self.out_features // c.PANEL)
+        self._few_panels = max(1, -(-self.out_features // c.PANEL) // (multiplier.threads * SHARES))
         block = self._block = np.zeros(c.FIELDS, dtype=np.int64)
-        block[c.SELF] = block.ctypes.data
+        block[c.SELF] = self._address = block.ctypes.data
         block[c.COLUMNS], block[c.DEPTH] = self.out_features, self.in_features
         block[c.WEIGHT] = self._packed.data_ptr()
         block[c.OUT_BYTES] = self.out_features * weight.dtype.itemsize
@@ -81,20 +81,21 @@ class PackedLinear(nn.Module):
         return _unpacked(own)[: self.out_features]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype is not self.dtype or x.shape[-1] != self.in_features:
+        *outer, depth = x.shape
+        if x.dtype is not self.dtype or depth != self.in_features:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {self.dtype} [{self.in_features}]")
         x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.out_features))
-        rows = x.numel() // self.in_features
+        out = torch.empty((*outer, self.out_features), dtype=self.dtype)
+        rows = x.numel() // depth
         if not rows:
             return out
         multiplier, block = self._multiplier, self._block
         few = rows <= c.ROWS_AT_ONCE
         block[c.SEAT] = block[c.TICKET] = 0
         block[c.ROWS], block[c.X], block[c.OUT] = rows, x.data_ptr(), out.data_ptr()
-        block[c.PANELS_PER_ITEM] = max(1, self._columns // (multiplier.threads * SHARES)) if few else 1
+        block[c.PANELS_PER_ITEM] = self._few_panels if few else 1
         block[c.ROWS_PER_ITEM] = rows if few else ROWS_PER_ITEM
-        team.run(multiplier.entry.address, int(block[c.SELF]), multiplier.threads)
+        team.run(multiplier.entry.address, self._address, multiplier.threads)
         return out
 
 

@@ -22,14 +22,17 @@ Fork = Callable[[int, int, int, int], None]  # (function, its argument, threads,
 
 def run(function: int, argument: int, threads: int) -> None:
     """Call the C function at address `function`, `void f(void *argument)`, once on each of `threads` threads."""
-    fork = _fork()
-    if threads == 1 or fork is None:
-        _SIGNATURE(function)(argument)
+    fork = _fork() if threads > 1 else None
+    if fork is None:
+        _callable(function)(argument)
     else:
         fork(function, argument, threads, 0)
 
 
-_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+@cache
+def _callable(function: int) -> Callable[[int], None]:
+    """Making one takes longer than a small norm."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
 
 
 @cache

@@ -37,7 +37,7 @@ class CpuBackend:
         self.entries = compiled()
         self.block = np.zeros(c.FIELDS, dtype=np.int64)
         self.floats = np.zeros(2, dtype=np.float32)
-        self.block[c.SELF] = self.block.ctypes.data
+        self.block[c.SELF] = self._address = self.block.ctypes.data
         self.block[c.FLOATS] = self.floats.ctypes.data
         self._scratch = np.empty(0, dtype=np.float32)
         self._partials = np.empty(0, dtype=np.float32)
@@ -65,7 +65,7 @@ class CpuBackend:
 
     def call(self, function: Entry, threads: int) -> None:
         self.block[c.SEAT] = self.block[c.TICKET] = 0
-        team.run(function.address, int(self.block[c.SELF]), threads)
+        team.run(function.address, self._address, threads)
 
 
 class CpuStep:
