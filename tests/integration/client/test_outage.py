@@ -17,7 +17,7 @@ OUTAGE_S = 10.0
 SAMPLING = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
 
 
-async def run(client: Client, generation: Generation, progress: list[int]) -> list[int]:
+async def run(client: Client, generation: Generation, progress: list[int], *, attempts: int = 1) -> list[int]:
     ids: list[int] = []
     async with client.generate(generation) as stream:
         async for event in stream:
@@ -25,7 +25,7 @@ async def run(client: Client, generation: Generation, progress: list[int]) -> li
                 assert event.index == len(ids)
                 ids += event.ids
                 progress.append(len(ids))
-    assert stream.attempts == 1, "nobody's work was thrown away"
+    assert stream.attempts <= attempts, "nobody's work was thrown away"
     return ids
 
 
@@ -53,7 +53,8 @@ async def test_running_streams_complete_and_blocks_are_still_known(nats_process:
         server.kill()
         await asyncio.sleep(OUTAGE_S)
         server.start()
-        during = asyncio.create_task(run(client, Generation("demo", SAMPLING, tuple(range(900, 940))), []))
+        # This one may find its worker not back yet, and ask the next.
+        during = asyncio.create_task(run(client, Generation("demo", SAMPLING, tuple(range(900, 940))), [], attempts=8))
         results = await asyncio.wait_for(asyncio.gather(*running), 20)
         assert all(len(ids) == 400 for ids in results)
         assert len(await asyncio.wait_for(during, 20)) == 400, "what was asked during the outage is served too"
