@@ -15,11 +15,11 @@ from services.worker.model import sampler
 from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.batch import RaggedBatch
-from services.worker.model.kv_pool import SCALE_BYTES
 from services.worker.model.loader import LoadedModel
 from services.worker.model.optimise import optimise
 from services.worker.model.runner import TorchRunner
 from services.worker.model.support import name_of
+from services.worker.model.vector.numbers import SCALE_BYTES
 from services.worker.step_plan import Slice
 
 log = logging.getLogger(__name__)

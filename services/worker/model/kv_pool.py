@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kvproto.errors import OutOfMemory
 from services.worker.model.vector.memory import huge_pages
+from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
 
-SCALE_BYTES = 4
-LEVELS = 127.0  # of int8, on either side of zero
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
 
 

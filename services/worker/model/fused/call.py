@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-LANES = 16  # rows are multiples of it, as `vector.emit` has it
-FLOAT32, BFLOAT16 = 0, 1
-ITEM_BYTES = (4, 2)
 ROWS_AT_ONCE = 16  # rows, or tokens, that a thread takes per ticket
 
 # Of a norm: rows of SIZE numbers.

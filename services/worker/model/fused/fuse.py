@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.worker.model.fused.call import LANES
-from services.worker.model.fused.modules import KINDS, BoundRotary, FusedMlp, FusedNorm, Rotary, fits
+from services.worker.model.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
 from services.worker.model.linear.packed import Multiplier, can_pack, plain_weight
+from services.worker.model.vector.kinds import MULTIPLIED
+from services.worker.model.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
     if weight is None or not isinstance(eps, float) or not set(parameters) <= {"weight", "bias"}:
         return
-    if weight.dim() != 1 or len(weight) % LANES or weight.dtype not in KINDS or weight.device.type != "cpu":
+    if weight.dim() != 1 or len(weight) % LANES or weight.dtype not in MULTIPLIED or weight.device.type != "cpu":
         return
     bias = parameters.get("bias")
     for scale in (weight, weight.float() + 1):  # the second is how Gemma stores it
@@ -144,7 +145,7 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     theirs = forward.__globals__.get(ROTARY)
     size = getattr(module, "head_dim", None)
     weight = next(module.parameters(), None)
-    if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in KINDS:
+    if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
         return False
     ours = BoundRotary(rotary, theirs)
     if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):

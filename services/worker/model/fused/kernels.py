@@ -14,7 +14,8 @@ from numba import carray, njit
 from services.worker.model.fused import call as c
 from services.worker.model.vector.cells import read_float, take_ticket
 from services.worker.model.vector.compiled import Entry, entry
-from services.worker.model.vector.rows import narrow, widen
+from services.worker.model.vector.conversion import from_floats, to_floats
+from services.worker.model.vector.numbers import FLOAT32, ITEM_BYTES
 from services.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
 
 ONE = np.float32(1.0)
@@ -22,30 +23,14 @@ ZERO = np.float32(0.0)
 
 
 @njit(nogil=True, error_model="numpy")
-def _read(kind, source, target, count):
-    if kind == c.FLOAT32:
-        widen(0, source, target, count, ONE)
-    else:
-        widen(1, source, target, count, ONE)
-
-
-@njit(nogil=True, error_model="numpy")
-def _write(kind, source, target, count):
-    if kind == c.FLOAT32:
-        narrow(0, source, target, count, ONE)
-    else:
-        narrow(1, source, target, count, ONE)
-
-
-@njit(nogil=True, error_model="numpy")
 def _norm(p, row, scratch):
     size, kind = p[c.SIZE], p[c.KIND]
-    _read(kind, p[c.X] + row * p[c.X_BYTES], scratch, size)
+    to_floats(kind, p[c.X] + row * p[c.X_BYTES], scratch, size, ONE)
     mean = row_sum(scratch, size) / np.float32(size) if p[c.CENTERED] else ZERO
     variance = row_spread(scratch, size, mean) / np.float32(size)
     scale = np.float32(1.0 / math.sqrt(variance + read_float(p[c.EPSILON])))
     row_affine(scratch, size, mean, scale, p[c.WEIGHT], p[c.BIAS])
-    _write(kind, scratch, p[c.OUT] + row * size * c.ITEM_BYTES[kind], size)
+    from_floats(kind, scratch, p[c.OUT] + row * size * ITEM_BYTES[kind], size, ONE)
 
 
 def _norm_share(block):
@@ -63,19 +48,19 @@ def _norm_share(block):
 def _rotate(p, x, heads, head_stride, cosines, sines, scratch):
     size, kind = p[c.SIZE], p[c.KIND]
     for head in range(heads):
-        where = x + head * head_stride * c.ITEM_BYTES[kind]
-        if kind == c.FLOAT32:
+        where = x + head * head_stride * ITEM_BYTES[kind]
+        if kind == FLOAT32:
             row_rotate(where, cosines, sines, size // 2)
         else:
-            _read(kind, where, scratch, size)
+            to_floats(kind, where, scratch, size, ONE)
             row_rotate(scratch, cosines, sines, size // 2)
-            _write(kind, scratch, where, size)
+            from_floats(kind, scratch, where, size, ONE)
 
 
 def _rotate_share(block):
     p = carray(block, (c.ROTATION_FIELDS,), np.int64)
     size, kind = p[c.SIZE], p[c.KIND]
-    item = c.ITEM_BYTES[kind]
+    item = ITEM_BYTES[kind]
     cosines = p[c.ROTATION_SCRATCH] + take_ticket(p[c.SELF] + 8 * c.SEAT) * p[c.ROTATION_SCRATCH_BYTES]
     sines = cosines + 4 * size
     scratch = sines + 4 * size
@@ -84,8 +69,8 @@ def _rotate_share(block):
         if first >= p[c.ROWS]:
             return
         for token in range(first, min(first + c.ROWS_AT_ONCE, p[c.ROWS])):
-            _read(kind, p[c.COSINES] + token * size * item, cosines, size)
-            _read(kind, p[c.SINES] + token * size * item, sines, size)
+            to_floats(kind, p[c.COSINES] + token * size * item, cosines, size, ONE)
+            to_floats(kind, p[c.SINES] + token * size * item, sines, size, ONE)
             x = p[c.X] + token * p[c.TOKEN_STRIDE] * item
             _rotate(p, x, p[c.HEADS], p[c.HEAD_STRIDE], cosines, sines, scratch)
             x = p[c.OTHER] + token * p[c.OTHER_TOKEN_STRIDE] * item

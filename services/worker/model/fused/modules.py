@@ -13,8 +13,9 @@ from services.worker.model.fused import call as c
 from services.worker.model.linear.call import SILU, SILU_GATE, TANH, TANH_GATE
 from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
 from services.worker.model.vector import team
+from services.worker.model.vector.kinds import MULTIPLIED
+from services.worker.model.vector.numbers import LANES
 
-KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16}
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
 ACTS = {"silu": SILU, "gelu_tanh": TANH}
@@ -48,7 +49,7 @@ class FusedNorm(nn.Module):
         out = torch.empty(x.shape, dtype=x.dtype)
         block = self._block
         block[c.SEAT] = block[c.TICKET] = 0
-        block[c.ROWS], block[c.KIND] = flat.shape[0], KINDS[x.dtype]
+        block[c.ROWS], block[c.KIND] = flat.shape[0], MULTIPLIED[x.dtype]
         block[c.X], block[c.X_BYTES], block[c.OUT] = (
             flat.data_ptr(),
             flat.stride(0) * x.dtype.itemsize,
@@ -101,7 +102,7 @@ class Rotary:
         if len(self._scratch) < 3 * size * self._threads:
             self._scratch = np.empty(3 * size * self._threads, dtype=np.float32)
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        block[c.SEAT : c.KIND + 1] = 0, 0, query.shape[2], size, KINDS[query.dtype]
+        block[c.SEAT : c.KIND + 1] = 0, 0, query.shape[2], size, MULTIPLIED[query.dtype]
         block[c.X] = query.data_ptr()
         block[c.HEADS : c.ROTATION_FIELDS] = (
             query.shape[1],
@@ -125,12 +126,12 @@ def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
     """Whether the kernel rotates these: whole heads, of numbers of one kind, one row of tokens."""
     return (
         query.dtype is key.dtype is cosines.dtype is sines.dtype
-        and query.dtype in KINDS
+        and query.dtype in MULTIPLIED
         and query.dim() == key.dim() == 4
         and cosines.shape == sines.shape == (1, query.shape[2], query.shape[3])
         and key.shape[2:] == query.shape[2:]
         and query.shape[0] == key.shape[0] == 1
-        and query.shape[3] % (2 * c.LANES) == 0
+        and query.shape[3] % (2 * LANES) == 0
         and query.stride(3) == key.stride(3) == 1
     )
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 PANEL = 32  # output columns that lie together in a packed weight: two vectors
 
-# What the numbers are, in x, weight and result alike.
-FLOAT32, BFLOAT16 = 0, 1
-ITEM_BYTES = (4, 2)
-
 # What becomes of a product before it is written: nothing, act(gate) * product, or act(product); act is SiLU or GELU's
 # tanh form.
 PLAIN, SILU_GATE, TANH_GATE, SILU, TANH = range(5)

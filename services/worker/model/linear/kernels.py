@@ -19,8 +19,10 @@ from numba import carray, njit
 from services.worker.model.linear import call as c
 from services.worker.model.vector.cells import copy_bytes, take_ticket
 from services.worker.model.vector.compiled import Entry, entry
+from services.worker.model.vector.conversion import from_floats
+from services.worker.model.vector.numbers import FLOAT32, ITEM_BYTES
 from services.worker.model.vector.products import pair_product, product
-from services.worker.model.vector.rows import narrow, row_fill, row_gate
+from services.worker.model.vector.rows import row_fill, row_gate
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
@@ -31,14 +33,14 @@ LINE = 4 * c.PANEL  # bytes of a panel's row, of floats or of pairs
 def _add_products(p, x, panel, rows, start, depth, sums):
     """sums[rows][PANEL] += x[rows][start : start + depth] * panel."""
     stride = p[c.X_BYTES]
-    if p[c.KIND] == c.FLOAT32:
+    if p[c.KIND] == FLOAT32:
         left, right, steps = x + 4 * start, panel + start * LINE, depth
     else:
         left, right, steps = x + 2 * start, panel + start // 2 * LINE, depth // 2
     row = 0
     while row < rows:
         a, o = left + row * stride, sums + row * LINE
-        if p[c.KIND] == c.FLOAT32:
+        if p[c.KIND] == FLOAT32:
             if rows - row >= 8:
                 product(8, 2, a, stride, right, LINE, steps, o, LINE, 0)
                 row += 8
@@ -68,7 +70,7 @@ def _sum_panel(p, panel, first, rows, sums):
     else:
         row_fill(sums, rows * c.PANEL, ZERO)
     x = p[c.X] + first * p[c.X_BYTES]
-    weight = p[c.WEIGHT] + panel * (p[c.DEPTH] * c.ITEM_BYTES[p[c.KIND]] * c.PANEL)
+    weight = p[c.WEIGHT] + panel * (p[c.DEPTH] * ITEM_BYTES[p[c.KIND]] * c.PANEL)
     for start in range(0, p[c.DEPTH], c.DEPTH_AT_ONCE):
         _add_products(p, x, weight, rows, start, min(c.DEPTH_AT_ONCE, p[c.DEPTH] - start), sums)
 
@@ -76,7 +78,7 @@ def _sum_panel(p, panel, first, rows, sums):
 @njit(nogil=True, error_model="numpy")
 def _panel(p, panel, first, last, sums):
     """Result columns of one panel (of a pair of panels, gated) for the rows from `first` to before `last`."""
-    size = c.ITEM_BYTES[p[c.KIND]]
+    size = ITEM_BYTES[p[c.KIND]]
     width = min(c.PANEL, p[c.COLUMNS] - panel * c.PANEL)
     others = sums + c.ROWS_AT_ONCE * LINE
     for begin in range(first, last, c.ROWS_AT_ONCE):
@@ -91,10 +93,7 @@ def _panel(p, panel, first, last, sums):
             row_gate(sums, others, rows * c.PANEL, p[c.ACT] in (c.TANH_GATE, c.TANH))
         for row in range(rows):
             target = p[c.OUT] + (begin + row) * p[c.OUT_BYTES] + panel * c.PANEL * size
-            if p[c.KIND] == c.FLOAT32:
-                narrow(0, sums + row * LINE, target, width, ONE)
-            else:
-                narrow(1, sums + row * LINE, target, width, ONE)
+            from_floats(p[c.KIND], sums + row * LINE, target, width, ONE)
 
 
 def _multiply_share(block):

@@ -17,12 +17,12 @@ from transformers.pytorch_utils import Conv1D
 from services.worker.model.linear import call as c
 from services.worker.model.vector import team
 from services.worker.model.vector.compiled import Entry
+from services.worker.model.vector.kinds import MULTIPLIED
 from services.worker.model.vector.memory import huge_pages
 
 log = logging.getLogger(__name__)
 
 Layer: TypeAlias = nn.Linear | Conv1D
-KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16}
 SHARES = 8  # items per thread that a product of few rows is cut into
 ROWS_PER_ITEM = 256  # of many
 
@@ -70,7 +70,7 @@ class PackedLinear(nn.Module):
         block[c.WEIGHT] = self._packed.data_ptr()
         block[c.OUT_BYTES] = self.out_features * weight.dtype.itemsize
         block[c.X_BYTES] = self.in_features * weight.dtype.itemsize
-        block[c.KIND], block[c.ACT] = KINDS[weight.dtype], act
+        block[c.KIND], block[c.ACT] = MULTIPLIED[weight.dtype], act
         block[c.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
         block[c.SCRATCH] = multiplier.scratch.ctypes.data
 
@@ -137,7 +137,9 @@ def can_pack(module: Any) -> TypeGuard[Layer]:
     if type(module) not in (nn.Linear, Conv1D):
         return False
     weight = plain_weight(module)
-    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.numel() > 0 and weight.shape[1] % 2 == 0
+    return (
+        weight.device.type == "cpu" and weight.dtype in MULTIPLIED and weight.numel() > 0 and weight.shape[1] % 2 == 0
+    )
 
 
 def pack(model: Any, multiplier: Multiplier) -> int:

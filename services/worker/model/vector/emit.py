@@ -13,8 +13,9 @@ import math
 from llvmlite import ir
 from numba.core import types
 
+from services.worker.model.vector.numbers import LANES
+
 CACHE_LINE = 64  # bytes
-LANES = 16  # one AVX-512 register; two of AVX2, four of NEON
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu import call as c
+from services.worker.model.attention.cpu.chunks import DECODE_CHUNK, PREFILL_CHUNK
 from services.worker.model.attention.cpu.plan import TILE_ROWS, Items, cut
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.vector import team
 from services.worker.model.vector.compiled import Entry
+from services.worker.model.vector.kinds import STORED
+from services.worker.model.vector.numbers import BFLOAT16, FLOAT32, INT8, LANES
 
-KINDS = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16, torch.float16: c.FLOAT16}
 SERIAL_TOKENS = 64  # up to here one thread stores K and V faster than a team is woken
 
 
@@ -47,9 +49,6 @@ class CpuBackend:
 
     def reserve(self, group: int, padded: int, partials: int) -> None:
         """Make scratch memory large enough for a step."""
-        from services.worker.model.attention.cpu.kernels import DECODE_CHUNK, PREFILL_CHUNK
-        from services.worker.model.vector.emit import LANES
-
         rows = max(TILE_ROWS, group)
         decode = group * (2 + 2 * padded + DECODE_CHUNK) + LANES * padded
         prefill = rows * (2 + 2 * padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
@@ -96,7 +95,7 @@ class CpuStep:
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
-            KINDS[query.dtype],
+            STORED[query.dtype],
             key.data_ptr(),
             key.stride(0),
             key.stride(1),
@@ -119,9 +118,9 @@ class CpuStep:
         heads, dim = query.shape[1], query.shape[2]
         group = heads // shape.kv_heads
         items = cut(batch, shape.kv_heads, group, self._threads)
-        padded = -(-dim // 16) * 16
+        padded = -(-dim // LANES) * LANES
         backend.reserve(group, padded, items.partials)
-        kind = c.INT8 if shape.quantized else KINDS[shape.dtype]
+        kind = INT8 if shape.quantized else STORED[shape.dtype]
         block[c.TOKENS] = len(batch.ids)
         block[c.ITEMS], block[c.ITEM_TABLE] = len(items.items), items.items.ctypes.data
         block[c.SLICES], block[c.TABLES] = items.slices.ctypes.data, batch.tables.ctypes.data
@@ -131,10 +130,10 @@ class CpuStep:
         block[c.LAYERS], block[c.BLOCK_SIZE], block[c.KV_KIND] = shape.layers, pool.block_size, kind
         size = pool.block_size
         block[c.BLOCK_SHIFT] = size.bit_length() - 1 if size & (size - 1) == 0 else -1
-        block[c.TILED] = size % 16 == 0
-        block[c.DIRECT] = kind == c.FLOAT32 and dim == padded and size % 16 == 0
-        halves = kind == KINDS[query.dtype] == c.BFLOAT16
-        block[c.PAIRS] = backend.pairs and halves and dim % 32 == 0 and size % 16 == 0
+        block[c.TILED] = size % LANES == 0
+        block[c.DIRECT] = kind == FLOAT32 and dim == padded and size % LANES == 0
+        halves = kind == STORED[query.dtype] == BFLOAT16
+        block[c.PAIRS] = backend.pairs and halves and dim % (2 * LANES) == 0 and size % LANES == 0
         block[c.HEADS], block[c.KV_HEADS], block[c.GROUP] = heads, shape.kv_heads, group
         block[c.HEAD_DIM], block[c.PADDED] = dim, padded
         self._heads = heads

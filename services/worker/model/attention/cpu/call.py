@@ -5,10 +5,6 @@ Addresses are of the process's memory, strides count elements, tables are rows o
 
 from __future__ import annotations
 
-# How numbers are stored.
-FLOAT32, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3
-ITEM_BYTES = (4, 2, 2, 1)
-
 STORED_AT_ONCE = 16  # tokens a thread stores per ticket
 
 # Fields of the call block.

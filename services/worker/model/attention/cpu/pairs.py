@@ -1,0 +1,134 @@
+"""Items on bfloat16, multiplied as such in pairs where the processor can. Numba."""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from services.worker.model.attention.cpu import call as c
+from services.worker.model.attention.cpu.chunks import PREFILL_CHUNK
+from services.worker.model.attention.cpu.pool_rows import row_of
+from services.worker.model.attention.cpu.softmax import MINUS_INFINITY, ONE, fold
+from services.worker.model.vector.cells import copy_bytes, prefetch, read_float
+from services.worker.model.vector.conversion import from_floats
+from services.worker.model.vector.numbers import BFLOAT16, LANES
+from services.worker.model.vector.products import pair_product, transpose
+from services.worker.model.vector.rows import interleave, row_cap, row_fill, row_scale
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+    """out += left * right for `rows`, a multiple of 4, and `columns` vectors, an even number."""
+    row = 0
+    while row < rows:
+        a, o = left + row * left_bytes, out + row * out_bytes
+        if rows - row >= 8:
+            for column in range(0, columns, 2):
+                at = column * 4 * LANES
+                pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+            row += 8
+        else:
+            for column in range(0, columns, 2):
+                at = column * 4 * LANES
+                pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+            row += 4
+
+
+@njit(nogil=True, error_model="numpy")
+def _stage_keys(p, table, head, at, end, keys):
+    """Keys of a chunk, transposed, in pairs along the head: `[head_dim / 2][PREFILL_CHUNK]`."""
+    dim = p[c.HEAD_DIM]
+    for token in range(at, end, LANES):
+        tile = row_of(p, table, head, token, 0)
+        transpose(tile, 2 * dim, keys + 4 * (token - at), 4 * PREFILL_CHUNK, dim // 2)
+        prefetch(row_of(p, table, head, token, 1), LANES * 2 * dim)
+
+
+@njit(nogil=True, error_model="numpy")
+def _stage_values(p, table, head, at, low, end, limit, zeros, values):
+    """Values of a chunk in pairs of tokens: `[PREFILL_CHUNK / 2][head_dim]`; those out of reach count as zero."""
+    dim = p[c.HEAD_DIM]
+    for token in range(at, end, 2):
+        row = row_of(p, table, head, token, 1)
+        first = row if token >= low else zeros
+        second = row + 2 * dim if low <= token + 1 < end else zeros
+        interleave(first, second, values + (token - at) * 2 * dim, dim)
+        ahead = token + PREFILL_CHUNK
+        if (token - at) % LANES == 0 and ahead < limit:
+            prefetch(row_of(p, table, head, ahead, 0), LANES * 2 * dim)
+
+
+@njit(nogil=True, error_model="numpy")
+def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
+    """Rows (token, head) as in `begin_rows` over the tokens from `low` to before `high`, multiplied in bfloat16 pairs.
+
+    Weights are rounded to bfloat16, sums are fp32. Leaves maxima, sums and accumulators at the start of `scratch`.
+    """
+    group, dim, window = p[c.GROUP], p[c.HEAD_DIM], p[c.WINDOW]
+    scaling, cap = read_float(p[c.FLOATS]), read_float(p[c.FLOATS] + 4)
+    whole = (rows + 3) // 4 * 4
+    tops = scratch
+    totals = tops + 4 * rows
+    out = totals + 4 * rows
+    queries = out + 4 * whole * dim
+    scores = queries + 2 * whole * dim
+    weights = scores + 4 * whole * PREFILL_CHUNK
+    keys = weights + 2 * whole * PREFILL_CHUNK
+    values = keys + 2 * dim * PREFILL_CHUNK
+    zeros = values + 2 * dim * PREFILL_CHUNK
+    row_fill(out, whole * dim, np.float32(0.0))
+    row_fill(queries, whole * dim // 2, np.float32(0.0))
+    row_fill(weights, whole * PREFILL_CHUNK // 2, np.float32(0.0))
+    row_fill(zeros, dim // 2, np.float32(0.0))
+    row_fill(tops, rows, MINUS_INFINITY)
+    row_fill(totals, rows, np.float32(0.0))
+    for row in range(rows):
+        source = (flat + row // group) * p[c.QUERY_TOKEN] + (head * group + row % group) * p[c.QUERY_HEAD]
+        copy_bytes(p[c.QUERY] + 2 * source, queries + row * 2 * dim, 2 * dim)
+
+    for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
+        end = min(at + PREFILL_CHUNK, high)
+        count = (end - at + LANES - 1) // LANES * LANES
+        _stage_keys(p, table, head, at, end, keys)
+        first = max(0, at - position) * group // 4 * 4  # rows before see nothing of this chunk
+        score = scores + first * 4 * PREFILL_CHUNK
+        row_fill(score, (whole - first) * PREFILL_CHUNK, np.float32(0.0))
+        _multiply_pairs(
+            whole - first,
+            PREFILL_CHUNK // LANES,
+            queries + first * 2 * dim,
+            2 * dim,
+            keys,
+            4 * PREFILL_CHUNK,
+            dim // 2,
+            score,
+            4 * PREFILL_CHUNK,
+        )
+        for row in range(first, rows):
+            where = scores + row * 4 * PREFILL_CHUNK
+            row_scale(where, count, scaling)
+            if cap > 0:
+                row_cap(where, count, cap)
+            own = position + row // group
+            hidden = max(low, own + 1 - window) - at if window > 0 else low - at
+            seen = max(0, min(end, own + 1) - at)
+            if hidden > 0:
+                row_fill(where, min(hidden, count), MINUS_INFINITY)
+            if seen < count:
+                row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
+            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim)
+            from_floats(BFLOAT16, where, weights + row * 2 * PREFILL_CHUNK, count, ONE)
+        _stage_values(p, table, head, at, low, end, high, zeros, values)
+        _multiply_pairs(
+            whole - first,
+            dim // LANES,
+            weights + first * 2 * PREFILL_CHUNK,
+            2 * PREFILL_CHUNK,
+            values,
+            4 * dim,
+            (end - at + 1) // 2,
+            out + first * 4 * dim,
+            4 * dim,
+        )

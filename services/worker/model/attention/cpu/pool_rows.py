@@ -1,0 +1,90 @@
+"""Where K and V of a token lie in the pool, in place or staged as rows of floats. Numba."""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+from numba import njit
+
+from services.worker.model.attention.cpu import call as c
+from services.worker.model.attention.cpu.softmax import ONE
+from services.worker.model.vector.cells import prefetch, read_float, read_int
+from services.worker.model.vector.conversion import to_floats
+from services.worker.model.vector.emit import CACHE_LINE
+from services.worker.model.vector.numbers import INT8, ITEM_BYTES, LANES
+
+
+@njit(nogil=True, error_model="numpy")
+def block_index(token, p):
+    """token // block_size: a division costs as much as a vector of work, and block sizes are powers of two."""
+    return token >> p[c.BLOCK_SHIFT] if p[c.BLOCK_SHIFT] >= 0 else token // p[c.BLOCK_SIZE]
+
+
+@njit(nogil=True, error_model="numpy")
+def run_of(p, table, head, token, value):
+    """Address of the run (K or V of one block, layer and head) that `token` lies in."""
+    block = read_int(table + 8 * block_index(token, p))
+    row = (block * p[c.LAYERS] + p[c.LAYER]) * 2 + value
+    return p[c.POOL] + (row * p[c.KV_HEADS] + head) * p[c.RUN_BYTES]
+
+
+@njit(nogil=True, error_model="numpy")
+def stage(p, table, head, token, count, value, target):
+    """K or V of `count` tokens from `token` on as rows of floats at `target`, filled up to a multiple of LANES."""
+    size, kind, dim = p[c.BLOCK_SIZE], p[c.KV_KIND], p[c.HEAD_DIM]
+    row_bytes = 4 * p[c.PADDED]
+    item = ITEM_BYTES[kind]
+    done = 0
+    while done < count:
+        offset = token + done - block_index(token + done, p) * size
+        rows = min(size - offset, count - done)
+        run = run_of(p, table, head, token + done, value)
+        source = run + offset * dim * item
+        to = target + done * row_bytes
+        if kind == INT8:
+            scales = run + size * dim + 4 * offset
+            for row in range(rows):
+                to_floats(kind, source + row * dim, to + row * row_bytes, dim, read_float(scales + 4 * row))
+        elif dim == p[c.PADDED]:
+            to_floats(kind, source, to, rows * dim, ONE)
+        else:
+            for row in range(rows):
+                to_floats(kind, source + row * dim * item, to + row * row_bytes, dim, ONE)
+        done += rows
+
+
+@njit(nogil=True, error_model="numpy")
+def tile_of(p, table, head, token, low, high, value, buffer):
+    """Address of rows for the LANES tokens from `token` on, of which those from `low` to `high` count.
+
+    In place where the pool holds what the kernels compute with, else staged in `buffer`.
+    """
+    if p[c.DIRECT]:
+        offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
+        return run_of(p, table, head, token, value) + offset * p[c.HEAD_DIM] * 4
+    stage(p, table, head, low, high - low, value, buffer + (low - token) * 4 * p[c.PADDED])
+    return buffer
+
+
+@njit(nogil=True, error_model="numpy")
+def ask_ahead(p, table, head, token, value, share):
+    """Have the next pass over the tile that begins at `token` find it in the cache: blocks lie anywhere in memory, so
+    the processor cannot guess them. `share`: of as many shares as heads, so that the requests do not come all at once.
+    """
+    if p[c.TILED]:
+        row_bytes = p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
+        offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
+        start = run_of(p, table, head, token, value) + offset * row_bytes
+        total = LANES * row_bytes
+        if share < 0:
+            prefetch(start, total)
+        else:
+            each = (total // p[c.GROUP] + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+            prefetch(start + share * each, max(0, min(each, total - share * each)))
+
+
+@njit(nogil=True, error_model="numpy")
+def row_of(p, table, head, token, value):
+    """Address of one token's numbers."""
+    offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
+    return run_of(p, table, head, token, value) + offset * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]

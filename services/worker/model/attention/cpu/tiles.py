@@ -1,0 +1,79 @@
+"""Products of rows in attention, in tiles whose accumulators fit the registers. Numba."""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+from numba import njit
+
+from services.worker.model.vector.numbers import LANES
+from services.worker.model.vector.products import product
+
+
+@njit(nogil=True, error_model="numpy")
+def multiply(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+    """out += left * right, in tiles whose accumulators fit the registers; `columns` counts vectors."""
+    row = 0
+    while row < rows:
+        rest = rows - row
+        a, o = left + row * left_bytes, out + row * out_bytes
+        column = 0
+        if rest >= 8:
+            while column < columns:
+                at = column * 4 * LANES
+                if columns - column >= 2:
+                    product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 2
+                else:
+                    product(8, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 1
+            row += 8
+        elif rest >= 4:
+            while column < columns:
+                at = column * 4 * LANES
+                if columns - column >= 4:
+                    product(4, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 4
+                else:
+                    product(4, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 1
+            row += 4
+        elif rest >= 2:
+            while column < columns:
+                at = column * 4 * LANES
+                if columns - column >= 4:
+                    product(2, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 4
+                else:
+                    product(2, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 1
+            row += 2
+        else:
+            while column < columns:
+                at = column * 4 * LANES
+                if columns - column >= 4:
+                    product(1, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 4
+                else:
+                    product(1, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
+                    column += 1
+            row += 1
+
+
+@njit(nogil=True, error_model="numpy")
+def score_rows(rows, columns, queries, query_bytes, keys, key_bytes, depth, scores, score_bytes):
+    """scores = queries * keys, keys transposed; rows that do not fill a tile are computed one by one."""
+    row = 0
+    while row < rows:
+        a, o = queries + row * query_bytes, scores + row * score_bytes
+        whole = rows - row >= 8
+        column = 0
+        while column < columns:
+            at = column * 4 * LANES
+            if whole:
+                product(8, 2, a, query_bytes, keys + at, key_bytes, depth, o + at, score_bytes, 1)
+                column += 2
+            else:
+                product(1, 4, a, query_bytes, keys + at, key_bytes, depth, o + at, score_bytes, 1)
+                column += 4
+        row += 8 if whole else 1
