@@ -22,6 +22,10 @@ from services.worker.model.optimise import optimise
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+def nothing() -> None:
+    """No call of the model: whole layers are `test_fused_layers`' matter."""
+
+
 @pytest.fixture(scope="module")
 def multiplier() -> Multiplier:
     return Multiplier(1)
@@ -148,7 +152,7 @@ IMPOSTORS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_control_what_is_the_same_is_replaced(kind: str, dtype: torch.dtype, multiplier: Multiplier) -> None:
     model = nn.Sequential(GENUINE[kind]().to(dtype))
-    assert sum(fuse(model, multiplier).values()) == 1
+    assert sum(fuse(model, multiplier, nothing).values()) == 1
     assert isinstance(model[0], FusedNorm | FusedMlp)
 
 
@@ -156,14 +160,14 @@ def test_control_what_is_the_same_is_replaced(kind: str, dtype: torch.dtype, mul
 def test_impostors_keep_their_code(kind: str, multiplier: Multiplier) -> None:
     module = IMPOSTORS[kind]()
     model = nn.Sequential(module)
-    assert sum(fuse(model, multiplier).values()) == 0
+    assert sum(fuse(model, multiplier, nothing).values()) == 0
     assert model[0] is module
 
 
 @pytest.mark.parametrize("kind", ["mlp-plus-a-hundredth", "plain-with-a-residual"])
 def test_impostors_in_bfloat16_keep_their_code(kind: str, multiplier: Multiplier) -> None:
     model = nn.Sequential(IMPOSTORS[kind]().bfloat16())
-    assert sum(fuse(model, multiplier).values()) == 0
+    assert sum(fuse(model, multiplier, nothing).values()) == 0
 
 
 def test_a_norm_that_ignores_its_epsilon_keeps_its_code(multiplier: Multiplier) -> None:
@@ -172,12 +176,12 @@ def test_a_norm_that_ignores_its_epsilon_keeps_its_code(multiplier: Multiplier) 
             return self.weight * hidden_states / hidden_states.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
 
     model = nn.Sequential(Own(64, eps=1e-6))
-    assert sum(fuse(model, multiplier).values()) == 0
+    assert sum(fuse(model, multiplier, nothing).values()) == 0
 
 
 def test_half_precision_is_left_alone(multiplier: Multiplier) -> None:
     model = nn.Sequential(*(make().half() for make in GENUINE.values()), nn.LayerNorm(64, elementwise_affine=False))
-    assert sum(fuse(model, multiplier).values()) == 0
+    assert sum(fuse(model, multiplier, nothing).values()) == 0
 
 
 def test_a_trial_leaves_the_random_numbers_as_they_were(multiplier: Multiplier) -> None:
@@ -185,7 +189,7 @@ def test_a_trial_leaves_the_random_numbers_as_they_were(multiplier: Multiplier) 
     torch.manual_seed(9)
     wanted = torch.randn(3)
     torch.manual_seed(9)
-    assert fuse(model, multiplier)["mlps"] == 1
+    assert fuse(model, multiplier, nothing)["mlps"] == 1
     assert torch.equal(torch.randn(3), wanted)
 
 
@@ -202,7 +206,7 @@ def test_another_attention_of_the_same_class_keeps_its_function(
     """And so does the module that both take it from."""
     theirs = modeling_llama.apply_rotary_pos_emb
     ours, other = attention(), attention()
-    assert fuse(nn.Sequential(ours), multiplier)["rotary"] == 1
+    assert fuse(nn.Sequential(ours), multiplier, nothing)["rotary"] == 1
     assert modeling_llama.apply_rotary_pos_emb is theirs
     assert "forward" in vars(ours)
     assert "forward" not in vars(other)
@@ -241,7 +245,7 @@ def test_another_rotation_under_the_name_is_left_alone(
         "more-arguments": lambda q, k, v, cos, sin: (*theirs(q, k, cos, sin), v),
     }
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", others[change])
-    assert fuse(nn.Sequential(attention()), multiplier)["rotary"] == 0
+    assert fuse(nn.Sequential(attention()), multiplier, nothing)["rotary"] == 0
 
 
 # ---------------------------------------------------------------------------------------------- whole models
@@ -309,9 +313,9 @@ def test_a_model_computes_the_same_as_before(name: str, dtype: torch.dtype, mult
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     ids = torch.randint(VOCAB, (1, TOKENS))
     before, oracle = logits(model, ids), logits(copy.deepcopy(model).double(), ids)
-    done = fuse(model, multiplier)
+    done = fuse(model, multiplier, nothing)
     assert done | wanted == done
-    optimise(model, 1)
+    optimise(model, 1, nothing)
     assert not any(type(module) is nn.Linear for module in model.modules())
     after = logits(model, ids)
     if dtype is torch.float32:
@@ -322,8 +326,8 @@ def test_a_model_computes_the_same_as_before(name: str, dtype: torch.dtype, mult
 
 def test_a_second_optimisation_changes_nothing(multiplier: Multiplier) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"][0]()).eval().requires_grad_(False)
-    optimise(model, 1)
+    optimise(model, 1, nothing)
     modules = dict(model.named_modules())
     assert any(isinstance(module, PackedLinear) for module in modules.values())
-    optimise(model, 1)
+    optimise(model, 1, nothing)
     assert dict(model.named_modules()) == modules

@@ -41,7 +41,7 @@ def _inference() -> object:
 def fused(module: nn.Module, multiplier: Multiplier) -> nn.Module:
     """What `fuse` puts in the place of a module; perhaps itself."""
     model = nn.ModuleDict({"it": module})
-    fuse(model, multiplier)
+    fuse(model, multiplier, lambda: None)
     return model["it"]
 
 

@@ -238,7 +238,7 @@ def test_a_tied_head_leaves_the_embedding_alone(name: str) -> None:
     embedding = model.get_input_embeddings()
     before = embedding.weight.clone()
     assert model.get_output_embeddings().weight is embedding.weight
-    optimise(model, 1)
+    optimise(model, 1, lambda: None)
     assert isinstance(model.get_output_embeddings(), PackedLinear)
     assert model.get_input_embeddings() is embedding
     assert torch.equal(embedding.weight, before)

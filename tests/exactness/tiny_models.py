@@ -17,6 +17,7 @@ from kvproto.messages import Sampling
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import IdDetokenizer
 from services.worker.engine import Engine
+from services.worker.model.assembly import trial_logits
 from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.base import Drawn
@@ -110,7 +111,7 @@ class Rig:
         if quantized:
             loaded = replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
         if backend.name == "cpu":
-            optimise(loaded.model, torch.get_num_threads())
+            optimise(loaded.model, torch.get_num_threads(), lambda: trial_logits(loaded, block_size))
         self.runner = NotingRunner(loaded, backend, blocks, block_size)
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots)

@@ -57,17 +57,17 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
 
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)
-        before = _logits(loaded, block_size)
-        optimise(loaded.model, threads)
-        _check_unchanged(loaded, before, _logits(loaded, block_size))
+        before = trial_logits(loaded, block_size)
+        optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
+        _check_unchanged(loaded, before, trial_logits(loaded, block_size))
     runner = TorchRunner(loaded, backend, blocks, block_size)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
     return runner
 
 
-def _logits(loaded: LoadedModel, block_size: int) -> Tensor:
-    """What the model computes for a few tokens, `[tokens, vocab]`, by the reference attention."""
+def trial_logits(loaded: LoadedModel, block_size: int) -> Tensor:
+    """What the model computes for a few tokens, `[tokens, vocab]`, by the reference attention and a pool of its own."""
     count = min(TRIAL_TOKENS, loaded.context_length)
     ids = [loaded.vocab_size * (at + 1) // (count + 1) for at in range(count)]
     blocks = -(-count // block_size)

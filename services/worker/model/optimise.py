@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from services.worker.model.fused.fuse import fuse
@@ -13,12 +14,12 @@ from services.worker.model.vector.memory import keep_freed_memory
 log = logging.getLogger(__name__)
 
 
-def optimise(model: Any, threads: int) -> None:
-    """For a model that is called from one thread from now on. Blocks while weights are packed."""
+def optimise(model: Any, threads: int, run: Callable[[], object]) -> None:
+    """For a model that is called from one thread from now on; `run` calls it. Blocks while weights are packed."""
     began = time.monotonic()
     keep_freed_memory()
     multiplier = Multiplier(threads)
-    fused = fuse(model, multiplier)
+    fused = fuse(model, multiplier, run)
     packed = pack(model, multiplier)
     log.info(
         "optimised for %d threads in %.1f s: %s, %d more linear layers packed",

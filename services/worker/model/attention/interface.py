@@ -9,6 +9,8 @@ who attends to what.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +49,23 @@ def _drop_step(model: Any, arguments: Any, output: Any) -> None:
     _running.step = None
 
 
+def current_step() -> AttentionStep:
+    """The step of the forward pass that the caller is in."""
+    step = _running.step
+    assert step is not None, "attention outside of a forward pass that was given a step"
+    return step
+
+
+@contextmanager
+def attending(step: AttentionStep) -> Iterator[None]:
+    """Lets a part of a model be called by itself."""
+    before, _running.step = _running.step, step
+    try:
+        yield
+    finally:
+        _running.step = before
+
+
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -61,9 +80,7 @@ def paged_attention(
 
     Returns `[1, T, heads, head_dim]`. Which keywords a model may pass was settled when it was probed at load.
     """
-    step = _running.step
-    assert step is not None, "attention outside of a forward pass that was given a step"
-    out = step.attend(
+    out = current_step().attend(
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -1,177 +1,29 @@
-"""Finds what can be fused in a loaded model, and fuses it only where the result is the same.
-
-Modules are recognised by what they have, not by whose they are, and each replacement is tried on random numbers against
-what it replaces: a model that computes something else under familiar names keeps its own code.
-"""
+"""Fuses what can be fused in a loaded model: whole decoder layers of the usual make, and the parts of all others."""
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from services.worker.model.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
-from services.worker.model.linear.packed import Multiplier, can_pack, plain_weight
-from services.worker.model.vector.kinds import MULTIPLIED
-from services.worker.model.vector.numbers import LANES
-
-log = logging.getLogger(__name__)
-
-ROTARY = "apply_rotary_pos_emb"
-TOKENS = 5  # of a trial
-TRIALS = ((1.0, 0.0), (1.0, 3.0), (1e-3, 0.0), (100.0, -50.0), (1e4, 0.0))  # (scale, mean) of its numbers
-ACT_NAMES = ("act_fn", "act", "activation_fn")
-GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
-PLAIN_NAMES = (("c_fc", "c_proj"), ("fc1", "fc2"), ("fc_in", "fc_out"), ("dense_h_to_4h", "dense_4h_to_h"))
+from services.worker.model.fused.decoder_layers import LayerFuser
+from services.worker.model.fused.modules import Rotary
+from services.worker.model.fused.small_parts import SmallParts
+from services.worker.model.linear.packed import Multiplier
 
 
-def fuse(model: Any, multiplier: Multiplier) -> dict[str, int]:
-    """Replace in place, before linear layers are packed; returns how many of each kind were."""
-    done = {"norms": 0, "mlps": 0, "rotary": 0}
+def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[str, int]:
+    """Replace in place, before linear layers are packed; returns how many of each kind were.
+
+    `run` calls the model on a few tokens, to see how it calls its layers.
+    """
     rotary = Rotary(multiplier.threads)
+    small = SmallParts(multiplier, rotary)
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Dropout:  # nothing is dropped when nobody trains, and asking takes time
-                model.set_submodule(name, nn.Identity())
-                continue
-            for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
-                found = _equivalent(name, module, partial(candidates, multiplier=multiplier))
-                if found is not None:
-                    model.set_submodule(name, found)
-                    done[kind] += 1
-            done["rotary"] += _with_rotary(module, rotary)
-    return done
-
-
-def _equivalent(name: str, module: nn.Module, candidates: Callable[[nn.Module], Iterator[nn.Module]]) -> Any:
-    """The first candidate that computes what `module` does, None if there is none.
-
-    Tried in fp32, on a copy, where what is the same agrees to the last digits, and on numbers of several sizes and with
-    a mean: they tell an epsilon, a clamp and a mean that is or is not taken off.
-    """
-    if next(candidates(module), None) is None:
-        return None
-    exact = copy.deepcopy(module).float()
-    inputs = [torch.randn(TOKENS, _input_size(exact)) * scale + mean for scale, mean in TRIALS]
-    for at, candidate in enumerate(candidates(exact)):
-        try:
-            if all(_same(candidate(x[None]), exact(x[None])) for x in inputs):
-                return next(islice(candidates(module), at, None))
-        except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            log.debug("%s stays as it is: %s", name, error)
-            return None
-    log.debug("%s stays as it is: it computes something else", name)
-    return None
-
-
-def _input_size(module: nn.Module) -> int:
-    for name in (GATED_NAMES[0], *(names[0] for names in PLAIN_NAMES)):
-        layer = getattr(module, name, None)
-        if can_pack(layer):
-            return plain_weight(layer).shape[1]
-    return int(next(module.parameters()).shape[-1])
-
-
-def _same(found: object, wanted: object) -> bool:
-    if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
-        return False
-    if found.shape != wanted.shape or found.dtype is not wanted.dtype:
-        return False
-    scale = float(wanted.float().abs().max()) or 1.0
-    error = float((found.float() - wanted.float()).abs().max())
-    return error <= scale * (1e-5 if wanted.dtype is torch.float32 else 0.02)
-
-
-def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
-    """What the module may be, judged by its parameters: one vector and an epsilon, and perhaps a bias."""
-    parameters = dict(module.named_parameters())
-    weight = parameters.get("weight")
-    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
-    if weight is None or not isinstance(eps, float) or not set(parameters) <= {"weight", "bias"}:
-        return
-    if weight.dim() != 1 or len(weight) % LANES or weight.dtype not in MULTIPLIED or weight.device.type != "cpu":
-        return
-    bias = parameters.get("bias")
-    for scale in (weight, weight.float() + 1):  # the second is how Gemma stores it
-        for centered in (False, True):
-            yield FusedNorm(multiplier.threads, scale, bias, eps, centered=centered)
-
-
-def _mlps(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
-    act = next((getattr(module, name) for name in ACT_NAMES if hasattr(module, name)), None)
-    name = _name_of(act) if callable(act) else None
-    if name is None:
-        return
-    gate, up, down = (getattr(module, name, None) for name in GATED_NAMES)
-    if can_pack(gate) and can_pack(up) and can_pack(down):
-        if gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape:
-            yield FusedMlp.gated(multiplier, gate, up, down, name)
-        return
-    for names in PLAIN_NAMES:
-        up, down = (getattr(module, name, None) for name in names)
-        if can_pack(up) and can_pack(down):
-            yield FusedMlp.plain(multiplier, up, down, name)
-
-
-def _name_of(act: Callable[[Tensor], Tensor]) -> str | None:
-    """Which activation this is, by what it does."""
-    x = torch.linspace(-6, 6, 64)
-    for name, function in (("silu", nn.functional.silu), ("gelu_tanh", _gelu_tanh)):
-        if torch.allclose(act(x), function(x), atol=1e-6):
-            return name
-    return None
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return nn.functional.gelu(x, approximate="tanh")
-
-
-def _with_rotary(module: Any, rotary: Rotary) -> bool:
-    """Let an attention module's own code call `rotary` in place of its module's function, where both do the same.
-
-    The code is run with other globals: that binds the name for this one object and for nobody else.
-    """
-    forward = getattr(type(module), "forward", None)
-    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
-        return False
-    theirs = forward.__globals__.get(ROTARY)
-    size = getattr(module, "head_dim", None)
-    weight = next(module.parameters(), None)
-    if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
-        return False
-    ours = BoundRotary(rotary, theirs)
-    if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
-        return False
-    rebound = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTARY: ours},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    rebound.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(rebound, module)
-    return True
-
-
-def _same_rotation(ours: BoundRotary, theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
-    query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
-    angles = torch.randn(1, TOKENS, size)
-    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    if not fits(query, key, cosines, sines):
-        return False
-    try:
-        wanted = theirs(query, key, cosines, sines)
-        found = ours(query.clone(), key.clone(), cosines, sines)
-    except (RuntimeError, TypeError, ValueError) as error:
-        log.debug("rotary embedding stays as it is: %s", error)
-        return False
-    return all(_same(one, other) for one, other in zip(found, wanted, strict=True))
+        layers = LayerFuser(model, multiplier, rotary, run)
+        usual = layers.usual(lambda copied: SmallParts(multiplier, rotary).fuse(copied))
+        small.fuse(model)
+        whole = sum(layers.replace(name, *attention) for name, attention in usual.items())
+    return {"layers": whole, **small.done}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from services.worker.model.batch import Ints
 from services.worker.model.fused import call as c
 from services.worker.model.linear.call import SILU, SILU_GATE, TANH, TANH_GATE
 from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
@@ -17,6 +18,7 @@ from services.worker.model.vector.kinds import MULTIPLIED
 from services.worker.model.vector.numbers import LANES
 
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
+ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
 GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
 ACTS = {"silu": SILU, "gelu_tanh": TANH}
 
@@ -28,14 +30,14 @@ class FusedNorm(nn.Module):
         from services.worker.model.fused.kernels import compiled  # numba takes time to import
 
         super().__init__()
-        self._entry = compiled().norm
+        self.entry = compiled().norm
         self._threads = threads
         self.size = len(weight)
         self._weight = weight.detach().float().contiguous()
         self._bias = torch.zeros(self.size) if bias is None else bias.detach().float().contiguous()
         self._epsilon = np.array([eps], dtype=np.float32)
         self._scratch = np.empty(threads * self.size, dtype=np.float32)
-        block = self._block = np.zeros(c.NORM_FIELDS, dtype=np.int64)
+        block = self.block = np.zeros(c.NORM_FIELDS, dtype=np.int64)
         self._address = block.ctypes.data
         block[c.SELF], block[c.SIZE], block[c.CENTERED] = self._address, self.size, centered
         block[c.WEIGHT], block[c.BIAS] = self._weight.data_ptr(), self._bias.data_ptr()
@@ -47,7 +49,7 @@ class FusedNorm(nn.Module):
         if flat.stride(-1) != 1:
             flat = flat.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
-        block = self._block
+        block = self.block
         block[c.SEAT] = block[c.TICKET] = 0
         block[c.ROWS], block[c.KIND] = flat.shape[0], MULTIPLIED[x.dtype]
         block[c.X], block[c.X_BYTES], block[c.OUT] = (
@@ -55,7 +57,7 @@ class FusedNorm(nn.Module):
             flat.stride(0) * x.dtype.itemsize,
             out.data_ptr(),
         )
-        team.run(self._entry.address, self._address, 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
+        team.run(self.entry.address, self._address, 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
         return out
 
 
@@ -90,7 +92,7 @@ class Rotary:
     def __init__(self, threads: int) -> None:
         from services.worker.model.fused.kernels import compiled  # numba takes time to import
 
-        self._entry = compiled().rotate
+        self.entry = compiled().rotate
         self._threads = threads
         self._scratch = np.empty(0, dtype=np.float32)
         self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)
@@ -98,28 +100,29 @@ class Rotary:
 
     def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
         """`query` and `key` `[1, heads, T, size]`, the others `[1, T, size]`."""
-        size, block = query.shape[-1], self._block
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        block = self._block
+        self.lay_out(block, query, key)
+        block[c.SEAT] = block[c.TICKET] = 0
+        block[c.COSINES], block[c.SINES] = cosines.data_ptr(), sines.data_ptr()
+        few = query.numel() + key.numel() <= SERIAL_NUMBERS
+        team.run(self.entry.address, self._address, 1 if few else self._threads)
+        return query, key
+
+    def lay_out(self, block: Ints, query: Tensor, key: Tensor) -> None:
+        """Have a call block turn these."""
+        size = query.shape[-1]
         if len(self._scratch) < 3 * size * self._threads:
             self._scratch = np.empty(3 * size * self._threads, dtype=np.float32)
-        cosines, sines = cosines.contiguous(), sines.contiguous()
-        block[c.SEAT : c.KIND + 1] = 0, 0, query.shape[2], size, MULTIPLIED[query.dtype]
-        block[c.X] = query.data_ptr()
-        block[c.HEADS : c.ROTATION_FIELDS] = (
-            query.shape[1],
-            query.stride(2),
-            query.stride(1),
-            key.data_ptr(),
+        block[c.ROWS], block[c.SIZE], block[c.KIND] = query.shape[2], size, MULTIPLIED[query.dtype]
+        block[c.X], block[c.OTHER] = query.data_ptr(), key.data_ptr()
+        block[c.HEADS], block[c.TOKEN_STRIDE], block[c.HEAD_STRIDE] = query.shape[1], query.stride(2), query.stride(1)
+        block[c.OTHER_HEADS], block[c.OTHER_TOKEN_STRIDE], block[c.OTHER_HEAD_STRIDE] = (
             key.shape[1],
             key.stride(2),
             key.stride(1),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            self._scratch.ctypes.data,
-            12 * size,
         )
-        few = query.numel() + key.numel() <= SERIAL_NUMBERS
-        team.run(self._entry.address, self._address, 1 if few else self._threads)
-        return query, key
+        block[c.ROTATION_SCRATCH], block[c.ROTATION_SCRATCH_BYTES] = self._scratch.ctypes.data, 12 * size
 
 
 def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
@@ -131,7 +134,7 @@ def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
         and cosines.shape == sines.shape == (1, query.shape[2], query.shape[3])
         and key.shape[2:] == query.shape[2:]
         and query.shape[0] == key.shape[0] == 1
-        and query.shape[3] % (2 * LANES) == 0
+        and query.shape[3] % ROTATED == 0
         and query.stride(3) == key.stride(3) == 1
     )
 

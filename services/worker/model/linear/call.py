@@ -30,5 +30,6 @@ SCRATCH_FLOATS = ROWS_AT_ONCE * 2 * PANEL
     PANELS_PER_ITEM,
     ROWS_PER_ITEM,
     SCRATCH,
+    RESIDUAL,  # address of what is added to the result, laid out like it, 0: none
     FIELDS,
-) = range(18)
+) = range(19)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from services.worker.model.batch import Ints
 from services.worker.model.linear import call as c
 from services.worker.model.vector import team
 from services.worker.model.vector.compiled import Entry
@@ -55,7 +56,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._multiplier = multiplier
+        self._multiplier = multiplier  # owns the scratch memory
+        self.entry = multiplier.entry
         panels = [_panels(weight)] if gate is None else [_panels(gate), _panels(weight)]
         self._packed = _interleaved(panels)
         self._gated = gate is not None
@@ -64,7 +66,7 @@ class PackedLinear(nn.Module):
             self._bias = torch.zeros(len(panels[0]) * c.PANEL)
             self._bias[: self.out_features] = bias.float()
         self._few_panels = max(1, -(-self.out_features // c.PANEL) // (multiplier.threads * SHARES))
-        block = self._block = np.zeros(c.FIELDS, dtype=np.int64)
+        block = self.block = np.zeros(c.FIELDS, dtype=np.int64)
         block[c.SELF] = self._address = block.ctypes.data
         block[c.COLUMNS], block[c.DEPTH] = self.out_features, self.in_features
         block[c.WEIGHT] = self._packed.data_ptr()
@@ -89,14 +91,18 @@ class PackedLinear(nn.Module):
         rows = x.numel() // depth
         if not rows:
             return out
-        multiplier, block = self._multiplier, self._block
+        self.lay_out(self.block, rows)
+        self.block[c.SEAT] = self.block[c.TICKET] = 0
+        self.block[c.X], self.block[c.OUT] = x.data_ptr(), out.data_ptr()
+        team.run(self.entry.address, self._address, self._multiplier.threads)
+        return out
+
+    def lay_out(self, block: Ints, rows: int) -> None:
+        """Have a call block, this layer's or a copy of it, multiply `rows` rows of x."""
         few = rows <= c.ROWS_AT_ONCE
-        block[c.SEAT] = block[c.TICKET] = 0
-        block[c.ROWS], block[c.X], block[c.OUT] = rows, x.data_ptr(), out.data_ptr()
+        block[c.ROWS] = rows
         block[c.PANELS_PER_ITEM] = self._few_panels if few else 1
         block[c.ROWS_PER_ITEM] = rows if few else ROWS_PER_ITEM
-        team.run(multiplier.entry.address, self._address, multiplier.threads)
-        return out
 
 
 def _panels(weight: Tensor) -> Tensor:

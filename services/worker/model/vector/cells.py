@@ -104,3 +104,15 @@ def take_ticket(_context, address):
         return builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
 
     return types.int64(ADDRESS), emit
+
+
+@intrinsic
+def call_at(_context, function, argument):
+    """Call the C function at an address, `void f(void *)`; what it calls may change any memory."""
+
+    def emit(_, builder, __, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
+        function, argument = arguments
+        builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(argument, I8.as_pointer())])
+
+    return types.void(ADDRESS, ADDRESS), returning_nothing(emit)

@@ -132,6 +132,27 @@ def row_scale(_context, row, count, factor):
 
 
 @intrinsic
+def row_add(_context, row, other, count):
+    """Add `count` floats at `other`, a multiple of LANES, to those at `row`."""
+
+    def emit(_, builder, __, arguments):
+        address, added, elements = arguments
+
+        def body(i, values):
+            where = offset_by(builder, address, i, 4 * LANES)
+            store(
+                builder,
+                builder.fadd(load(builder, where), load(builder, offset_by(builder, added, i, 4 * LANES))),
+                where,
+            )
+            return []
+
+        loop(builder, builder.sdiv(elements, ir.Constant(I64, LANES)), [], body)
+
+    return types.void(ADDRESS, ADDRESS, COUNT), returning_nothing(emit)
+
+
+@intrinsic
 def row_fill(_context, row, count, value):
     """Set `count` floats at `row`."""
 

@@ -35,17 +35,33 @@ def _callable(function: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
 
 
+def barrier() -> int:
+    """Address of the C function in which a thread of the team waits for all others; 0 where there is no team."""
+    runtime = _runtime()
+    return 0 if runtime is None else ctypes.cast(runtime.GOMP_barrier, ctypes.c_void_p).value or 0
+
+
 @cache
 def _fork() -> Fork | None:
-    for library in _openmp_libraries():
+    runtime = _runtime()
+    if runtime is None:
+        log.warning("torch's OpenMP runtime was not found: attention runs on one thread")
+        return None
+    entry = runtime.GOMP_parallel
+    entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    entry.restype = None
+    return entry
+
+
+@cache
+def _runtime() -> ctypes.CDLL | None:
+    for path in _openmp_libraries():
         try:
-            entry = ctypes.CDLL(str(library)).GOMP_parallel
+            library = ctypes.CDLL(str(path))
+            if library.GOMP_parallel and library.GOMP_barrier:
+                return library
         except (OSError, AttributeError):
             continue
-        entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        entry.restype = None
-        return entry
-    log.warning("torch's OpenMP runtime was not found: attention runs on one thread")
     return None
 
 

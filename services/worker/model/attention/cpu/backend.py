@@ -62,8 +62,12 @@ class CpuBackend:
         self.block[c.SCRATCH], self.block[c.SCRATCH_BYTES] = self._scratch.ctypes.data, 4 * each
         self.block[c.PARTIALS] = self._partials.ctypes.data
 
+    @property
+    def operations(self) -> list[tuple[Entry, int]]:
+        """What attends once the call block is laid out, in this order, with the block's address."""
+        return [(one, self._address) for one in (self.entries.store, self.entries.attend, self.entries.combine)]
+
     def call(self, function: Entry, threads: int) -> None:
-        self.block[c.SEAT] = self.block[c.TICKET] = 0
         team.run(function.address, self._address, threads)
 
 
@@ -71,23 +75,39 @@ class CpuStep:
     """See `AttentionStep`. Keeps the step's tables alive; the call block points into them."""
 
     def __init__(self, backend: CpuBackend, batch: RaggedBatch, pool: KvPool) -> None:
-        self._backend = backend
+        self.backend = backend
         self._batch = batch
         self._pool = pool
         self._heads = 0
         self._items: Items | None = None
-        self._threads = backend.threads
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         kept, wanted = self._pool.shape.dtype, query.dtype
         if not query.dtype is key.dtype is value.dtype is kept:
             query, key, value = query.to(kept), key.to(kept), value.to(kept)
-        if query.shape[1] != self._heads:
-            self._begin(query)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        backend, block = self._backend, self._backend.block
         out = torch.empty(query.shape, dtype=query.dtype)
+        self.lay_out(layer, query, key, value, out, form)
+        backend = self.backend
+        backend.call(backend.entries.store, 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads)
+        backend.call(backend.entries.attend, backend.threads)
+        if backend.block[c.SPLITS]:
+            backend.call(backend.entries.combine, 1)
+        return out.to(wanted)
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether `lay_out` takes tensors of this kind."""
+        return dtype is self._pool.shape.dtype
+
+    def lay_out(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, form: AttentionForm) -> None:
+        """Have the backend's call block attend as `attend` does. The tensors are of the pool's dtype, their last
+        dimension contiguous, `out` as a whole, and live until the operations ran.
+        """
+        if query.shape[1] != self._heads:
+            self._begin(query)
+        backend, block = self.backend, self.backend.block
+        block[c.STORE_SEAT : c.COMBINE_TICKET + 1] = 0
         block[c.LAYER] = layer
         block[c.WINDOW] = form.window or 0
         backend.floats[0], backend.floats[1] = form.scaling, form.softcap or 0.0
@@ -104,20 +124,14 @@ class CpuStep:
             value.stride(1),
             out.data_ptr(),
         )
-        tokens = query.shape[0]
-        backend.call(backend.entries.store, 1 if tokens <= SERIAL_TOKENS else self._threads)
-        backend.call(backend.entries.attend, self._threads)
-        if block[c.SPLITS]:
-            backend.call(backend.entries.combine, 1)
-        return out.to(wanted)
 
     def _begin(self, query: Tensor) -> None:
         """Tables of the step, when the first layer tells how many heads there are."""
-        pool, batch, backend = self._pool, self._batch, self._backend
+        pool, batch, backend = self._pool, self._batch, self.backend
         shape, block = pool.shape, backend.block
         heads, dim = query.shape[1], query.shape[2]
         group = heads // shape.kv_heads
-        items = cut(batch, shape.kv_heads, group, self._threads)
+        items = cut(batch, shape.kv_heads, group, backend.threads)
         padded = -(-dim // LANES) * LANES
         backend.reserve(group, padded, items.partials)
         kind = INT8 if shape.quantized else STORED[shape.dtype]

@@ -9,9 +9,12 @@ STORED_AT_ONCE = 16  # tokens a thread stores per ticket
 
 # Fields of the call block.
 (
-    SELF,  # its own address, for the two counters that threads share
+    SELF,  # its own address, for the counters that threads share, zero before a call
+    STORE_SEAT,  # each function has its own: a program runs them without anyone in between
+    STORE_TICKET,
     SEAT,
     TICKET,
+    COMBINE_TICKET,
     TOKENS,  # of the step, flat
     ITEMS,
     ITEM_TABLE,
@@ -52,7 +55,7 @@ STORED_AT_ONCE = 16  # tokens a thread stores per ticket
     VALUE_HEAD,
     OUT,
     FIELDS,
-) = range(43)
+) = range(46)
 
 # Columns of the item table.
 DECODE, PREFILL = 0, 1

@@ -192,16 +192,16 @@ def _prefill(p, item, scratch):
 
 
 @njit(nogil=True, error_model="numpy")
-def _scratch(p):
-    """This thread's own piece of the scratch memory."""
-    return p[c.SCRATCH] + take_ticket(p[c.SELF] + 8 * c.SEAT) * p[c.SCRATCH_BYTES]
+def _scratch(p, seats):
+    """This thread's own piece of the scratch memory; `seats` counts the threads of this call."""
+    return p[c.SCRATCH] + take_ticket(p[c.SELF] + 8 * seats) * p[c.SCRATCH_BYTES]
 
 
 def _store_share(block):
     p = carray(block, (c.FIELDS,), np.int64)
-    scratch = _scratch(p)
+    scratch = _scratch(p, c.STORE_SEAT)
     while True:
-        first = take_ticket(p[c.SELF] + 8 * c.TICKET) * c.STORED_AT_ONCE
+        first = take_ticket(p[c.SELF] + 8 * c.STORE_TICKET) * c.STORED_AT_ONCE
         if first >= p[c.TOKENS]:
             return
         store_tokens(p, first, min(first + c.STORED_AT_ONCE, p[c.TOKENS]), scratch)
@@ -209,7 +209,7 @@ def _store_share(block):
 
 def _attend_share(block):
     p = carray(block, (c.FIELDS,), np.int64)
-    scratch = _scratch(p)
+    scratch = _scratch(p, c.SEAT)
     while True:
         at = take_ticket(p[c.SELF] + 8 * c.TICKET)
         if at >= p[c.ITEMS]:
@@ -223,13 +223,14 @@ def _attend_share(block):
 
 def _combine_all(block):
     p = carray(block, (c.FIELDS,), np.int64)
-    combine_splits(p, p[c.SCRATCH])
+    if p[c.SPLITS] and take_ticket(p[c.SELF] + 8 * c.COMBINE_TICKET) == 0:
+        combine_splits(p, p[c.SCRATCH])
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """C functions that take a call block. `store` and `attend` share their work among the threads that call them at
-    once; `combine` is for one thread, after `attend`."""
+    """C functions that take a call block, in the order of their calls. `store` and `attend` share their work among the
+    threads that call them at once; of those that call `combine` one does it all."""
 
     store: Entry
     attend: Entry

@@ -1,0 +1,180 @@
+"""Finds norms, MLPs and rotary embeddings that one compiled call computes, and fuses them where the result is the same.
+
+Modules are recognised by what they have, not by whose they are, and each replacement is tried on random numbers against
+what it replaces: a model that computes something else under familiar names keeps its own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from services.worker.model.fused.likeness import signature
+from services.worker.model.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
+from services.worker.model.fused.trial import TRIALS, same
+from services.worker.model.linear.packed import Multiplier, can_pack, plain_weight
+from services.worker.model.vector.kinds import MULTIPLIED
+from services.worker.model.vector.numbers import LANES
+
+log = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+TOKENS = 5  # of a trial
+ACT_NAMES = ("act_fn", "act", "activation_fn")
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+PLAIN_NAMES = (("c_fc", "c_proj"), ("fc1", "fc2"), ("fc_in", "fc_out"), ("dense_h_to_4h", "dense_4h_to_h"))
+Candidates: TypeAlias = "partial[Iterator[nn.Module]]"
+
+
+class SmallParts:
+    """Norms, MLPs and rotations of one model, and how many were fused. Modules that are alike are tried once."""
+
+    def __init__(self, multiplier: Multiplier, rotary: Rotary) -> None:
+        self.done = {"norms": 0, "mlps": 0, "rotary": 0}
+        self._multiplier = multiplier
+        self._rotary = rotary
+        self._verdicts: dict[object, int | None] = {}
+
+    def fuse(self, model: nn.Module) -> None:
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Dropout:  # nothing is dropped when nobody trains, and asking takes time
+                model.set_submodule(name, nn.Identity())
+                continue
+            for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
+                found = self._equivalent(name, module, partial(candidates, multiplier=self._multiplier))
+                if found is not None:
+                    model.set_submodule(name, found)
+                    self.done[kind] += 1
+            self.done["rotary"] += _with_rotary(module, self._rotary)
+
+    def _equivalent(self, name: str, module: nn.Module, candidates: Candidates) -> nn.Module | None:
+        """The first candidate that computes what `module` does, None if there is none."""
+        alike = (candidates.func, signature(module))
+        if alike not in self._verdicts:
+            self._verdicts[alike] = _tried(name, module, candidates)
+        at = self._verdicts[alike]
+        return None if at is None else next(islice(candidates(module), at, None))
+
+
+def _tried(name: str, module: nn.Module, candidates: Candidates) -> int | None:
+    """Which candidate it is, if it is any.
+
+    Tried in fp32, on a copy, where what is the same agrees to the last digits, and on numbers of several sizes and with
+    a mean: they tell an epsilon, a clamp and a mean that is or is not taken off.
+    """
+    if next(candidates(module), None) is None:
+        return None
+    exact = copy.deepcopy(module).float()
+    for at, candidate in enumerate(candidates(exact)):
+        try:
+            inputs = [torch.randn(TOKENS, _input_size(exact)) * scale + mean for scale, mean in TRIALS]
+            if all(same(candidate(x[None]), exact(x[None])) for x in inputs):
+                return at
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            log.debug("%s stays as it is: %s", name, error)
+            return None
+        log.debug("%s is not candidate %d: it computes something else", name, at)
+    return None
+
+
+def _input_size(module: nn.Module) -> int:
+    for name in (GATED_NAMES[0], *(names[0] for names in PLAIN_NAMES)):
+        layer = getattr(module, name, None)
+        if can_pack(layer):
+            return plain_weight(layer).shape[1]
+    return int(next(module.parameters()).shape[-1])
+
+
+def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
+    """What the module may be, judged by its parameters: one vector and an epsilon, and perhaps a bias."""
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
+    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+    if weight is None or not isinstance(eps, float) or not set(parameters) <= {"weight", "bias"}:
+        return
+    if weight.dim() != 1 or len(weight) % LANES or weight.dtype not in MULTIPLIED or weight.device.type != "cpu":
+        return
+    bias = parameters.get("bias")
+    for scale in (weight, weight.float() + 1):  # the second is how Gemma stores it
+        for centered in (False, True):
+            yield FusedNorm(multiplier.threads, scale, bias, eps, centered=centered)
+
+
+def _mlps(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
+    act = next((getattr(module, name) for name in ACT_NAMES if hasattr(module, name)), None)
+    name = _name_of(act) if callable(act) else None
+    if name is None:
+        return
+    gate, up, down = (getattr(module, name, None) for name in GATED_NAMES)
+    if can_pack(gate) and can_pack(up) and can_pack(down):
+        if gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape:
+            yield FusedMlp.gated(multiplier, gate, up, down, name)
+        return
+    for names in PLAIN_NAMES:
+        up, down = (getattr(module, name, None) for name in names)
+        if can_pack(up) and can_pack(down):
+            yield FusedMlp.plain(multiplier, up, down, name)
+
+
+def _name_of(act: Callable[[Tensor], Tensor]) -> str | None:
+    """Which activation this is, by what it does."""
+    x = torch.linspace(-6, 6, 64)
+    for name, function in (("silu", nn.functional.silu), ("gelu_tanh", _gelu_tanh)):
+        if torch.allclose(act(x), function(x), atol=1e-6):
+            return name
+    return None
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def _with_rotary(module: Any, rotary: Rotary) -> bool:
+    """Let an attention module's own code call `rotary` in place of its module's function, where both do the same.
+
+    The code is run with other globals: that binds the name for this one object and for nobody else.
+    """
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        return False
+    theirs = forward.__globals__.get(ROTARY)
+    size = getattr(module, "head_dim", None)
+    weight = next(module.parameters(), None)
+    if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
+        return False
+    ours = BoundRotary(rotary, theirs)
+    if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
+        return False
+    rebound = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTARY: ours},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(rebound, module)
+    return True
+
+
+def _same_rotation(ours: BoundRotary, theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
+    query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
+    angles = torch.randn(1, TOKENS, size)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    if not fits(query, key, cosines, sines):
+        return False
+    try:
+        wanted = theirs(query, key, cosines, sines)
+        found = ours(query.clone(), key.clone(), cosines, sines)
+    except (RuntimeError, TypeError, ValueError) as error:
+        log.debug("rotary embedding stays as it is: %s", error)
+        return False
+    return all(same(one, other) for one, other in zip(found, wanted, strict=True))
