@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -151,3 +153,31 @@ def test_threads_change_nothing() -> None:
         assert sample(logits, asked) == alone
     finally:
         torch.set_num_threads(threads)
+
+
+STARVED = """
+import resource
+import torch
+from kvproto.errors import OutOfMemory
+from kvproto.messages import Sampling
+from services.worker.model.sampler import sample, warm_up
+from services.worker.step_plan import Draw
+
+torch.set_num_threads(1)
+warm_up(torch.device("cpu"))
+draw = Draw(Sampling(1, seed=1, top_k=5), 0, 0)
+assert isinstance(sample(torch.zeros(1, 1000), [draw])[0], int)
+logits = torch.zeros(1, 60_000_000)
+taken = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (taken + (32 << 20), resource.RLIM_INFINITY))
+(found,) = sample(logits, [draw])
+assert isinstance(found, OutOfMemory), found
+assert isinstance(sample(torch.zeros(1, 1000), [draw])[0], int)
+print("survived")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory")
+def test_compiled_draws_that_cannot_allocate_fail_their_request_only() -> None:
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "survived\n", done.stderr
