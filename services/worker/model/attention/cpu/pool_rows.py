@@ -67,20 +67,26 @@ def tile_of(p, table, head, token, low, high, value, buffer):
 
 
 @njit(nogil=True, error_model="numpy")
-def ask_ahead(p, table, head, token, value, share):
-    """Have the next pass over the tile that begins at `token` find it in the cache: blocks lie anywhere in memory, so
-    the processor cannot guess them. `share`: of as many shares as heads, so that the requests do not come all at once.
+def ask_ahead(p, tile, share, shares):
+    """Ask for a tile at its address `tile`, if that is not 0: see `ahead_of`. Of `shares` parts only the one numbered
+    `share`, because requests that all come at once would wait for one another and nothing be computed meanwhile.
+    """
+    if tile:
+        total = LANES * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
+        each = (total // shares + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+        prefetch(tile + share * each, max(0, min(each, total - share * each)))
+
+
+@njit(nogil=True, error_model="numpy")
+def ahead_of(p, table, head, token, value):
+    """Address of the tile that begins at `token`, for the next pass over it to find it in the cache: blocks lie
+    anywhere in memory, so the processor cannot guess them. 0 where a tile is no one piece.
     """
     if p[c.TILED]:
         row_bytes = p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
         offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
-        start = run_of(p, table, head, token, value) + offset * row_bytes
-        total = LANES * row_bytes
-        if share < 0:
-            prefetch(start, total)
-        else:
-            each = (total // p[c.GROUP] + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
-            prefetch(start + share * each, max(0, min(each, total - share * each)))
+        return run_of(p, table, head, token, value) + offset * row_bytes
+    return 0
 
 
 @njit(nogil=True, error_model="numpy")
