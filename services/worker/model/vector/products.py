@@ -58,11 +58,12 @@ def dots(_context, query, keys, key_bytes, size, scores):
     return types.void(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS), returning_nothing(emit)
 
 
-def _accumulate(builder, rows, columns, overwrite, arguments, kind, add):
+def accumulate(builder, rows, columns, overwrite, arguments, kind, add, meanwhile=None):
     """Emits out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES.
 
     `arguments`: addresses and strides of left and right, the depth, address and stride of out. A step of left is a
-    number of 4 bytes of `kind`, one of right `columns` vectors of them; `add` is told a sum and its two factors.
+    number of 4 bytes of `kind`, one of right `columns` vectors of them; `add` is told a sum and its two factors, and
+    `meanwhile` is emitted once a step.
     """
     a, a_stride, b, b_stride, length, o, o_stride = arguments
     a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(rows)]
@@ -73,6 +74,8 @@ def _accumulate(builder, rows, columns, overwrite, arguments, kind, add):
             totals.append(constant(0.0) if overwrite else load(builder, plus(builder, row, 4 * LANES * j)))
 
     def body(i, values):
+        if meanwhile:
+            meanwhile(i)
         b_row = builder.add(b, builder.mul(i, b_stride))
         parts = [load(builder, plus(builder, b_row, 4 * LANES * j), ir.VectorType(kind, LANES)) for j in range(columns)]
         offset = builder.mul(i, ir.Constant(I64, 4))
@@ -88,7 +91,7 @@ def _accumulate(builder, rows, columns, overwrite, arguments, kind, add):
             store(builder, totals[at * columns + j], plus(builder, row, 4 * LANES * j))
 
 
-def _add_floats(builder, total, factor, part):
+def add_floats(builder, total, factor, part):
     return fma(builder, factor, part, total)
 
 
@@ -101,7 +104,7 @@ def product(_context, rows, columns, left, left_bytes, right, right_bytes, depth
     r, c, overwrite = rows.literal_value, columns.literal_value, fresh.literal_value
 
     def emit(_, builder, __, arguments):
-        _accumulate(builder, r, c, overwrite, arguments[2:9], F32, _add_floats)
+        accumulate(builder, r, c, overwrite, arguments[2:9], F32, add_floats)
 
     signature = types.void(rows, columns, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, fresh)
     return signature, returning_nothing(emit)
@@ -183,7 +186,7 @@ def pair_product(_context, rows, columns, left, left_bytes, right, right_bytes, 
     r, c, overwrite = rows.literal_value, columns.literal_value, fresh.literal_value
 
     def emit(_, builder, __, arguments):
-        _accumulate(builder, r, c, overwrite, arguments[2:9], I32, add_pairs)
+        accumulate(builder, r, c, overwrite, arguments[2:9], I32, add_pairs)
 
     signature = types.void(rows, columns, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, fresh)
     return signature, returning_nothing(emit)

@@ -16,6 +16,7 @@ from services.worker.model.vector.cells import ask_for
 from services.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
+    F32,
     I16,
     I32,
     I64,
@@ -31,7 +32,7 @@ from services.worker.model.vector.emit import (
     splat,
     store,
 )
-from services.worker.model.vector.products import add_pairs
+from services.worker.model.vector.products import accumulate, add_floats, add_pairs
 
 MOST_ROWS = 8
 
@@ -48,6 +49,27 @@ def switch(builder, number, most, emit):
         emit(n)
         builder.branch(after)
     builder.position_at_end(after)
+
+
+@intrinsic
+def weigh(_context, rows, weights, weight_bytes, values, value_bytes, count, out, out_bytes, ahead, ahead_bytes):
+    """out[r] += sum over `count` tokens t of weights[r][t] * values[t], of 2 LANES floats, for `rows` rows, 1 to
+    MOST_ROWS. Meanwhile asks for the memory at `ahead`, for `ahead_bytes` (128 at most) with every token.
+    """
+
+    def emit(_, builder, __, arguments):
+        rows, *others = arguments[:8]
+        ahead, step = arguments[8:]
+
+        def ask(i):
+            address = builder.add(ahead, builder.mul(i, step))
+            ask_for(builder, address)
+            ask_for(builder, builder.add(address, builder.ashr(step, ir.Constant(I64, 1))))
+
+        switch(builder, rows, MOST_ROWS, lambda r: accumulate(builder, r, 2, False, others, F32, add_floats, ask))
+
+    signature = types.void(types.int64, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
+    return signature, returning_nothing(emit)
 
 
 @intrinsic

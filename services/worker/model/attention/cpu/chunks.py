@@ -7,6 +7,7 @@ from services.worker.model.vector.numbers import LANES
 DECODE_CHUNK = 64  # tokens whose scores a decode keeps at a time: few, so that K and V are read nearly as they lie
 DECODE_BYTES = 256 * 1024  # of K in a chunk at most, over all heads of an item: K and V stay in the cache of a core
 PREFILL_CHUNK = 128
+SPREAD = 4  # heads that share K and V from which on so much is computed that requests for memory are spread over it
 
 
 def record_floats(rows: int, padded: int) -> int:
