@@ -35,29 +35,36 @@ def batch_of(parts: list[Part]) -> RaggedBatch:
     )
 
 
-def covered(items: Items) -> dict[tuple[int, int], list[int]]:
+def covered(items: Items, kv_heads: int) -> dict[tuple[int, int], list[int]]:
     """Tokens that the items of each (slice, head) go through, in order."""
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for item in items.items[np.argsort(items.items[:, ITEM_LOW], kind="stable")].tolist():
-        found[item[ITEM_SLICE], item[ITEM_HEAD]] += range(item[ITEM_LOW], item[ITEM_HIGH])
+        for head in heads_of(item, kv_heads, items.span):
+            found[item[ITEM_SLICE], head] += range(item[ITEM_LOW], item[ITEM_HIGH])
     return found
 
 
-def check(parts: list[Part], kv_heads: int, group: int, threads: int) -> Items:
+def heads_of(item: list[int], kv_heads: int, span: int) -> range:
+    head = item[ITEM_HEAD]
+    return range(head, min(kv_heads, head + (span if item[ITEM_KIND] == DECODE else 1)))
+
+
+def check(parts: list[Part], kv_heads: int, group: int, threads: int, widest: int = 1) -> Items:
     batch = batch_of(parts)
-    items = cut(batch, kv_heads, group, threads)
+    items = cut(batch, kv_heads, group, threads, widest)
+    assert 1 <= items.span <= min(widest, kv_heads)
     wanted = {
         (at, head): list(range(start + 1 if count == 1 else count))
         for at, (start, count) in enumerate(parts)
         for head in range(kv_heads)
     }
-    assert covered(items) == wanted
+    assert covered(items, kv_heads) == wanted
     for item in items.items.tolist():
         assert item[ITEM_KIND] == (DECODE if parts[item[ITEM_SLICE]][1] == 1 else PREFILL)
         rows = (item[ITEM_HIGH] - item[ITEM_LOW]) * group
         assert item[ITEM_KIND] == DECODE or rows <= max(plan.TILE_ROWS, group), "more rows than scratch memory holds"
     check_partials(items, batch)
-    costs = [cost(item, parts, group) for item in items.items.tolist()]
+    costs = [cost(item, parts, group) * len(heads_of(item, kv_heads, items.span)) for item in items.items.tolist()]
     assert costs == sorted(costs, reverse=True)
     assert items.items.flags.c_contiguous
     assert items.splits.flags.c_contiguous
@@ -100,10 +107,19 @@ PARTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(PARTS, st.integers(1, 4), st.sampled_from([1, 2, 7, 64, 100]), st.integers(1, 16), st.sampled_from([1, 7, 256]))
-def test_every_token_is_visited_once(parts: list[Part], kv_heads: int, group: int, threads: int, shortest: int) -> None:
+@given(
+    PARTS,
+    st.integers(1, 7),
+    st.sampled_from([1, 2, 7, 64, 100]),
+    st.integers(1, 16),
+    st.sampled_from([1, 7, 256]),
+    st.integers(1, 9),
+)
+def test_every_token_is_visited_once(
+    parts: list[Part], kv_heads: int, group: int, threads: int, shortest: int, widest: int
+) -> None:
     with mock.patch.object(plan, "SHORTEST_PART", shortest):
-        check(parts, kv_heads, group, threads)
+        check(parts, kv_heads, group, threads, widest)
 
 
 def test_a_step_without_decodes_or_without_prefills() -> None:
@@ -128,6 +144,14 @@ def test_a_long_sequence_beside_short_ones_is_split_and_they_are_not() -> None:
 
 def test_equal_sequences_enough_for_all_threads_are_not_split() -> None:
     assert not check([(1000, 1)] * 16, 2, 1, 2).partials
+
+
+def test_heads_stay_together_where_there_are_items_for_all_threads() -> None:
+    assert check([(1000, 1)] * 16, 12, 1, 2, 12).span == 12
+    assert check([(1000, 1)] * 16, 12, 1, 2, 8).span == 6, "as even as it can be"
+    assert check([(50_000, 1)], 12, 1, 2, 12).span == 12, "a long sequence is cut along its tokens"
+    assert check([(100, 1)] * 2, 12, 1, 2, 12).span == 3
+    assert check([(100, 1)], 12, 1, 2, 12).span == 1
 
 
 def test_parts_are_not_shorter_than_they_are_worth() -> None:

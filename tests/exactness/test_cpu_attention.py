@@ -12,6 +12,7 @@ from torch import Tensor
 from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu import plan
 from services.worker.model.attention.cpu.backend import SERIAL_TOKENS, CpuBackend
+from services.worker.model.attention.cpu.chunks import DECODE_CHUNK
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool, KvShape
 from services.worker.step_plan import Slice
@@ -241,7 +242,7 @@ def test_splits(parts: list[Part], heads: int, kv_heads: int, monkeypatch: pytes
     for shortest, stored, threads in ((1, "fp32", 64), (23, "fp32", 8), (16, "bf16", 8), (100, "int8", 3)):
         monkeypatch.setattr(plan, "SHORTEST_PART", shortest)
         scene = Scene(parts, heads, kv_heads, stored=stored)
-        items = plan.cut(scene.batch(), kv_heads, heads // kv_heads, threads)
+        items = plan.cut(scene.batch(), kv_heads, heads // kv_heads, threads, kv_heads)
         assert items.partials > len(items.splits) > 0
         found = attend_cut_for(scene, threads, monkeypatch)
         assert (found.double() - scene.expected()).abs().max() < TOLERANCE[found.dtype]
@@ -249,12 +250,28 @@ def test_splits(parts: list[Part], heads: int, kv_heads: int, monkeypatch: pytes
             assert (found - whole).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("widest", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("stored", STORED)
+def test_items_of_several_heads(stored: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are, or fewer; the last item may have fewer than the others; whole sequences and parts."""
+    read = DECODE_CHUNK * 32 * STORED[stored].itemsize
+    if stored == "int8":
+        read = DECODE_CHUNK * (32 + 4)
+    monkeypatch.setattr("services.worker.model.attention.cpu.backend.DECODE_BYTES", widest * read)
+    for shortest, parts in ((64, [(700, 1), (0, 20), (90, 1)]), (10**6, [(700, 1)] * 5)):
+        monkeypatch.setattr(plan, "SHORTEST_PART", shortest)
+        for group in (1, 2, 9):
+            scene = Scene(parts, 7 * group, 7, stored=stored)
+            for form in FORMS.values():
+                scene.check(form, 2 if shortest < 100 else 1)
+
+
 def attend_cut_for(scene: Scene, threads: int, monkeypatch: pytest.MonkeyPatch, form: AttentionForm = FORM) -> Tensor:
     """On two threads, in as many pieces as `threads` would get."""
     with monkeypatch.context() as patch:
         patch.setattr(
             "services.worker.model.attention.cpu.backend.cut",
-            lambda batch, kv_heads, group, _: plan.cut(batch, kv_heads, group, threads),
+            lambda batch, kv_heads, group, _, widest: plan.cut(batch, kv_heads, group, threads, widest),
         )
         return scene.attend(form, threads=2)
 

@@ -75,19 +75,23 @@ def copy_bytes(_context, source, target, count):
     return types.void(ADDRESS, ADDRESS, COUNT), returning_nothing(emit)
 
 
+def ask_for(builder, address):
+    """Emits a request to bring the cache line of `address` into the second-level cache."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    ask = builder.module.declare_intrinsic("llvm.prefetch", (I8.as_pointer(),), kind)
+    read, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+    builder.call(ask, [builder.inttoptr(address, I8.as_pointer()), read, second_level, data])
+
+
 @intrinsic
 def prefetch(_context, address, count):
     """Ask for `count` bytes to be brought into the second-level cache."""
 
     def emit(_, builder, __, arguments):
         start, count = arguments
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", (I8.as_pointer(),), kind)
-        read, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
 
         def body(i, values):
-            where = builder.inttoptr(offset_by(builder, start, i, CACHE_LINE), I8.as_pointer())
-            builder.call(ask, [where, read, second_level, data])
+            ask_for(builder, offset_by(builder, start, i, CACHE_LINE))
             return []
 
         loop(builder, builder.sdiv(count, ir.Constant(I64, CACHE_LINE)), [], body)

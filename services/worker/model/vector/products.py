@@ -19,7 +19,6 @@ from services.worker.model.vector.emit import (
     F32,
     I32,
     I64,
-    INTS,
     LANES,
     VECTOR,
     constant,
@@ -59,6 +58,43 @@ def dots(_context, query, keys, key_bytes, size, scores):
     return types.void(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS), returning_nothing(emit)
 
 
+def accumulate(builder, rows, columns, overwrite, arguments, kind, add, meanwhile=None):
+    """Emits out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES.
+
+    `arguments`: addresses and strides of left and right, the depth, address and stride of out. A step of left is a
+    number of 4 bytes of `kind`, one of right `columns` vectors of them; `add` is told a sum and its two factors, and
+    `meanwhile` is emitted once a step.
+    """
+    a, a_stride, b, b_stride, length, o, o_stride = arguments
+    a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(rows)]
+    o_rows = [builder.add(o, builder.mul(o_stride, ir.Constant(I64, i))) for i in range(rows)]
+    totals = []
+    for row in o_rows:
+        for j in range(columns):
+            totals.append(constant(0.0) if overwrite else load(builder, plus(builder, row, 4 * LANES * j)))
+
+    def body(i, values):
+        if meanwhile:
+            meanwhile(i)
+        b_row = builder.add(b, builder.mul(i, b_stride))
+        parts = [load(builder, plus(builder, b_row, 4 * LANES * j), ir.VectorType(kind, LANES)) for j in range(columns)]
+        offset = builder.mul(i, ir.Constant(I64, 4))
+        out = []
+        for at, row in enumerate(a_rows):
+            factor = splat(builder, load(builder, builder.add(row, offset), kind))
+            out.extend(add(builder, values[at * columns + j], factor, parts[j]) for j in range(columns))
+        return out
+
+    totals = loop(builder, length, totals, body)
+    for at, row in enumerate(o_rows):
+        for j in range(columns):
+            store(builder, totals[at * columns + j], plus(builder, row, 4 * LANES * j))
+
+
+def add_floats(builder, total, factor, part):
+    return fma(builder, factor, part, total)
+
+
 @intrinsic(prefer_literal=True)
 def product(_context, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
     """out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES columns.
@@ -68,29 +104,7 @@ def product(_context, rows, columns, left, left_bytes, right, right_bytes, depth
     r, c, overwrite = rows.literal_value, columns.literal_value, fresh.literal_value
 
     def emit(_, builder, __, arguments):
-        a, a_stride, b, b_stride, length, o, o_stride = arguments[2:9]
-        a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(r)]
-        o_rows = [builder.add(o, builder.mul(o_stride, ir.Constant(I64, i))) for i in range(r)]
-        totals = []
-        for row in o_rows:
-            for j in range(c):
-                totals.append(constant(0.0) if overwrite else load(builder, plus(builder, row, 4 * LANES * j)))
-
-        def body(i, values):
-            b_row = builder.add(b, builder.mul(i, b_stride))
-            parts = [load(builder, plus(builder, b_row, 4 * LANES * j)) for j in range(c)]
-            offset = builder.mul(i, ir.Constant(I64, 4))
-            out = []
-            for at, row in enumerate(a_rows):
-                factor = splat(builder, load(builder, builder.add(row, offset), F32))
-                out.extend(fma(builder, factor, parts[j], values[at * c + j]) for j in range(c))
-            return out
-
-        totals = loop(builder, length, totals, body)
-        for at, row in enumerate(o_rows):
-            for j in range(c):
-                store(builder, totals[at * c + j], plus(builder, row, 4 * LANES * j))
-        return
+        accumulate(builder, r, c, overwrite, arguments[2:9], F32, add_floats)
 
     signature = types.void(rows, columns, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, fresh)
     return signature, returning_nothing(emit)
@@ -140,7 +154,7 @@ def multiplies_pairs() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
-def _add_pairs(builder, total, left, right):
+def add_pairs(builder, total, left, right):
     """total + the products of two bfloat16 each per lane, given as the halves of 32-bit integers."""
     if multiplies_pairs():
         kind = ir.FunctionType(VECTOR, [VECTOR, _PAIRS, _PAIRS])
@@ -172,28 +186,7 @@ def pair_product(_context, rows, columns, left, left_bytes, right, right_bytes, 
     r, c, overwrite = rows.literal_value, columns.literal_value, fresh.literal_value
 
     def emit(_, builder, __, arguments):
-        a, a_stride, b, b_stride, length, o, o_stride = arguments[2:9]
-        a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(r)]
-        o_rows = [builder.add(o, builder.mul(o_stride, ir.Constant(I64, i))) for i in range(r)]
-        totals = []
-        for row in o_rows:
-            for j in range(c):
-                totals.append(constant(0.0) if overwrite else load(builder, plus(builder, row, 4 * LANES * j)))
-
-        def body(i, values):
-            b_row = builder.add(b, builder.mul(i, b_stride))
-            parts = [load(builder, plus(builder, b_row, 4 * LANES * j), INTS) for j in range(c)]
-            offset = builder.mul(i, ir.Constant(I64, 4))
-            out = []
-            for at, row in enumerate(a_rows):
-                pair = splat(builder, load(builder, builder.add(row, offset), I32))
-                out.extend(_add_pairs(builder, values[at * c + j], pair, parts[j]) for j in range(c))
-            return out
-
-        totals = loop(builder, length, totals, body)
-        for at, row in enumerate(o_rows):
-            for j in range(c):
-                store(builder, totals[at * c + j], plus(builder, row, 4 * LANES * j))
+        accumulate(builder, r, c, overwrite, arguments[2:9], I32, add_pairs)
 
     signature = types.void(rows, columns, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, fresh)
     return signature, returning_nothing(emit)

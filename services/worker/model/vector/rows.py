@@ -61,30 +61,6 @@ def row_max(_context, scores, count):
 
 
 @intrinsic
-def row_exp(_context, scores, count, largest):
-    """Each of `count` floats at `scores` becomes e**(it - largest); returns their sum. None may exceed `largest`."""
-
-    def emit(_, builder, __, arguments):
-        address, elements, top = arguments
-        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
-        tops = splat(builder, top)
-
-        def body(i, values):
-            where = offset_by(builder, address, i, 4 * LANES)
-            power = exp(builder, builder.fsub(load(builder, where), tops))
-            store(builder, power, where)
-            return [builder.fadd(values[0], power)]
-
-        (sums,) = loop(builder, vectors, [constant(0.0)], body)
-        total = call(builder, "vector.reduce.fadd", VECTOR, [ir.Constant(F32, -0.0), sums])
-        for flag in FAST:
-            total.fastmath.add(flag)
-        return total
-
-    return FLOAT(ADDRESS, COUNT, FLOAT), emit
-
-
-@intrinsic
 def row_cap(_context, scores, count, cap):
     """Each of `count` floats x at `scores` becomes cap * tanh(x / cap)."""
 
@@ -208,6 +184,44 @@ def _from_floats(builder, kind, value, address):
     store(builder, builder.trunc(rounded, ir.VectorType(I16, lanes)), address, align=2)
 
 
+def _exp_row(builder, arguments, kind):
+    """Emits e**(it - largest) of each of `count` floats, written as a stored kind; returns their sum before that."""
+    address, elements, top, target = arguments
+    vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
+    tops = splat(builder, top)
+
+    def body(i, values):
+        power = exp(builder, builder.fsub(load(builder, offset_by(builder, address, i, 4 * LANES)), tops))
+        _from_floats(builder, kind, power, offset_by(builder, target, i, _SIZES[kind] * LANES))
+        return [builder.fadd(values[0], power)]
+
+    (sums,) = loop(builder, vectors, [constant(0.0)], body)
+    total = call(builder, "vector.reduce.fadd", VECTOR, [ir.Constant(F32, -0.0), sums])
+    for flag in FAST:
+        total.fastmath.add(flag)
+    return total
+
+
+@intrinsic
+def row_exp(_context, scores, count, largest):
+    """Each of `count` floats at `scores` becomes e**(it - largest); returns their sum. None may exceed `largest`."""
+
+    def emit(_, builder, __, arguments):
+        return _exp_row(builder, [*arguments, arguments[0]], 0)
+
+    return FLOAT(ADDRESS, COUNT, FLOAT), emit
+
+
+@intrinsic
+def row_exp_halves(_context, scores, count, largest):
+    """As `row_exp`, but the powers become bfloat16, from `scores` on; the sum is of what they were before."""
+
+    def emit(_, builder, __, arguments):
+        return _exp_row(builder, [*arguments, arguments[0]], 1)
+
+    return FLOAT(ADDRESS, COUNT, FLOAT), emit
+
+
 def _converted(builder, count, vector, scalar):
     """Run `vector(i)` for each whole group of LANES elements and `scalar(i)` for the elements after them."""
     lanes = ir.Constant(I64, LANES)
@@ -217,29 +231,35 @@ def _converted(builder, count, vector, scalar):
     loop(builder, builder.sub(count, done), [], lambda i, _: (scalar(builder.add(done, i)), [])[1])
 
 
+def _scaled_copy(builder, arguments, kinds):
+    """Emits the copy of `count` numbers of one stored kind, times a factor, as numbers of another; see `widen`."""
+    source, target, count, scalar = arguments
+    read, written = kinds
+
+    def part(lanes):
+        if lanes > 1:
+            factors = splat(builder, scalar)
+        else:
+            one = ir.VectorType(F32, 1)
+            factors = builder.insert_element(ir.Constant(one, ir.Undefined), scalar, ir.Constant(I32, 0))
+
+        def convert(i):
+            value = _as_floats(builder, read, offset_by(builder, source, i, _SIZES[read]), lanes)
+            where = offset_by(builder, target, i, _SIZES[written])
+            _from_floats(builder, written, builder.fmul(value, factors), where)
+
+        return convert
+
+    _converted(builder, count, part(LANES), part(1))
+
+
 @intrinsic(prefer_literal=True)
 def widen(_context, kind, source, target, count, factor):
     """`count` numbers of a stored `kind` (a literal) times `factor` become floats at `target`."""
-    which = kind.literal_value
+    kinds = kind.literal_value, 0
 
     def emit(_, builder, __, arguments):
-        source, target, count, scalar = arguments[1:]
-
-        def part(lanes):
-            if lanes > 1:
-                factors = splat(builder, scalar)
-            else:
-                one = ir.VectorType(F32, 1)
-                factors = builder.insert_element(ir.Constant(one, ir.Undefined), scalar, ir.Constant(I32, 0))
-
-            def convert(i):
-                value = _as_floats(builder, which, offset_by(builder, source, i, _SIZES[which]), lanes)
-                store(builder, builder.fmul(value, factors), offset_by(builder, target, i, 4))
-
-            return convert
-
-        _converted(builder, count, part(LANES), part(1))
-        return
+        _scaled_copy(builder, arguments[1:], kinds)
 
     return types.void(kind, ADDRESS, ADDRESS, COUNT, FLOAT), returning_nothing(emit)
 
@@ -247,26 +267,10 @@ def widen(_context, kind, source, target, count, factor):
 @intrinsic(prefer_literal=True)
 def narrow(_context, kind, source, target, count, factor):
     """`count` floats at `source` times `factor` become numbers of a stored `kind` (a literal, not int8)."""
-    which = kind.literal_value
+    kinds = 0, kind.literal_value
 
     def emit(_, builder, __, arguments):
-        source, target, count, scalar = arguments[1:]
-
-        def part(lanes):
-            if lanes > 1:
-                factors = splat(builder, scalar)
-            else:
-                one = ir.VectorType(F32, 1)
-                factors = builder.insert_element(ir.Constant(one, ir.Undefined), scalar, ir.Constant(I32, 0))
-
-            def convert(i):
-                value = load(builder, offset_by(builder, source, i, 4), ir.VectorType(F32, lanes))
-                _from_floats(builder, which, builder.fmul(value, factors), offset_by(builder, target, i, _SIZES[which]))
-
-            return convert
-
-        _converted(builder, count, part(LANES), part(1))
-        return
+        _scaled_copy(builder, arguments[1:], kinds)
 
     return types.void(kind, ADDRESS, ADDRESS, COUNT, FLOAT), returning_nothing(emit)
 

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import DECODE_CHUNK, PREFILL_CHUNK
+from services.worker.model.attention.cpu.chunks import (
+    DECODE_BYTES,
+    DECODE_CHUNK,
+    PREFILL_CHUNK,
+    record_floats,
+    whole_lines,
+)
 from services.worker.model.attention.cpu.plan import TILE_ROWS, Items, cut
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool
@@ -41,26 +47,28 @@ class CpuBackend:
         self.floats = np.zeros(2, dtype=np.float32)
         self.block[c.SELF] = self._address = self.block.ctypes.data
         self.block[c.FLOATS] = self.floats.ctypes.data
-        self._scratch = np.empty(0, dtype=np.float32)
-        self._partials = np.empty(0, dtype=np.float32)
+        self._scratch = torch.empty(0)
+        self._partials = torch.empty(0)
 
     def prepare(self, batch: RaggedBatch, pool: KvPool) -> CpuStep:
         return CpuStep(self, batch, pool)
 
-    def reserve(self, group: int, padded: int, partials: int) -> None:
+    def reserve(self, group: int, padded: int, items: Items) -> None:
         """Make scratch memory large enough for a step."""
+        rows = items.span * group
+        record = record_floats(rows, padded)
+        decode = record + rows * (padded + DECODE_CHUNK * 3 // 2) + LANES * padded
         rows = max(TILE_ROWS, group)
-        decode = group * (2 + 2 * padded + DECODE_CHUNK) + LANES * padded
-        prefill = rows * (2 + 2 * padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
+        prefill = record_floats(rows, padded) + rows * (padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
         whole = -(-rows // 4) * 4
-        pairs = 2 * rows + whole * (padded * 3 // 2 + PREFILL_CHUNK * 3 // 2) + padded * (PREFILL_CHUNK + 1)
+        pairs = 2 * whole_lines(rows) + whole * (padded + PREFILL_CHUNK) * 3 // 2 + padded * (PREFILL_CHUNK + 1)
         each = -(-max(decode, prefill, pairs) // 1024) * 1024
         if len(self._scratch) < each * self.threads:
-            self._scratch = np.empty(each * self.threads, dtype=np.float32)
-        if len(self._partials) < partials * group * (padded + 2):
-            self._partials = np.empty(partials * group * (padded + 2), dtype=np.float32)
-        self.block[c.SCRATCH], self.block[c.SCRATCH_BYTES] = self._scratch.ctypes.data, 4 * each
-        self.block[c.PARTIALS] = self._partials.ctypes.data
+            self._scratch = torch.empty(each * self.threads)  # torch's memory begins a cache line
+        if len(self._partials) < items.partials * record:
+            self._partials = torch.empty(items.partials * record)
+        self.block[c.SCRATCH], self.block[c.SCRATCH_BYTES] = self._scratch.data_ptr(), 4 * each
+        self.block[c.PARTIALS], self.block[c.SPAN] = self._partials.data_ptr(), items.span
 
     @property
     def operations(self) -> list[tuple[Entry, int]]:
@@ -131,9 +139,10 @@ class CpuStep:
         shape, block = pool.shape, backend.block
         heads, dim = query.shape[1], query.shape[2]
         group = heads // shape.kv_heads
-        items = cut(batch, shape.kv_heads, group, backend.threads)
+        read = DECODE_CHUNK * pool.run_bytes // pool.block_size  # of one head in a chunk
+        items = cut(batch, shape.kv_heads, group, backend.threads, max(1, DECODE_BYTES // read))
         padded = -(-dim // LANES) * LANES
-        backend.reserve(group, padded, items.partials)
+        backend.reserve(group, padded, items)
         kind = INT8 if shape.quantized else STORED[shape.dtype]
         block[c.TOKENS] = len(batch.ids)
         block[c.ITEMS], block[c.ITEM_TABLE] = len(items.items), items.items.ctypes.data

@@ -54,8 +54,9 @@ STORED_AT_ONCE = 16  # tokens a thread stores per ticket
     VALUE_TOKEN,
     VALUE_HEAD,
     OUT,
+    SPAN,  # kv heads of a decode item; fewer where it is the last
     FIELDS,
-) = range(46)
+) = range(47)
 
 # Columns of the item table.
 DECODE, PREFILL = 0, 1
@@ -64,5 +65,5 @@ ITEM_KIND, ITEM_SLICE, ITEM_HEAD, ITEM_LOW, ITEM_HIGH, ITEM_PARTIAL, ITEM_FIELDS
 # Columns of the slice table.
 SLICE_FIRST, SLICE_START, SLICE_TABLE, SLICE_FIELDS = range(4)
 
-# Columns of the split table: flat token, kv head, first partial, partials.
+# Columns of the split table: flat token, first kv head of SPAN, first partial, partials.
 SPLIT_FIELDS = 4

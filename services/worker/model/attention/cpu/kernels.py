@@ -26,93 +26,28 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import DECODE_CHUNK, PAIRED_GROUP, PREFILL_CHUNK
+from services.worker.model.attention.cpu.chunks import PREFILL_CHUNK
+from services.worker.model.attention.cpu.decodes import decode
 from services.worker.model.attention.cpu.pairs import attend_pairs
-from services.worker.model.attention.cpu.pool_rows import ask_ahead, stage, tile_of
-from services.worker.model.attention.cpu.softmax import MINUS_INFINITY, begin_rows, fold, write_rows
+from services.worker.model.attention.cpu.pool_rows import stage, tile_of
+from services.worker.model.attention.cpu.softmax import (
+    MINUS_INFINITY,
+    accumulators_of,
+    begin_rows,
+    clear_rows,
+    fold,
+    record_bytes,
+    totals_of,
+    write_rows,
+)
 from services.worker.model.attention.cpu.splits import combine_splits
 from services.worker.model.attention.cpu.storing import store_tokens
 from services.worker.model.attention.cpu.tiles import multiply, score_rows
-from services.worker.model.vector.cells import copy_bytes, read_float, read_int, take_ticket
+from services.worker.model.vector.cells import read_float, read_int, take_ticket
 from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.numbers import LANES
-from services.worker.model.vector.products import dots, transpose
+from services.worker.model.vector.products import transpose
 from services.worker.model.vector.rows import row_cap, row_fill
-
-
-@njit(nogil=True, error_model="numpy")
-def _decode(p, item, scratch):
-    group, padded = p[c.GROUP], p[c.PADDED]
-    part = p[c.SLICES] + 8 * c.SLICE_FIELDS * read_int(item + 8 * c.ITEM_SLICE)
-    head = read_int(item + 8 * c.ITEM_HEAD)
-    partial = read_int(item + 8 * c.ITEM_PARTIAL)
-    flat = read_int(part + 8 * c.SLICE_FIRST)
-    position = read_int(part + 8 * c.SLICE_START)
-    table = p[c.TABLES] + 8 * read_int(part + 8 * c.SLICE_TABLE)
-    low = read_int(item + 8 * c.ITEM_LOW)
-    high = read_int(item + 8 * c.ITEM_HIGH)
-    if p[c.WINDOW] > 0:
-        low = max(low, position + 1 - p[c.WINDOW])
-    if p[c.PAIRS] and group >= PAIRED_GROUP:
-        attend_pairs(p, flat, head, table, position, group, low, high, scratch)
-        if partial >= 0:
-            copy_bytes(scratch, p[c.PARTIALS] + partial * 4 * (group * (padded + 2)), 4 * group * (padded + 2))
-        else:
-            write_rows(p, flat, head, group, scratch + 8 * group, scratch + 4 * group)
-        return
-    cap = read_float(p[c.FLOATS] + 4)
-
-    if partial >= 0:
-        sums = p[c.PARTIALS] + partial * 4 * (group * (padded + 2))
-        tops, totals, out = sums, sums + 4 * group, sums + 8 * group
-    else:
-        tops = scratch
-        totals = tops + 4 * group
-        out = totals + 4 * group
-        scratch = out + 4 * group * padded
-    queries = scratch
-    scores = queries + 4 * group * padded
-    buffer = scores + 4 * group * DECODE_CHUNK
-    begin_rows(p, item, group, queries, out, tops, totals, flat)
-
-    at = low // LANES * LANES
-    while at < high:
-        end = min(at + DECODE_CHUNK, high)
-        for token in range(at, end, LANES):
-            first_chunk = token + LANES < end and at < DECODE_CHUNK
-            keys = tile_of(p, table, head, token, max(token, low), min(token + LANES, end), 0, buffer)
-            for g in range(group):
-                ask_ahead(p, table, head, token, 1, g)
-                if first_chunk:
-                    ask_ahead(p, table, head, token + LANES, 0, g)
-                dots(
-                    queries + g * 4 * padded,
-                    keys,
-                    4 * padded,
-                    padded,
-                    scores + 4 * (g * DECODE_CHUNK + token - at),
-                )
-        count = (end - at + LANES - 1) // LANES * LANES
-        for g in range(group):
-            row = scores + 4 * g * DECODE_CHUNK
-            if cap > 0:
-                row_cap(row, count, cap)
-            if low > at:
-                row_fill(row, low - at, MINUS_INFINITY)
-            row_fill(row + 4 * (end - at), count - (end - at), MINUS_INFINITY)
-            fold(row, count, tops + 4 * g, totals + 4 * g, out + g * 4 * padded, padded)
-        for token in range(at, end, LANES):
-            if token + DECODE_CHUNK < high:
-                ask_ahead(p, table, head, token + DECODE_CHUNK, 0, -1)
-            begin, stop = max(token, low), min(token + LANES, end)
-            values = tile_of(p, table, head, token, begin, stop, 1, buffer) + (begin - token) * 4 * padded
-            weights = scores + 4 * (begin - at)
-            multiply(
-                group, padded // LANES, weights, 4 * DECODE_CHUNK, values, 4 * padded, stop - begin, out, 4 * padded
-            )
-        at = end
-    if partial < 0:
-        write_rows(p, flat, head, group, out, totals)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -132,16 +67,15 @@ def _prefill(p, item, scratch):
     low = max(0, position + 1 - window) if window > 0 else 0
     if p[c.PAIRS]:
         attend_pairs(p, flat, head, table, position, rows, low, high, scratch)
-        write_rows(p, flat, head, rows, scratch + 8 * rows, scratch + 4 * rows)
+        write_rows(p, flat, head, group, rows, accumulators_of(scratch, rows), totals_of(scratch, rows))
         return
-    queries = scratch
-    out = queries + 4 * rows * padded
-    tops = out + 4 * rows * padded
-    totals = tops + 4 * rows
-    scores = totals + 4 * rows
+    tops, totals, out = scratch, totals_of(scratch, rows), accumulators_of(scratch, rows)
+    queries = scratch + record_bytes(rows, padded)
+    scores = queries + 4 * rows * padded
     keys = scores + 4 * rows * PREFILL_CHUNK
     values = keys + 4 * padded * PREFILL_CHUNK
-    begin_rows(p, item, rows, queries, out, tops, totals, flat)
+    clear_rows(scratch, rows, padded)
+    begin_rows(p, flat, head, group, rows, queries)
 
     for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
         end = min(at + PREFILL_CHUNK, high)
@@ -175,7 +109,7 @@ def _prefill(p, item, scratch):
                 row_fill(where, min(hidden, count), MINUS_INFINITY)
             if seen < count:
                 row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
-            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded)
+            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, 0)
         stage(p, table, head, begin, end - begin, 1, values)
         multiply(
             seeing,
@@ -188,7 +122,7 @@ def _prefill(p, item, scratch):
             out + skipped * 4 * padded,
             4 * padded,
         )
-    write_rows(p, flat, head, rows, out, totals)
+    write_rows(p, flat, head, group, rows, out, totals)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -216,7 +150,7 @@ def _attend_share(block):
             return
         item = p[c.ITEM_TABLE] + 8 * c.ITEM_FIELDS * at
         if read_int(item + 8 * c.ITEM_KIND) == c.DECODE:
-            _decode(p, item, scratch)
+            decode(p, item, scratch)
         else:
             _prefill(p, item, scratch)
 

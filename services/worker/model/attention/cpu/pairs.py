@@ -10,8 +10,8 @@ from numba import njit
 from services.worker.model.attention.cpu import call as c
 from services.worker.model.attention.cpu.chunks import PREFILL_CHUNK
 from services.worker.model.attention.cpu.pool_rows import row_of
-from services.worker.model.attention.cpu.softmax import MINUS_INFINITY, ONE, fold
-from services.worker.model.vector.cells import copy_bytes, prefetch, read_float
+from services.worker.model.attention.cpu.softmax import MINUS_INFINITY, ONE, accumulators_of, copy_rows, fold, totals_of
+from services.worker.model.vector.cells import prefetch, read_float
 from services.worker.model.vector.conversion import from_floats
 from services.worker.model.vector.numbers import BFLOAT16, LANES
 from services.worker.model.vector.products import pair_product, transpose
@@ -70,8 +70,7 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
     scaling, cap = read_float(p[c.FLOATS]), read_float(p[c.FLOATS] + 4)
     whole = (rows + 3) // 4 * 4
     tops = scratch
-    totals = tops + 4 * rows
-    out = totals + 4 * rows
+    totals, out = totals_of(scratch, rows), accumulators_of(scratch, rows)
     queries = out + 4 * whole * dim
     scores = queries + 2 * whole * dim
     weights = scores + 4 * whole * PREFILL_CHUNK
@@ -84,9 +83,7 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
     row_fill(zeros, dim // 2, np.float32(0.0))
     row_fill(tops, rows, MINUS_INFINITY)
     row_fill(totals, rows, np.float32(0.0))
-    for row in range(rows):
-        source = (flat + row // group) * p[c.QUERY_TOKEN] + (head * group + row % group) * p[c.QUERY_HEAD]
-        copy_bytes(p[c.QUERY] + 2 * source, queries + row * 2 * dim, 2 * dim)
+    copy_rows(p, flat, head, group, rows, queries)
 
     for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
         end = min(at + PREFILL_CHUNK, high)
@@ -118,7 +115,7 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
                 row_fill(where, min(hidden, count), MINUS_INFINITY)
             if seen < count:
                 row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
-            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim)
+            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim, 0)
             from_floats(BFLOAT16, where, weights + row * 2 * PREFILL_CHUNK, count, ONE)
         _stage_values(p, table, head, at, low, end, high, zeros, values)
         _multiply_pairs(

@@ -8,9 +8,8 @@ from numba import njit
 
 from services.worker.model.attention.cpu import call as c
 from services.worker.model.attention.cpu.softmax import ONE
-from services.worker.model.vector.cells import prefetch, read_float, read_int
+from services.worker.model.vector.cells import read_float, read_int
 from services.worker.model.vector.conversion import to_floats
-from services.worker.model.vector.emit import CACHE_LINE
 from services.worker.model.vector.numbers import INT8, ITEM_BYTES, LANES
 
 
@@ -60,27 +59,23 @@ def tile_of(p, table, head, token, low, high, value, buffer):
     In place where the pool holds what the kernels compute with, else staged in `buffer`.
     """
     if p[c.DIRECT]:
-        offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
-        return run_of(p, table, head, token, value) + offset * p[c.HEAD_DIM] * 4
+        return row_of(p, table, head, token, value)
     stage(p, table, head, low, high - low, value, buffer + (low - token) * 4 * p[c.PADDED])
     return buffer
 
 
 @njit(nogil=True, error_model="numpy")
-def ask_ahead(p, table, head, token, value, share):
-    """Have the next pass over the tile that begins at `token` find it in the cache: blocks lie anywhere in memory, so
-    the processor cannot guess them. `share`: of as many shares as heads, so that the requests do not come all at once.
+def tile_bytes(p):
+    """Of K or V of LANES tokens of one head, as the pool keeps them."""
+    return LANES * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
+
+
+@njit(nogil=True, error_model="numpy")
+def ahead_of(p, table, head, token, value):
+    """Address of the tile that begins at `token`, for the next pass over it to find it in the cache: blocks lie
+    anywhere in memory, so the processor cannot guess them. 0 where a tile is no one piece.
     """
-    if p[c.TILED]:
-        row_bytes = p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
-        offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
-        start = run_of(p, table, head, token, value) + offset * row_bytes
-        total = LANES * row_bytes
-        if share < 0:
-            prefetch(start, total)
-        else:
-            each = (total // p[c.GROUP] + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
-            prefetch(start + share * each, max(0, min(each, total - share * each)))
+    return row_of(p, table, head, token, value) if p[c.TILED] else 0
 
 
 @njit(nogil=True, error_model="numpy")

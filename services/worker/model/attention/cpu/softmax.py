@@ -10,19 +10,49 @@ import numpy as np
 from numba import njit
 
 from services.worker.model.attention.cpu import call as c
-from services.worker.model.vector.cells import read_float, read_int, write_float
+from services.worker.model.attention.cpu.chunks import whole_lines
+from services.worker.model.vector.cells import copy_bytes, read_float, write_float
 from services.worker.model.vector.conversion import from_floats, to_floats
 from services.worker.model.vector.numbers import ITEM_BYTES
-from services.worker.model.vector.rows import row_exp, row_fill, row_max, row_scale
+from services.worker.model.vector.rows import row_exp, row_exp_halves, row_fill, row_max, row_scale
 from services.worker.model.vector.statistics import row_sum
 
 MINUS_INFINITY = np.float32(-math.inf)
 ONE = np.float32(1.0)
 
 
+_whole_lines = njit(whole_lines)
+
+
 @njit(nogil=True, error_model="numpy")
-def fold(scores, count, top, total, out, size):
-    """Online softmax: a row's new `count` scores become weights; what was summed before is scaled to match."""
+def record_bytes(rows, padded):
+    """See `record_floats`: a record begins with its maxima."""
+    return 8 * _whole_lines(rows) + 4 * rows * padded
+
+
+@njit(nogil=True, error_model="numpy")
+def totals_of(record, rows):
+    return record + 4 * _whole_lines(rows)
+
+
+@njit(nogil=True, error_model="numpy")
+def accumulators_of(record, rows):
+    return record + 8 * _whole_lines(rows)
+
+
+@njit(nogil=True, error_model="numpy")
+def clear_rows(record, rows, padded):
+    row_fill(record, rows, MINUS_INFINITY)
+    row_fill(totals_of(record, rows), rows, np.float32(0.0))
+    row_fill(accumulators_of(record, rows), rows * padded, np.float32(0.0))
+
+
+@njit(nogil=True, error_model="numpy")
+def fold(scores, count, top, total, out, size, halves):
+    """Online softmax: a row's new `count` scores become weights; what was summed before is scaled to match.
+
+    `halves`: weights become bfloat16, in the first half of the row's memory.
+    """
     before = read_float(top)
     largest = max(before, row_max(scores, count))
     if largest == MINUS_INFINITY:
@@ -31,8 +61,10 @@ def fold(scores, count, top, total, out, size):
             write_float(total, np.float32(math.nan))
         row_fill(scores, count, np.float32(0.0))
         return
-    correction = np.float32(0.0) if before == MINUS_INFINITY else np.float32(math.exp(before - largest))
-    summed = row_exp(scores, count, largest)
+    correction = ONE
+    if largest != before:
+        correction = np.float32(0.0) if before == MINUS_INFINITY else np.float32(math.exp(before - largest))
+    summed = row_exp_halves(scores, count, largest) if halves else row_exp(scores, count, largest)
     write_float(total, read_float(total) * correction + summed)
     write_float(top, largest)
     if correction != ONE:
@@ -40,29 +72,35 @@ def fold(scores, count, top, total, out, size):
 
 
 @njit(nogil=True, error_model="numpy")
-def begin_rows(p, item, rows, queries, out, tops, totals, flat):
-    """Scaled queries as floats, accumulators at their start; row r is token r // group, head r % group."""
-    group, dim, padded = p[c.GROUP], p[c.HEAD_DIM], p[c.PADDED]
-    scaling = read_float(p[c.FLOATS])
-    head = read_int(item + 8 * c.ITEM_HEAD)
-    item_bytes = ITEM_BYTES[p[c.QUERY_KIND]] * p[c.QUERY_HEAD]
-    for row in range(rows):
-        source = (
-            p[c.QUERY]
-            + (flat + row // group) * p[c.QUERY_TOKEN] * ITEM_BYTES[p[c.QUERY_KIND]]
-            + (head * group + row % group) * item_bytes
-        )
-        to_floats(p[c.QUERY_KIND], source, queries + row * 4 * padded, dim, scaling)
-    row_fill(out, rows * padded, np.float32(0.0))
-    row_fill(tops, rows, MINUS_INFINITY)
-    row_fill(totals, rows, np.float32(0.0))
+def query_of(p, flat, head, width, row):
+    """Address of a row's query: row r is token r // width, the (r % width)th of the heads that share K and V from kv
+    head `head` on."""
+    token, query = flat + row // width, head * p[c.GROUP] + row % width
+    return p[c.QUERY] + (token * p[c.QUERY_TOKEN] + query * p[c.QUERY_HEAD]) * ITEM_BYTES[p[c.QUERY_KIND]]
 
 
 @njit(nogil=True, error_model="numpy")
-def write_rows(p, flat, head, rows, out, totals):
-    """Accumulators, divided by their sums, to the layer's result `[T, heads, head_dim]`."""
-    group, dim = p[c.GROUP], p[c.HEAD_DIM]
+def begin_rows(p, flat, head, width, rows, queries):
+    """Scaled queries as floats, rows as in `query_of`."""
+    scaling = read_float(p[c.FLOATS])
+    for row in range(rows):
+        source = query_of(p, flat, head, width, row)
+        to_floats(p[c.QUERY_KIND], source, queries + row * 4 * p[c.PADDED], p[c.HEAD_DIM], scaling)
+
+
+@njit(nogil=True, error_model="numpy")
+def copy_rows(p, flat, head, width, rows, queries):
+    """Queries as they are, rows as in `query_of`."""
+    size = ITEM_BYTES[p[c.QUERY_KIND]] * p[c.HEAD_DIM]
+    for row in range(rows):
+        copy_bytes(query_of(p, flat, head, width, row), queries + row * size, size)
+
+
+@njit(nogil=True, error_model="numpy")
+def write_rows(p, flat, head, width, rows, out, totals):
+    """Accumulators, divided by their sums, to the layer's result `[T, heads, head_dim]`; rows as in `query_of`."""
+    dim = p[c.HEAD_DIM]
     size = ITEM_BYTES[p[c.QUERY_KIND]] * dim
     for row in range(rows):
-        target = p[c.OUT] + ((flat + row // group) * p[c.HEADS] + head * group + row % group) * size
+        target = p[c.OUT] + ((flat + row // width) * p[c.HEADS] + head * p[c.GROUP] + row % width) * size
         from_floats(p[c.QUERY_KIND], out + row * 4 * p[c.PADDED], target, dim, ONE / read_float(totals + 4 * row))
