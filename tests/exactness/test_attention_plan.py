@@ -130,7 +130,7 @@ def test_a_step_without_decodes_or_without_prefills() -> None:
 @pytest.mark.parametrize("group", [1, 7])
 def test_one_long_sequence_is_work_for_all_threads(group: int) -> None:
     items = check([(9999, 1)], 1, group, 4)
-    assert len(items.items) == 4 * plan.SHARES
+    assert len(items.items) == 4 * plan.DECODE_SHARES
     assert items.partials == len(items.items)
     assert len(items.splits) == 1
 
@@ -150,8 +150,8 @@ def test_heads_stay_together_where_there_are_items_for_all_threads() -> None:
     assert check([(1000, 1)] * 16, 12, 1, 2, 12).span == 12
     assert check([(1000, 1)] * 16, 12, 1, 2, 8).span == 6, "as even as it can be"
     assert check([(50_000, 1)], 12, 1, 2, 12).span == 12, "a long sequence is cut along its tokens"
-    assert check([(100, 1)] * 2, 12, 1, 2, 12).span == 3
-    assert check([(100, 1)], 12, 1, 2, 12).span == 1
+    assert check([(100, 1)] * 2, 12, 1, 2, 12).span == 6
+    assert check([(100, 1)], 12, 1, 2, 12).span == 3
 
 
 def test_parts_are_not_shorter_than_they_are_worth() -> None:

@@ -254,9 +254,7 @@ def test_splits(parts: list[Part], heads: int, kv_heads: int, monkeypatch: pytes
 @pytest.mark.parametrize("stored", STORED)
 def test_items_of_several_heads(stored: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are, or fewer; the last item may have fewer than the others; whole sequences and parts."""
-    read = DECODE_CHUNK * 32 * STORED[stored].itemsize
-    if stored == "int8":
-        read = DECODE_CHUNK * (32 + 4)
+    read = DECODE_CHUNK * (32 + 4 if stored == "int8" else 32 * STORED[stored].itemsize)
     monkeypatch.setattr("services.worker.model.attention.cpu.backend.DECODE_BYTES", widest * read)
     for shortest, parts in ((64, [(700, 1), (0, 20), (90, 1)]), (10**6, [(700, 1)] * 5)):
         monkeypatch.setattr(plan, "SHORTEST_PART", shortest)

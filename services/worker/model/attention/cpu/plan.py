@@ -31,7 +31,8 @@ from services.worker.model.batch import Ints, RaggedBatch
 
 TILE_ROWS = 64  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
 SHORTEST_PART = 256  # tokens of a split decode
-SHARES = 4  # items per thread that a split aims at
+SHARES = 4  # items per thread that a split of a prefill aims at
+DECODE_SHARES = 2  # and one of a decode, whose parts cost a combination and begin with memory that nobody asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def cut(batch: RaggedBatch, kv_heads: int, group: int, threads: int, widest: int
     slices[:, SLICE_FIRST], slices[:, SLICE_START], slices[:, SLICE_TABLE] = batch.first, starts, batch.offsets
     work = int((counts * (starts + (counts + 1) / 2)).sum() * kv_heads * group)
     decoding = np.flatnonzero(counts == 1)
-    shares = threads * SHARES
+    shares = threads * DECODE_SHARES
     span = _span(starts[decoding] + 1, kv_heads, group, min(widest, kv_heads), work // shares, shares)
     decodes, splits, partials = _decodes(decoding, batch, kv_heads, group, span, work // shares)
     several: list[int] = np.flatnonzero(counts > 1).tolist()
