@@ -215,7 +215,7 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, allowance: Allowance) -> None:
         start = sequence.computed
         remaining = len(sequence.ids) - start
-        wanted = min(remaining, max(1, allowance.grant(start)))
+        wanted = max(1, allowance.grant(start, remaining))
         count = self.tables.extend(sequence, wanted, spare=len(self.running) - 1)
         if not count:
             return

@@ -6,7 +6,8 @@ The decode part is what steps without prompt tokens take; base and slope come fr
 by a regression that forgets. The allowance is the number of tokens for which this stays below
 
     max(ITL target, FACTOR x decode part, SHORT_S)    beside streams, MIN_CHUNK tokens at least, so that prompts advance
-    STEP_S                                            without any, so that arrivals and cancels are heard soon enough
+    STEP_S                                            without any, so that arrivals and cancels are heard soon enough;
+                                                      half as much again where that ends the prompt
 
 While every step carries prompt tokens nobody sees what a step without would take, so one in PROBE_EVERY carries none.
 Single outliers (another process had the cores) move an estimate by a bounded share; a change that lasts is followed.
@@ -21,6 +22,10 @@ SHORT_S = 0.004  # no reader minds
 STEP_S = 1.0
 MIN_CHUNK = 16
 MIN_LONE_CHUNK = 256
+REST = 1.5  # of what a step without streams carries: a prompt with that much left is not cut once more
+TELLING = (
+    64  # prompt tokens without streams from which on a step's seconds are theirs, not those of reading the weights
+)
 PROBE_EVERY = 16
 DECODE_WEIGHT = 0.3  # of the newest decode step
 KEPT = 0.96  # share of the past that each step with prompt tokens leaves
@@ -32,17 +37,24 @@ POSITION_SPREAD = 64.0  # positions closer together than that tell little about 
 class Allowance:
     """One step's: `tokens` at most, and `seconds` of prompt work. `least` tokens are granted whatever they take."""
 
-    __slots__ = ("_base", "_slope", "least", "seconds", "tokens")
+    __slots__ = ("_base", "_rest", "_slope", "least", "seconds", "tokens")
 
-    def __init__(self, tokens: int, seconds: float, least: int, base: float, slope: float) -> None:
+    def __init__(
+        self, tokens: int, seconds: float, least: int, base: float, slope: float, *, rest: float = 1.0
+    ) -> None:
         self.tokens = tokens
         self.seconds = seconds
         self.least = min(least, tokens)
         self._base = base
         self._slope = slope
+        self._rest = rest
 
-    def grant(self, position: int) -> int:
-        """Tokens that a prompt at `position` may be fed now; 0 for any if it is 0 at position 0."""
+    def grant(self, position: int, remaining: int = 1) -> int:
+        """How many of `remaining` tokens of a prompt at `position` may be fed now; 0 for any if 0 at position 0."""
+        granted = self._grant(position)
+        return min(remaining, self.tokens if remaining <= granted * self._rest else granted)
+
+    def _grant(self, position: int) -> int:
         at_position = self._base + self._slope * position
         if self.tokens <= 0:
             return 0
@@ -83,7 +95,7 @@ class StepPacer:
         tokens = max(1, self.max_tokens - decodes)
         base, slope = self._cost()
         if not decodes:
-            return Allowance(tokens, STEP_S if base else inf, MIN_LONE_CHUNK, base, slope)
+            return Allowance(tokens, STEP_S if base else inf, MIN_LONE_CHUNK, base, slope, rest=REST)
         if not self._decode_seconds:  # nothing to compare with yet: see first, if there is a clock to see with
             return Allowance(0 if self._observed else tokens, inf, 0, 0.0, 0.0)
         if self._mixed_in_row >= PROBE_EVERY - 1:
@@ -101,6 +113,8 @@ class StepPacer:
         if not prompt_tokens:
             if decodes:
                 self._observe_decodes(decodes, seconds)
+            return
+        if not decodes and prompt_tokens < TELLING:
             return
         if decodes:
             self._mixed_in_row += 1

@@ -17,7 +17,7 @@ from services.worker.model.linear import call as c
 from services.worker.model.linear import kernels
 from services.worker.model.linear.packed import Multiplier, PackedLinear, pack
 from services.worker.model.optimise import optimise
-from services.worker.model.vector import products
+from services.worker.model.vector import halves
 from services.worker.model.vector.compiled import entry
 
 ROWS = (0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 300)
@@ -166,7 +166,7 @@ def test_infinity_stays_infinite(multiplier: Multiplier) -> None:
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, multiplier: Multiplier) -> Multiplier:
     """The kernels as they are compiled for a processor that does not multiply bfloat16 by itself."""
-    monkeypatch.setattr(products, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(halves, "multiplies_pairs", lambda: False)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     spec = importlib.util.spec_from_file_location("portable_linear_kernels", kernels.__file__)
     assert spec is not None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from numba import njit
 from torch import Tensor
 
-from services.worker.model.vector import products
+from services.worker.model.vector import halves
 from services.worker.model.vector.rows import row_exp_halves
 from services.worker.model.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
 
@@ -24,9 +25,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(params=[True, False], ids=["instruction", "portable"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], Any]:
     """Compiles with and without the processor's own instruction for pairs."""
-    if request.param and not products.multiplies_pairs():
+    if request.param and not halves.multiplies_pairs():
         pytest.skip("this processor does not multiply bfloat16 by itself")
-    monkeypatch.setattr(products, "multiplies_pairs", lambda: request.param)
+    monkeypatch.setattr(halves, "multiplies_pairs", lambda: request.param)
     return njit  # type: ignore[no-any-return]
 
 
@@ -76,7 +77,7 @@ def test_weighed_sums_of_pairs(size: int, compiled: Callable[[Callable[..., None
 
 @njit  # type: ignore[untyped-decorator]
 def exp_halves(row: int, count: int, largest: float) -> float:
-    return row_exp_halves(row, count, largest)  # type: ignore[no-any-return]
+    return row_exp_halves(row, count, np.float32(1.0), largest)  # type: ignore[no-any-return]
 
 
 def test_powers_as_halves_in_the_first_half_of_their_row() -> None:

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from services.worker.model.vector import products
+from services.worker.model.vector import halves
 from services.worker.model.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
 from services.worker.model.vector.memory import HUGE_PAGE, huge_pages
 from services.worker.model.vector.products import dots, pair_product, product, transpose
@@ -50,7 +50,7 @@ def normal(*shape: int) -> Floats:
 
 @njit  # type: ignore[untyped-decorator]
 def exp_of(row: int, count: int, largest: float) -> float:
-    return row_exp(row, count, largest)  # type: ignore[no-any-return]
+    return row_exp(row, count, np.float32(1.0), largest)  # type: ignore[no-any-return]
 
 
 def exp(x: Floats, largest: float = 0.0) -> tuple[Floats, float]:
@@ -304,9 +304,9 @@ def test_products_and_transposition() -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["instruction", "portable"])
 def test_products_of_pairs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native and not products.multiplies_pairs():
+    if native and not halves.multiplies_pairs():
         pytest.skip("this processor does not multiply bfloat16 by itself")
-    monkeypatch.setattr(products, "multiplies_pairs", lambda: native)
+    monkeypatch.setattr(halves, "multiplies_pairs", lambda: native)
 
     @njit  # type: ignore[untyped-decorator]
     def multiply_pairs(left: int, right: int, sums: int) -> None:

@@ -7,9 +7,7 @@ Addresses and strides are in bytes, sizes count elements. Nothing here checks bo
 # The bodies build IR, values of which no type checker knows anything.
 from __future__ import annotations
 
-from functools import cache
-
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -20,7 +18,6 @@ from services.worker.model.vector.emit import (
     I32,
     I64,
     LANES,
-    VECTOR,
     constant,
     fma,
     lane_sums,
@@ -32,6 +29,7 @@ from services.worker.model.vector.emit import (
     store,
     transposed,
 )
+from services.worker.model.vector.halves import add_pairs
 
 
 @intrinsic
@@ -130,51 +128,6 @@ def transpose(_context, source, source_bytes, target, target_bytes, size):
         return
 
     return types.void(ADDRESS, COUNT, ADDRESS, COUNT, COUNT), returning_nothing(emit)
-
-
-class _BFloat(ir.types.Type):
-    """LLVM's `bfloat`, which llvmlite has no name for."""
-
-    def _to_string(self):
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloat)
-
-    def __hash__(self):
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
-
-
-@cache
-def multiplies_pairs() -> bool:
-    """Whether this processor multiplies bfloat16 by itself. Emitted code is cached per processor, so it may ask."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
-
-
-def add_pairs(builder, total, left, right):
-    """total + the products of two bfloat16 each per lane, given as the halves of 32-bit integers."""
-    if multiplies_pairs():
-        kind = ir.FunctionType(VECTOR, [VECTOR, _PAIRS, _PAIRS])
-        instruction = _declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
-        return builder.call(instruction, [total, builder.bitcast(left, _PAIRS), builder.bitcast(right, _PAIRS)])
-    for half in (_low, _high):
-        total = fma(builder, half(builder, left), half(builder, right), total)
-    return total
-
-
-def _declared(builder, name, kind):
-    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-
-
-def _low(builder, pairs):
-    return builder.bitcast(builder.shl(pairs, constant(16, I32)), VECTOR)
-
-
-def _high(builder, pairs):
-    return builder.bitcast(builder.and_(pairs, constant(-65536, I32)), VECTOR)
 
 
 @intrinsic(prefer_literal=True)

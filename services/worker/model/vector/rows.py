@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from services.worker.model.vector import halves
 from services.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
@@ -185,14 +186,20 @@ def _from_floats(builder, kind, value, address):
 
 
 def _exp_row(builder, arguments, kind):
-    """Emits e**(it - largest) of each of `count` floats, written as a stored kind; returns their sum before that."""
-    address, elements, top, target = arguments
+    """Emits e**(factor * it - largest) of each of `count` floats, written as a stored kind; returns their sum before
+    that."""
+    address, elements, factor, top, target = arguments
     vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
-    tops = splat(builder, top)
+    factors, tops = splat(builder, factor), splat(builder, builder.fneg(top))
 
     def body(i, values):
-        power = exp(builder, builder.fsub(load(builder, offset_by(builder, address, i, 4 * LANES)), tops))
-        _from_floats(builder, kind, power, offset_by(builder, target, i, _SIZES[kind] * LANES))
+        score = load(builder, offset_by(builder, address, i, 4 * LANES))
+        power = exp(builder, fma(builder, score, factors, tops))
+        where = offset_by(builder, target, i, _SIZES[kind] * LANES)
+        if kind == 1 and halves.multiplies_pairs():
+            store(builder, halves.halved(builder, power), where, align=2)
+        else:
+            _from_floats(builder, kind, power, where)
         return [builder.fadd(values[0], power)]
 
     (sums,) = loop(builder, vectors, [constant(0.0)], body)
@@ -203,23 +210,24 @@ def _exp_row(builder, arguments, kind):
 
 
 @intrinsic
-def row_exp(_context, scores, count, largest):
-    """Each of `count` floats at `scores` becomes e**(it - largest); returns their sum. None may exceed `largest`."""
+def row_exp(_context, scores, count, factor, largest):
+    """Each of `count` floats at `scores` becomes e**(factor * it - largest); returns their sum. None may exceed
+    `largest`."""
 
     def emit(_, builder, __, arguments):
         return _exp_row(builder, [*arguments, arguments[0]], 0)
 
-    return FLOAT(ADDRESS, COUNT, FLOAT), emit
+    return FLOAT(ADDRESS, COUNT, FLOAT, FLOAT), emit
 
 
 @intrinsic
-def row_exp_halves(_context, scores, count, largest):
+def row_exp_halves(_context, scores, count, factor, largest):
     """As `row_exp`, but the powers become bfloat16, from `scores` on; the sum is of what they were before."""
 
     def emit(_, builder, __, arguments):
         return _exp_row(builder, [*arguments, arguments[0]], 1)
 
-    return FLOAT(ADDRESS, COUNT, FLOAT), emit
+    return FLOAT(ADDRESS, COUNT, FLOAT, FLOAT), emit
 
 
 def _converted(builder, count, vector, scalar):

@@ -38,7 +38,7 @@ class CpuBackend:
 
     def __init__(self, threads: int | None = None) -> None:
         from services.worker.model.attention.cpu.kernels import compiled  # numba takes time to import
-        from services.worker.model.vector.products import multiplies_pairs
+        from services.worker.model.vector.halves import multiplies_pairs
 
         self.pairs = multiplies_pairs()
         self.threads = threads or torch.get_num_threads()

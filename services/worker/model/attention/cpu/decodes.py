@@ -17,6 +17,7 @@ from services.worker.model.attention.cpu.decode_tiles import score_tile, weigh_t
 from services.worker.model.attention.cpu.pool_rows import ahead_of
 from services.worker.model.attention.cpu.softmax import (
     MINUS_INFINITY,
+    ONE,
     accumulators_of,
     begin_rows,
     clear_rows,
@@ -47,6 +48,7 @@ def decode(p, item, scratch):
     if p[c.WINDOW] > 0:
         low = max(low, position + 1 - p[c.WINDOW])
     scaling, cap = read_float(p[c.FLOATS]), read_float(p[c.FLOATS] + 4)
+    factor = scaling if p[c.PAIRS] else ONE  # queries are scaled beforehand otherwise
 
     record = scratch
     if partial >= 0:
@@ -86,14 +88,14 @@ def decode(p, item, scratch):
         count = (end - at + LANES - 1) // LANES * LANES
         for row in range(rows):
             where = scores + 4 * row * DECODE_CHUNK
-            if p[c.PAIRS]:
-                row_scale(where, count, scaling)
             if cap > 0:
+                row_scale(where, count, factor)
                 row_cap(where, count, cap)
             if low > at:
                 row_fill(where, low - at, MINUS_INFINITY)
             row_fill(where + 4 * (end - at), count - (end - at), MINUS_INFINITY)
-            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, p[c.PAIRS])
+            once = ONE if cap > 0 else factor
+            fold(where, count, once, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, p[c.PAIRS])
         for token in range(at, end, LANES):
             for h in range(heads):
                 ahead = ahead_of(p, table, head + h, token + DECODE_CHUNK, 0) if token + DECODE_CHUNK < high else 0

@@ -32,6 +32,7 @@ from services.worker.model.attention.cpu.pairs import attend_pairs
 from services.worker.model.attention.cpu.pool_rows import stage, tile_of
 from services.worker.model.attention.cpu.softmax import (
     MINUS_INFINITY,
+    ONE,
     accumulators_of,
     begin_rows,
     clear_rows,
@@ -89,7 +90,7 @@ def _prefill(p, item, scratch):
         score = scores + skipped * 4 * PREFILL_CHUNK
         score_rows(
             seeing,
-            PREFILL_CHUNK // LANES,
+            (count // LANES + 3) // 4 * 4,
             queries + skipped * 4 * padded,
             4 * padded,
             keys,
@@ -109,7 +110,7 @@ def _prefill(p, item, scratch):
                 row_fill(where, min(hidden, count), MINUS_INFINITY)
             if seen < count:
                 row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
-            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, 0)
+            fold(where, count, ONE, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, 0)
         stage(p, table, head, begin, end - begin, 1, values)
         multiply(
             seeing,

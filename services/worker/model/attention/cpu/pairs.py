@@ -12,28 +12,41 @@ from services.worker.model.attention.cpu.chunks import PREFILL_CHUNK
 from services.worker.model.attention.cpu.pool_rows import row_of
 from services.worker.model.attention.cpu.softmax import MINUS_INFINITY, ONE, accumulators_of, copy_rows, fold, totals_of
 from services.worker.model.vector.cells import prefetch, read_float
-from services.worker.model.vector.conversion import from_floats
-from services.worker.model.vector.numbers import BFLOAT16, LANES
+from services.worker.model.vector.numbers import LANES
 from services.worker.model.vector.products import pair_product, transpose
 from services.worker.model.vector.rows import interleave, row_cap, row_fill, row_scale
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
-    """out += left * right for `rows`, a multiple of 4, and `columns` vectors, an even number."""
+def _score_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+    """out = left * right for `rows`, a multiple of 4, and `columns` vectors, an even number."""
     row = 0
     while row < rows:
         a, o = left + row * left_bytes, out + row * out_bytes
-        if rows - row >= 8:
-            for column in range(0, columns, 2):
-                at = column * 4 * LANES
+        step = 8 if rows - row >= 8 else 4
+        for column in range(0, columns, 2):
+            at = column * 4 * LANES
+            if step == 8:
+                pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 1)
+            else:
+                pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 1)
+        row += step
+
+
+@njit(nogil=True, error_model="numpy")
+def _add_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+    """out += left * right, likewise."""
+    row = 0
+    while row < rows:
+        a, o = left + row * left_bytes, out + row * out_bytes
+        step = 8 if rows - row >= 8 else 4
+        for column in range(0, columns, 2):
+            at = column * 4 * LANES
+            if step == 8:
                 pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-            row += 8
-        else:
-            for column in range(0, columns, 2):
-                at = column * 4 * LANES
+            else:
                 pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-            row += 4
+        row += step
 
 
 @njit(nogil=True, error_model="numpy")
@@ -73,13 +86,11 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
     totals, out = totals_of(scratch, rows), accumulators_of(scratch, rows)
     queries = out + 4 * whole * dim
     scores = queries + 2 * whole * dim
-    weights = scores + 4 * whole * PREFILL_CHUNK
-    keys = weights + 2 * whole * PREFILL_CHUNK
+    keys = scores + 4 * whole * PREFILL_CHUNK
     values = keys + 2 * dim * PREFILL_CHUNK
     zeros = values + 2 * dim * PREFILL_CHUNK
     row_fill(out, whole * dim, np.float32(0.0))
     row_fill(queries, whole * dim // 2, np.float32(0.0))
-    row_fill(weights, whole * PREFILL_CHUNK // 2, np.float32(0.0))
     row_fill(zeros, dim // 2, np.float32(0.0))
     row_fill(tops, rows, MINUS_INFINITY)
     row_fill(totals, rows, np.float32(0.0))
@@ -91,10 +102,9 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
         _stage_keys(p, table, head, at, end, keys)
         first = max(0, at - position) * group // 4 * 4  # rows before see nothing of this chunk
         score = scores + first * 4 * PREFILL_CHUNK
-        row_fill(score, (whole - first) * PREFILL_CHUNK, np.float32(0.0))
-        _multiply_pairs(
+        _score_pairs(
             whole - first,
-            PREFILL_CHUNK // LANES,
+            (count // LANES + 1) // 2 * 2,
             queries + first * 2 * dim,
             2 * dim,
             keys,
@@ -105,8 +115,8 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
         )
         for row in range(first, rows):
             where = scores + row * 4 * PREFILL_CHUNK
-            row_scale(where, count, scaling)
             if cap > 0:
+                row_scale(where, count, scaling)
                 row_cap(where, count, cap)
             own = position + row // group
             hidden = max(low, own + 1 - window) - at if window > 0 else low - at
@@ -115,14 +125,14 @@ def attend_pairs(p, flat, head, table, position, rows, low, high, scratch):
                 row_fill(where, min(hidden, count), MINUS_INFINITY)
             if seen < count:
                 row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
-            fold(where, count, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim, 0)
-            from_floats(BFLOAT16, where, weights + row * 2 * PREFILL_CHUNK, count, ONE)
+            factor = ONE if cap > 0 else scaling
+            fold(where, count, factor, tops + 4 * row, totals + 4 * row, out + row * 4 * dim, dim, 1)
         _stage_values(p, table, head, at, low, end, high, zeros, values)
-        _multiply_pairs(
+        _add_pairs(
             whole - first,
             dim // LANES,
-            weights + first * 2 * PREFILL_CHUNK,
-            2 * PREFILL_CHUNK,
+            score,  # by now weights
+            4 * PREFILL_CHUNK,
             values,
             4 * dim,
             (end - at + 1) // 2,

@@ -29,7 +29,7 @@ from services.worker.model.attention.cpu.call import (
 )
 from services.worker.model.batch import Ints, RaggedBatch
 
-TILE_ROWS = 64  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
+TILE_ROWS = 128  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
 SHORTEST_PART = 256  # tokens of a split decode
 SHARES = 4  # items per thread that a split of a prefill aims at
 DECODE_SHARES = 2  # and one of a decode, whose parts cost a combination and begin with memory that nobody asked for

@@ -48,13 +48,14 @@ def clear_rows(record, rows, padded):
 
 
 @njit(nogil=True, error_model="numpy")
-def fold(scores, count, top, total, out, size, halves):
-    """Online softmax: a row's new `count` scores become weights; what was summed before is scaled to match.
+def fold(scores, count, factor, top, total, out, size, halves):
+    """Online softmax: a row's new `count` scores, times `factor`, become weights; what was summed before is scaled to
+    match.
 
     `halves`: weights become bfloat16, in the first half of the row's memory.
     """
     before = read_float(top)
-    largest = max(before, row_max(scores, count))
+    largest = max(before, row_max(scores, count) * factor)
     if largest == MINUS_INFINITY:
         hidden = row_sum(scores, count) == MINUS_INFINITY
         if not hidden:  # NaN is smaller than nothing, and must not pass for a hidden score
@@ -64,7 +65,7 @@ def fold(scores, count, top, total, out, size, halves):
     correction = ONE
     if largest != before:
         correction = np.float32(0.0) if before == MINUS_INFINITY else np.float32(math.exp(before - largest))
-    summed = row_exp_halves(scores, count, largest) if halves else row_exp(scores, count, largest)
+    summed = row_exp_halves(scores, count, factor, largest) if halves else row_exp(scores, count, factor, largest)
     write_float(total, read_float(total) * correction + summed)
     write_float(top, largest)
     if correction != ONE:
