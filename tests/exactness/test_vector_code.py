@@ -17,6 +17,7 @@ from services.worker.model.vector.memory import HUGE_PAGE, huge_pages
 from services.worker.model.vector.products import dots, pair_product, product, transpose
 from services.worker.model.vector.rows import (
     narrow,
+    row_act,
     row_cap,
     row_exp,
     row_fill,
@@ -111,12 +112,26 @@ def test_cap_of_what_is_no_number() -> None:
 
 @njit  # type: ignore[untyped-decorator]
 def gate_row(gates: int, ups: int, count: int, tanh: bool) -> None:
-    row_gate(gates, ups, count, tanh)
+    if tanh:
+        row_gate(gates, ups, count, 1)
+    else:
+        row_gate(gates, ups, count, 0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def act_row(row: int, count: int, tanh: bool) -> None:
+    if tanh:
+        row_act(row, count, 1)
+    else:
+        row_act(row, count, 0)
 
 
 def gated(x: Floats, tanh: bool) -> Floats:
-    out, ones = x.copy(), np.ones_like(x)
+    """By both kernels, which must agree."""
+    out, ones, alone = x.copy(), np.ones_like(x), x.copy()
     gate_row(at(out), at(ones), len(out), tanh)
+    act_row(at(alone), len(alone), tanh)
+    assert np.array_equal(out, alone, equal_nan=True)
     return out
 
 

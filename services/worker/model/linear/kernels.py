@@ -20,9 +20,9 @@ from services.worker.model.linear import call as c
 from services.worker.model.vector.cells import copy_bytes, take_ticket
 from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.conversion import from_floats, to_floats
-from services.worker.model.vector.numbers import FLOAT32, ITEM_BYTES
+from services.worker.model.vector.numbers import BFLOAT16, FLOAT32, ITEM_BYTES
 from services.worker.model.vector.products import pair_product, product
-from services.worker.model.vector.rows import row_add, row_fill, row_gate
+from services.worker.model.vector.rows import line_to_halves, row_act, row_add, row_fill, row_gate
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
@@ -88,16 +88,23 @@ def _panel(p, panel, first, last, sums):
             _sum_panel(p, 2 * panel + 1, begin, rows, others)
         else:
             _sum_panel(p, panel, begin, rows, sums)
-            if p[c.ACT] != c.PLAIN:
-                row_fill(others, rows * c.PANEL, ONE)
-        if p[c.ACT] != c.PLAIN:
-            row_gate(sums, others, rows * c.PANEL, p[c.ACT] in (c.TANH_GATE, c.TANH))
+        if p[c.ACT] == c.SILU_GATE:
+            row_gate(sums, others, rows * c.PANEL, 0)
+        elif p[c.ACT] == c.TANH_GATE:
+            row_gate(sums, others, rows * c.PANEL, 1)
+        elif p[c.ACT] == c.SILU:
+            row_act(sums, rows * c.PANEL, 0)
+        elif p[c.ACT] == c.TANH:
+            row_act(sums, rows * c.PANEL, 1)
         for row in range(rows):
             at = (begin + row) * p[c.OUT_BYTES] + panel * c.PANEL * size
             if p[c.RESIDUAL]:
                 to_floats(p[c.KIND], p[c.RESIDUAL] + at, others, width, ONE)
                 row_add(sums + row * LINE, others, c.PANEL)
-            from_floats(p[c.KIND], sums + row * LINE, p[c.OUT] + at, width, ONE)
+            if width == c.PANEL and p[c.KIND] == BFLOAT16:
+                line_to_halves(sums + row * LINE, p[c.OUT] + at)
+            else:
+                from_floats(p[c.KIND], sums + row * LINE, p[c.OUT] + at, width, ONE)
 
 
 def _multiply_share(block):

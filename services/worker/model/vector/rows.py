@@ -37,6 +37,7 @@ from services.worker.model.vector.emit import (
     load,
     loop,
     offset_by,
+    plus,
     returning_nothing,
     splat,
     store,
@@ -185,6 +186,14 @@ def _from_floats(builder, kind, value, address):
     store(builder, builder.trunc(rounded, ir.VectorType(I16, lanes)), address, align=2)
 
 
+def _to_halves(builder, vector, address):
+    """As bfloat16, in the processor's own way: numbers too small to be normal may become 0."""
+    if halves.multiplies_pairs():
+        store(builder, halves.halved(builder, vector), address, align=2)
+    else:
+        _from_floats(builder, 1, vector, address)
+
+
 def _exp_row(builder, arguments, kind):
     """Emits e**(factor * it - largest) of each of `count` floats, written as a stored kind; returns their sum before
     that."""
@@ -196,8 +205,8 @@ def _exp_row(builder, arguments, kind):
         score = load(builder, offset_by(builder, address, i, 4 * LANES))
         power = exp(builder, fma(builder, score, factors, tops))
         where = offset_by(builder, target, i, _SIZES[kind] * LANES)
-        if kind == 1 and halves.multiplies_pairs():
-            store(builder, halves.halved(builder, power), where, align=2)
+        if kind == 1:
+            _to_halves(builder, power, where)
         else:
             _from_floats(builder, kind, power, where)
         return [builder.fadd(values[0], power)]
@@ -284,34 +293,65 @@ def narrow(_context, kind, source, target, count, factor):
 
 
 @intrinsic
-def row_gate(_context, gate, up, count, tanh):
-    """Each of `count` floats g at `gate` becomes act(g) * the float at `up`.
-
-    act is SiLU, g / (1 + e**-g), or, where `tanh`, GELU's tanh form: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))),
-    which is g / (1 + e**-2y) with y the argument of tanh.
-    """
+def line_to_halves(_context, source, target):
+    """2 LANES floats become bfloat16."""
 
     def emit(_, builder, __, arguments):
-        gates, ups, elements, curved = arguments
-        vectors = builder.sdiv(elements, ir.Constant(I64, LANES))
-        is_tanh = builder.icmp_signed("!=", curved, ir.Constant(I64, 0))
+        floats, out = arguments
+        for at in range(2):
+            vector = load(builder, plus(builder, floats, 4 * LANES * at))
+            _to_halves(builder, vector, plus(builder, out, 2 * LANES * at))
 
-        def body(i, values):
-            where = offset_by(builder, gates, i, 4 * LANES)
-            g = load(builder, where)
-            cubic = fma(builder, builder.fmul(builder.fmul(g, g), constant(0.044715)), g, g)
-            y = builder.select(is_tanh, builder.fmul(cubic, constant(2 * math.sqrt(2 / math.pi))), g)
-            one = constant(1.0)
-            power = exp(builder, builder.fneg(call(builder, "fabs", VECTOR, [y])))  # never overflows
-            positive = builder.fcmp_ordered(">=", y, constant(0.0))
-            sigmoid = builder.fdiv(builder.select(positive, one, power), builder.fadd(one, power))
-            other = load(builder, offset_by(builder, ups, i, 4 * LANES))
-            store(builder, builder.fmul(builder.fmul(g, sigmoid), other), where)
-            return []
+    return types.void(ADDRESS, ADDRESS), returning_nothing(emit)
 
-        loop(builder, vectors, [], body)
 
-    return types.void(ADDRESS, ADDRESS, COUNT, types.int64), returning_nothing(emit)
+def _activated(builder, g, tanh):
+    """SiLU, g / (1 + e**-g), or, where `tanh`, GELU's tanh form: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))),
+    which is g / (1 + e**-2y) with y the argument of tanh.
+    """
+    y = g
+    if tanh:
+        cubic = fma(builder, builder.fmul(builder.fmul(g, g), constant(0.044715)), g, g)
+        y = builder.fmul(cubic, constant(2 * math.sqrt(2 / math.pi)))
+    one = constant(1.0)
+    power = exp(builder, builder.fneg(call(builder, "fabs", VECTOR, [y])))  # never overflows
+    positive = builder.fcmp_ordered(">=", y, constant(0.0))
+    sigmoid = builder.fdiv(builder.select(positive, one, power), builder.fadd(one, power))
+    return builder.fmul(g, sigmoid)
+
+
+def _activate(builder, row, elements, tanh, ups=None):
+    def body(i, values):
+        where = offset_by(builder, row, i, 4 * LANES)
+        result = _activated(builder, load(builder, where), tanh)
+        if ups is not None:
+            result = builder.fmul(result, load(builder, offset_by(builder, ups, i, 4 * LANES)))
+        store(builder, result, where)
+        return []
+
+    loop(builder, builder.sdiv(elements, ir.Constant(I64, LANES)), [], body)
+
+
+@intrinsic(prefer_literal=True)
+def row_act(_context, row, count, tanh):
+    """Each of `count` floats at `row` becomes act(it); `tanh` is a literal, see `_activated`."""
+    curved = bool(tanh.literal_value)
+
+    def emit(_, builder, __, arguments):
+        _activate(builder, arguments[0], arguments[1], curved)
+
+    return types.void(ADDRESS, COUNT, tanh), returning_nothing(emit)
+
+
+@intrinsic(prefer_literal=True)
+def row_gate(_context, gate, up, count, tanh):
+    """Each of `count` floats g at `gate` becomes act(g) * the float at `up`; `tanh` is a literal, see `_activated`."""
+    curved = bool(tanh.literal_value)
+
+    def emit(_, builder, __, arguments):
+        _activate(builder, arguments[0], arguments[2], curved, arguments[1])
+
+    return types.void(ADDRESS, ADDRESS, COUNT, tanh), returning_nothing(emit)
 
 
 @intrinsic
