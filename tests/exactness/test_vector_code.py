@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from services.worker.model.vector import halves
+from services.worker.model.vector import memory as memory_module
 from services.worker.model.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
-from services.worker.model.vector.memory import HUGE_PAGE, huge_pages
+from services.worker.model.vector.memory import HUGE_PAGE, PagesAhead, huge_pages
 from services.worker.model.vector.products import dots, pair_product, product, transpose
 from services.worker.model.vector.rows import (
     narrow,
@@ -372,3 +375,37 @@ def test_memory_that_is_not_there_is_refused() -> None:
     for size in (2**60, 2**70):
         with pytest.raises(MemoryError, match=str(size)):
             huge_pages(size)
+
+
+def resident(memory: torch.Tensor) -> int:
+    """Bytes of it that the process has taken from the system."""
+    pages = -(-memory.nbytes // 4096)
+    present = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None)
+    assert libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), present) == 0
+    return 4096 * sum(one & 1 for one in present)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
+def test_pages_are_taken_ahead_of_their_use_and_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "AHEAD", 8 * HUGE_PAGE)
+    memory = huge_pages(40 * HUGE_PAGE)
+    pages = PagesAhead(memory)
+    assert resident(memory) == 0
+    for used, wanted in ((0, 8), (1, 8), (3 * HUGE_PAGE, 8), (5 * HUGE_PAGE, 13), (39 * HUGE_PAGE, 40), (1, 40)):
+        pages.reach(used)
+        pages.wait()
+        assert resident(memory) == wanted * HUGE_PAGE
+    assert not memory.any()
+
+
+def test_where_pages_cannot_be_asked_for_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = huge_pages(3 * HUGE_PAGE)
+    pages = PagesAhead(memory)
+    monkeypatch.setattr(pages, "_madvise", lambda *_: -1)
+    pages.reach(100)
+    pages.wait()
+    monkeypatch.setattr(pages, "_madvise", None)
+    pages.reach(2 * HUGE_PAGE)
+    memory.fill_(1)
+    assert memory.all()

@@ -61,6 +61,7 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
         optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
         _check_unchanged(loaded, before, trial_logits(loaded, block_size))
     runner = TorchRunner(loaded, backend, blocks, block_size)
+    runner.pool.reach(0)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
     return runner

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvproto.errors import OutOfMemory
-from services.worker.model.vector.memory import huge_pages
+from services.worker.model.vector.memory import PagesAhead, huge_pages
 from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
 
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
@@ -65,6 +65,13 @@ class KvPool:
                 raise
             total = num_blocks * shape.bytes_per_block(block_size)
             raise OutOfMemory(f"a KV pool of {num_blocks} blocks ({total / 2**30:.2f} GiB): {error}") from error
+        self._block_bytes = shape.bytes_per_block(block_size)
+        self._pages = PagesAhead(self.data) if device.type == "cpu" else None
+
+    def reach(self, block: int) -> None:
+        """Blocks up to this one are in use, and those after it will be."""
+        if self._pages is not None:
+            self._pages.reach((block + 1) * self._block_bytes)
 
     def store(self, rows: Tensor, values: Tensor) -> None:
         """Write `values` `[n, head_dim]` to rows run * block_size + slot, runs counted in the order of `data`."""

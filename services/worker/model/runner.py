@@ -42,6 +42,7 @@ class TorchRunner:
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         batch = RaggedBatch.of(slices, self.block_size)
+        self.pool.reach(int(batch.slots.max()) // self.block_size)
         try:
             with torch.inference_mode():
                 drawn = iter(sample(self.logits(batch, batch.rows), batch.draws))

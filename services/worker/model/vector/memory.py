@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 HUGE_PAGE = 2 * 1024 * 1024
+AHEAD = 512 * 1024 * 1024  # bytes taken beyond what is in use
+AT_ONCE = 64 * 1024 * 1024
+MADV_POPULATE_WRITE = 23  # <sys/mman.h>, Linux 5.14
 LARGEST_KEPT = 1 << 30
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # <malloc.h>
 
@@ -27,6 +34,45 @@ def huge_pages(size: int) -> Tensor:
     whole = np.frombuffer(pages, dtype=np.uint8)
     skipped = -whole.ctypes.data % HUGE_PAGE  # a huge page begins at a multiple of its size
     return torch.from_numpy(whole[skipped : skipped + size])
+
+
+class PagesAhead:
+    """Takes the pages of `huge_pages` from the system, in a thread of its own, before they are first written.
+
+    A page is zeroed when it is taken: 3 to 5 % of the time of a prompt whose blocks nobody used before. What lies far
+    beyond the blocks in use is left to the system, so that an idle worker does not fill a laptop. Where the system
+    cannot be asked for pages, they are taken when they are written, as ever.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._address, self._size = memory.data_ptr(), memory.nbytes
+        self._taken = 0
+        self._madvise = None
+        if self._size >= AT_ONCE:  # else it is no matter
+            self._madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def reach(self, used: int) -> None:
+        """The first `used` bytes are in use. Returns at once."""
+        if self._madvise is None or self._taken >= min(self._size, used + AHEAD // 2):
+            return
+        begin, self._taken = self._taken, min(self._size, (used + AHEAD) // HUGE_PAGE * HUGE_PAGE)
+        self._thread = self._thread or ThreadPoolExecutor(1, "kv-pages")
+        self._last = self._thread.submit(self._take, begin, self._taken)
+
+    def wait(self) -> None:
+        """Until what was asked for is taken."""
+        if self._last is not None:
+            self._last.result()
+
+    def _take(self, begin: int, end: int) -> None:
+        assert self._madvise is not None
+        for at in range(begin, end, AT_ONCE):
+            length = min(AT_ONCE, end - at)
+            if self._madvise(ctypes.c_void_p(self._address + at), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
+                log.debug("pages are taken when they are written: errno %d", ctypes.get_errno())
+                return
 
 
 def keep_freed_memory() -> None:
