@@ -20,10 +20,12 @@ from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu.backend import CpuBackend
 from services.worker.model.attention.interface import attending
 from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.fused.chain import MOST_TOKENS
 from services.worker.model.fused.fuse import fuse
 from services.worker.model.fused.layer import FusedLayer
 from services.worker.model.linear.packed import Multiplier
 from services.worker.model.loader import adopt_model
+from services.worker.model.vector.program import Program
 
 VOCAB = 211  # the rig's
 _WIDE: dict[str, Any] = {
@@ -216,6 +218,66 @@ class Silent:
         return torch.zeros_like(query)
 
 
+# ---------------------------------------------------------------------------------------------- chains
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "smollm3"])
+def test_layers_next_to_one_another_run_together_in_small_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(made(name), backend=CpuBackend(), blocks=64)
+    runs: list[int] = []
+    run = Program.run
+    monkeypatch.setattr(Program, "run", lambda program: (runs.append(len(program._table)), run(program))[1])
+    rig.add("r", tokens(random.Random(1), MOST_TOKENS + 1), 3)
+    rig.step()
+    layers = len(fused_layers(rig.runner._model))
+    assert len(runs) == layers, "one by one in a large step"
+    runs.clear()
+    rig.step()
+    assert len(runs) == 1
+    assert runs[0] >= 9 * layers
+    rig.run()
+    assert max(rig.differences().values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("detour", ["another-object", "changed", "skipped", "twice"])
+def test_a_model_that_does_something_between_its_layers_gets_what_it_asks_for(name: str, detour: str) -> None:
+    """As computed by layers that know of no chain, after a prompt of its own."""
+
+    class Detour(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+            if detour == "skipped":
+                return x * 1.5
+            if detour == "twice":
+                x = self.layer(x, *others, **more)
+            if detour == "changed":
+                x = x + 0.25
+            if detour == "another-object":
+                x = x.clone()
+            out: Tensor = self.layer(x, *others, **more)
+            return out
+
+    found = []
+    for chained in (True, False):
+        torch.manual_seed(5)
+        rig = Rig(made(name), backend=CpuBackend(), blocks=64)
+        layers = fused_layers(rig.runner._model)
+        assert all(layer.chain for layer in layers)
+        holder = next(m for m in rig.runner._model.modules() if isinstance(m, torch.nn.ModuleList))
+        holder[1] = Detour(layers[1])
+        if not chained:
+            for layer in layers:
+                layer.chain = None
+        rig.add("r", tokens(random.Random(1), 20), 6)
+        rig.run()
+        found.append(torch.stack([rig.logits["r"][at] for at in range(25)]))
+    assert (found[0] - found[1]).abs().max() < 1e-5
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 
@@ -223,7 +285,7 @@ def test_what_does_not_fit_is_refused_loudly() -> None:
     rig = Rig(made("llama"), backend=CpuBackend())
     layer = fused_layers(rig.runner._model)[0]
     for x in (torch.zeros(1, 3, 64), torch.zeros(2, 3, 128), torch.zeros(1, 3, 128, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="given to a layer"):
+        with pytest.raises(ValueError, match="given to a layer"), attending(Silent()):
             layer(x, position_embeddings=(torch.zeros(1, 3, 32), torch.zeros(1, 3, 32)))
     for angles in (torch.zeros(1, 4, 32), torch.zeros(1, 3, 16), torch.zeros(1, 3, 32).bfloat16()):
         with pytest.raises(ValueError, match="rotation"), attending(Silent()):

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.interface import attending
 from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.batch import RaggedBatch
+from services.worker.model.fused.chain import Chain
 from services.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
 from services.worker.model.fused.likeness import signature
 from services.worker.model.fused.modules import ROTATED, FusedMlp, FusedNorm, Rotary
@@ -97,6 +99,17 @@ class LayerFuser:
             self._model.set_submodule(name, fused)
         return fused is not None
 
+    def chain(self) -> None:
+        """After all were replaced: those that stand next to one another in a list run together."""
+        for container in self._model.modules():
+            if isinstance(container, nn.ModuleList):
+                for alike, several in groupby(container, key=_workspace_of):
+                    layers = [layer for layer in several if isinstance(layer, FusedLayer)]
+                    if alike is not None and len(layers) > 1:
+                        chain = Chain(layers, self._multiplier.threads)
+                        for place, layer in enumerate(layers):
+                            layer.chain, layer.place = chain, place
+
     def _agrees(self, name: str, layer: nn.Module, call: _Call, fuse_parts: Fuse) -> bool:
         original, other = copy.deepcopy(layer).float(), copy.deepcopy(layer).float()
         exact = _Call(call.inputs.float(), call.others, {key: _floats(value) for key, value in call.keywords.items()})
@@ -154,6 +167,10 @@ class LayerFuser:
             if isinstance(value, str | int | float) and not hasattr(fused, name):
                 setattr(fused, name, value)
         return fused.eval()
+
+
+def _workspace_of(layer: nn.Module) -> tuple[Workspace, bool] | None:
+    return (layer.workspace, layer.rotates) if isinstance(layer, FusedLayer) else None
 
 
 def _names(layer: nn.Module) -> _Names | None:

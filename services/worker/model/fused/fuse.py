@@ -26,4 +26,5 @@ def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[
         usual = layers.usual(lambda copied: SmallParts(multiplier, rotary).fuse(copied))
         small.fuse(model)
         whole = sum(layers.replace(name, *attention) for name, attention in usual.items())
+        layers.chain()
     return {"layers": whole, **small.done}

@@ -19,6 +19,7 @@ from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu.backend import CpuBackend, CpuStep
 from services.worker.model.attention.interface import current_step
 from services.worker.model.fused import call as f
+from services.worker.model.fused.chain import MOST_TOKENS, Chain
 from services.worker.model.fused.modules import FusedMlp, FusedNorm, Rotary
 from services.worker.model.linear import call as c
 from services.worker.model.linear.packed import PackedLinear
@@ -102,10 +103,13 @@ class FusedLayer(nn.Module):
 
     def __init__(self, parts: Parts, workspace: Workspace, threads: int) -> None:
         super().__init__()
+        self.workspace = workspace
+        self.form, self.index, self.rotates = parts.form, parts.layer, parts.rotary is not None
+        self.chain: Chain | None = None
+        self.place = 0  # in the chain
         self._parts = parts
-        self._workspace = workspace
         self._threads = threads
-        self._operations: list[FusedNorm | PackedLinear | Rotary] = [
+        operations: list[FusedNorm | PackedLinear | Rotary] = [
             parts.first_norm,
             parts.attending,
             *([parts.rotary] if parts.rotary else []),
@@ -114,20 +118,21 @@ class FusedLayer(nn.Module):
             parts.mlp.up,
             parts.mlp.down,
         ]
-        blocks = self._blocks = np.zeros((len(self._operations), WIDTH), dtype=np.int64)
-        for block, one in zip(blocks, self._operations, strict=True):
+        self.entries = [one.entry for one in operations]
+        blocks = self.blocks = np.zeros((len(operations), WIDTH), dtype=np.int64)
+        for block, one in zip(blocks, operations, strict=True):
             if not isinstance(one, Rotary):
                 block[: len(one.block)] = one.block
             block[c.SELF] = block.ctypes.data
         self._first, self._attending = blocks[0], blocks[1]
         self._rotation = blocks[2] if parts.rotary else None
         self._out, self._second, self._up, self._down = blocks[-4:]
-        entries = [(one.entry, int(block[c.SELF])) for one, block in zip(self._operations, blocks, strict=True)]
-        self._entries = entries[:-4], entries[-4:]
-        self._halves = tuple(Program(half, threads) for half in self._entries)
+        own = list(zip(self.entries, blocks[:, c.SELF].tolist(), strict=True))
+        self._halves = own[:-4], own[-4:]
+        self._programs = tuple(Program(half, threads) for half in self._halves)
         self._whole: tuple[CpuBackend, Program] | None = None
         self._laid_out: Buffers | None = None
-        self._heads: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self.heads: tuple[Tensor, Tensor, Tensor, Tensor] = 4 * (torch.empty(0),)
 
     def forward(
         self,
@@ -136,47 +141,43 @@ class FusedLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **__: Any,
     ) -> Tensor:
-        widths, parts = self._workspace.widths, self._parts
+        asked = current_step()
+        step = asked if isinstance(asked, CpuStep) and asked.keeps(self.workspace.widths.dtype) else None
+        if self.chain is not None and step is not None and hidden_states.shape[1] <= MOST_TOKENS:
+            if self.place == 0:
+                self._check(hidden_states, position_embeddings)
+                hidden_states = hidden_states.contiguous()
+            found = self.chain.result(self.place, hidden_states, position_embeddings, step)
+            if found is not None:
+                return found
+        self._check(hidden_states, position_embeddings)
         x = hidden_states.contiguous()
-        if x.dtype is not widths.dtype or x.shape[-1] != widths.hidden or x.shape[0] != 1:
-            raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {widths}")
-        buffers = self._workspace.of(x.shape[1])
-        if buffers is not self._laid_out:
-            self._lay_out(buffers)
-        assert self._heads is not None
-        query, key, value, attended = self._heads
-        self._blocks[:, c.SEAT : c.TICKET + 1] = 0
-        if self._rotation is not None:
-            assert position_embeddings is not None
+        self.lay_out(self.workspace.of(x.shape[1]))
+        query, key, value, attended = self.heads
+        self.blocks[:, c.SEAT : c.TICKET + 1] = 0
+        if self._rotation is not None and position_embeddings is not None:
             cosines, sines = (part.contiguous() for part in position_embeddings)
-            if cosines.dtype is not widths.dtype or cosines.shape != (1, x.shape[1], widths.head_dim):
-                raise ValueError(f"a rotation by {cosines.dtype} {tuple(cosines.shape)} given to a layer of {widths}")
             self._rotation[f.COSINES], self._rotation[f.SINES] = cosines.data_ptr(), sines.data_ptr()
         out = torch.empty(x.shape, dtype=x.dtype)
         self._first[f.X] = self._out[c.RESIDUAL] = x.data_ptr()
         self._down[c.OUT] = out.data_ptr()
-        step = current_step()
-        if isinstance(step, CpuStep) and step.keeps(widths.dtype):
-            step.lay_out(parts.layer, query, key, value, attended, parts.form)
+        if step is not None:
+            step.lay_out(self.index, query, key, value, attended, self.form)
             self._with(step.backend).run()
         else:
-            self._halves[0].run()
-            attended.copy_(step.attend(parts.layer, query, key, value, parts.form))
-            self._halves[1].run()
+            self._programs[0].run()
+            attended.copy_(asked.attend(self.index, query, key, value, self.form))
+            self._programs[1].run()
         return out
 
-    def _with(self, backend: CpuBackend) -> Program:
-        if self._whole is None or self._whole[0] is not backend:
-            before, after = self._entries
-            self._whole = backend, Program([*before, *backend.operations, *after], self._threads)
-        return self._whole[1]
-
-    def _lay_out(self, buffers: Buffers) -> None:
+    def lay_out(self, buffers: Buffers) -> None:
         """Have the operations hand one another these buffers."""
+        if buffers is self._laid_out:
+            return
         parts, item = self._parts, buffers.normed.dtype.itemsize
         rows = len(buffers.normed)
         for norm in (self._first, self._second):
-            norm[f.ROWS], norm[f.X_BYTES] = rows, self._workspace.widths.hidden * item
+            norm[f.ROWS], norm[f.X_BYTES] = rows, self.workspace.widths.hidden * item
             norm[f.KIND], norm[f.OUT] = self._attending[c.KIND], buffers.normed.data_ptr()
         self._second[f.X] = buffers.residual.data_ptr()
         for block, layer, source, target in (
@@ -190,7 +191,25 @@ class FusedLayer(nn.Module):
             if target is not None:
                 block[c.OUT] = target.data_ptr()
         self._down[c.RESIDUAL] = buffers.residual.data_ptr()
-        self._heads = query, key, *_ = buffers.heads(self._workspace.widths)
+        self.heads = query, key, *_ = buffers.heads(self.workspace.widths)
         if self._rotation is not None and parts.rotary is not None:
             parts.rotary.lay_out(self._rotation, *(heads.transpose(0, 1).unsqueeze(0) for heads in (query, key)))
         self._laid_out = buffers
+
+    def _check(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> None:
+        widths = self.workspace.widths
+        if x.dtype is not widths.dtype or x.shape[-1] != widths.hidden or x.shape[0] != 1:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {widths}")
+        if not self.rotates:
+            return
+        if rotation is None:
+            raise ValueError(f"no rotation given to a layer of {widths}")
+        for part in rotation:
+            if part.dtype is not widths.dtype or part.shape != (1, x.shape[1], widths.head_dim):
+                raise ValueError(f"a rotation by {part.dtype} {tuple(part.shape)} given to a layer of {widths}")
+
+    def _with(self, backend: CpuBackend) -> Program:
+        if self._whole is None or self._whole[0] is not backend:
+            before, after = self._halves
+            self._whole = backend, Program([*before, *backend.operations, *after], self._threads)
+        return self._whole[1]
