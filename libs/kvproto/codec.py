@@ -241,13 +241,24 @@ def encode_events(events: m.KvEvents, version: int = VERSION) -> bytes:
     return bytes((version,)) + packed
 
 
-def decode_events(data: bytes) -> m.KvEvents:
-    """Inverse of `encode_events`. Raises CodecError."""
+def open_events(data: bytes) -> tuple[str, int, list[Any]]:
+    """Epoch, number and unread changes of an event, for readers that cannot afford an object each: see
+    `decode_events` for their shape. Raises CodecError.
+    """
     row = _open(data)
     try:
         epoch, seq, changes = row[:3]
-        if type(epoch) is not str or type(seq) is not int or seq < 0:
-            raise CodecError("wrong type", field="events.seq")
+    except (TypeError, ValueError):
+        raise CodecError("wrong shape", field="events") from None
+    if type(epoch) is not str or type(seq) is not int or seq < 0 or type(changes) is not list:
+        raise CodecError("wrong type", field="events.seq")
+    return epoch, seq, changes
+
+
+def decode_events(data: bytes) -> m.KvEvents:
+    """Inverse of `encode_events`. Raises CodecError."""
+    epoch, seq, changes = open_events(data)
+    try:
         out = []
         for tier, removed, runs in changes:
             if type(removed) is not bool:
@@ -281,6 +292,7 @@ __all__ = [
     "encode_frames",
     "encode_plain_frame",
     "from_map",
+    "open_events",
     "supported_versions",
     "to_map",
 ]

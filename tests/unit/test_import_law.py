@@ -48,7 +48,7 @@ THIRD_PARTY = {
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
     "services.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_settings", "prometheus_client"},
-    "services.placement": {"numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
+    "services.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
     "services.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                         "msgpack"},

@@ -1,0 +1,204 @@
+"""Block hash -> who holds it, per tier; bounded. Pure.
+
+Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Memory per block is 28 bytes
+and 8 for each tier and 64 holders, and it is all taken at the start: nothing grows while requests wait. When it is full
+the holder with the most gives up what it got last, which is never a prefix of something that stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.block_hash import HASH_BYTES
+from services.placement.index import kernels
+
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+Depths: TypeAlias = npt.NDArray[np.int32]
+
+SPARE = 1024  # notes of a log that may be out of date before it is compacted
+GIVEN_UP = 1024  # blocks at once when the index is full
+DEEPEST = 66  # of a look-up's stack: it halves a chain
+
+
+def pack(hashes: list[bytes] | tuple[bytes, ...]) -> Hashes:
+    """`[n, 2]`. Raises ValueError if one of them does not have 16 bytes."""
+    joined = b"".join(hashes)
+    if hashes and set(map(len, hashes)) != {HASH_BYTES}:
+        raise ValueError(f"block hashes have {HASH_BYTES} bytes")
+    return unpack(joined)
+
+
+def unpack(raw: bytes) -> Hashes:
+    """Hashes back to back, `[n, 2]`. Raises ValueError if that is not what it is."""
+    return np.frombuffer(raw, dtype="<u8").reshape(-1, 2)
+
+
+@dataclass(slots=True)
+class _Holdings:
+    """What one holder got, in the order of its getting it; partly out of date."""
+
+    log: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(64, dtype=np.int32))
+    logged: int = 0
+    held: int = 0  # (block, tier)
+
+
+class PrefixIndex:
+    """At most `max_blocks` blocks of at most `max_holders` holders."""
+
+    def __init__(self, max_blocks: int, max_holders: int = 64, tiers: int = 3) -> None:
+        slots = 1 << max(4, (2 * max_blocks - 1).bit_length())
+        words = -(-max_holders // 64)
+        self.max_blocks = max_blocks
+        self.tiers = tiers
+        self.given_up_total = 0
+        self._table = np.full(slots, kernels.NONE, dtype=np.int32)
+        self._keys = np.zeros((max_blocks, 2), dtype=np.uint64)
+        self._words = np.zeros((max_blocks, tiers, words), dtype=np.uint64)
+        self._free = np.arange(max_blocks - 1, -1, -1, dtype=np.int32)
+        self._counters = np.zeros(kernels.COUNTERS, dtype=np.int64)
+        self._counters[kernels.FREE] = max_blocks
+        self._marks = np.zeros(max_blocks, dtype=np.int32)
+        self._mark = 0
+        self._stack_at = np.zeros(DEEPEST, dtype=np.int64)
+        self._stack = np.zeros((DEEPEST, words), dtype=np.uint64)
+        self._depths = np.zeros((tiers, words * 64), dtype=np.int32)
+        self._holdings: dict[int, _Holdings] = {}
+        self._unused = list(range(max_holders - 1, -1, -1))
+        self._retired: list[int] = []
+        self._anyone = np.zeros(words, dtype=np.uint64)
+        self._deepest_tier = 0
+
+    def __len__(self) -> int:
+        """Blocks that somebody holds."""
+        return int(self._counters[kernels.LIVE])
+
+    def held_by(self, holder: int) -> int:
+        """Blocks, counted once per tier."""
+        return self._holdings[holder].held
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            array.nbytes for array in (self._table, self._keys, self._words, self._free, self._marks, self._stack)
+        )
+
+    # ------------------------------------------------------------------ holders
+
+    def add_holder(self) -> int:
+        """A number for somebody new, who holds nothing yet. Raises OverflowError if there are too many."""
+        if not self._unused:
+            self.clean(self.max_blocks)
+        if not self._unused:
+            raise OverflowError(f"more than {len(self._depths[0])} holders")
+        holder = self._unused.pop()
+        self._holdings[holder] = _Holdings()
+        self._anyone[holder >> 6] |= np.uint64(1 << (holder & 63))
+        return holder
+
+    def retire(self, holder: int) -> None:
+        """Nobody has this number any more: no look-up finds it. What it held is taken out by `clean`, bit by bit."""
+        self._anyone[holder >> 6] &= ~np.uint64(1 << (holder & 63))
+        self._retired.append(holder)
+
+    def clean(self, blocks: int) -> bool:
+        """Take out at most so many blocks of retired holders; whether there is more to do."""
+        while self._retired and blocks > 0:
+            holder = self._retired[-1]
+            blocks -= self._forget(holder, blocks)
+            if not self._holdings[holder].logged:
+                self._retired.pop()
+                del self._holdings[holder]
+                self._unused.append(holder)
+        return bool(self._retired)
+
+    # ------------------------------------------------------------------ what they hold
+
+    def store(self, holder: int, tier: int, hashes: Hashes) -> None:
+        done, holdings = 0, self._holdings[holder]
+        while True:
+            self._make_room_in_log(holder, holdings, len(hashes) - done)
+            noted, logged = kernels.store(
+                self._table, self._keys, self._words, self._free, self._counters, hashes[done:], tier, holder,
+                holdings.log, holdings.logged,
+            )  # fmt: skip
+            holdings.held += logged - holdings.logged
+            holdings.logged = logged
+            done += noted
+            self._deepest_tier = max(self._deepest_tier, tier)
+            if done == len(hashes) or not self._give_way(holder):
+                return
+
+    def remove(self, holder: int, tier: int, hashes: Hashes) -> None:
+        self._holdings[holder].held -= kernels.remove(
+            self._table, self._keys, self._words, self._free, self._counters, hashes, tier, holder
+        )
+
+    def find(self, hashes: Hashes) -> Depths:
+        """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
+        one. The array is the index's own, to be read before the next call."""
+        self._depths[:] = 0
+        for tier in range(self._deepest_tier + 1):
+            kernels.find(
+                self._table, self._keys, self._words, hashes, tier, self._anyone, self._depths[max(0, tier - 1)],
+                self._stack_at, self._stack, self._depths[tier],
+            )  # fmt: skip
+        self._depths[self._deepest_tier + 1 :] = self._depths[self._deepest_tier]
+        return self._depths
+
+    # ------------------------------------------------------------------ room
+
+    def _give_way(self, holder: int) -> bool:
+        """Make room in a full index; whether that was possible: nobody gives way to one who has more already."""
+        if self._retired:
+            self.clean(GIVEN_UP)
+            return True
+        largest = max(self._holdings, key=lambda other: self._holdings[other].held)
+        if largest == holder or self._holdings[largest].held <= self._holdings[holder].held:
+            self.given_up_total += 1
+            return False
+        self._compact(largest, self._holdings[largest])
+        self.given_up_total += self._forget(largest, GIVEN_UP)
+        return True
+
+    def _forget(self, holder: int, count: int) -> int:
+        holdings = self._holdings[holder]
+        count = min(count, holdings.logged)
+        holdings.held -= kernels.forget(
+            self._table, self._keys, self._words, self._free, self._counters, holder, holdings.log, holdings.logged,
+            count,
+        )  # fmt: skip
+        holdings.logged -= count
+        return count
+
+    def _make_room_in_log(self, holder: int, holdings: _Holdings, count: int) -> None:
+        if holdings.logged > 2 * holdings.held + SPARE:
+            self._compact(holder, holdings)
+        needed = holdings.logged + count
+        if needed > len(holdings.log):
+            log = np.empty(max(needed, 2 * len(holdings.log)), dtype=np.int32)
+            log[: holdings.logged] = holdings.log[: holdings.logged]
+            holdings.log = log
+
+    def _compact(self, holder: int, holdings: _Holdings) -> None:
+        self._mark += 1
+        holdings.logged = kernels.compact(self._words, holder, holdings.log, holdings.logged, self._marks, self._mark)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        live = [int(entry) for entry in self._table if entry != kernels.NONE]
+        assert len(set(live)) == len(live) == len(self)
+        assert len(self) + self._counters[kernels.FREE] == self.max_blocks
+        assert not set(live) & set(self._free[: self._counters[kernels.FREE]].tolist())
+        held = dict.fromkeys(self._holdings, 0)
+        for entry in live:
+            assert self._words[entry].any()
+            for holder in held:
+                bits = self._words[entry, :, holder >> 6] >> np.uint64(holder & 63) & np.uint64(1)
+                held[holder] += int(bits.sum())
+                holdings = self._holdings[holder]
+                assert not bits.any() or entry in holdings.log[: holdings.logged]
+        assert held == {holder: holdings.held for holder, holdings in self._holdings.items()}

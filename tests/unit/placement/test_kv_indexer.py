@@ -1,0 +1,310 @@
+"""The indexer follows workers through lost, doubled, reordered and forged events, restarts and snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto import codec
+from kvproto.block_hash import digest_term
+from kvproto.messages import BlockRun, Heartbeat, KvEvents, Snapshot, State, Tier, TierEvents
+from services.placement.index.follower import AHEAD_GRACE_S, KEPT_EVENTS, PULL_LIMIT_S, Follows
+from services.placement.index.kv_indexer import PULLS_AT_ONCE, KvIndexer, PullSnapshot
+
+PART = 50  # hashes of a snapshot's part
+
+
+def name(number: int) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+class Publisher:
+    """A worker as its events, heartbeats and snapshots show it."""
+
+    def __init__(self, worker: str, epoch: str = "e1") -> None:
+        self.worker, self.epoch = worker, epoch
+        self.seq = self.digest = 0
+        self.held: dict[bytes, Tier] = {}
+
+    def event(self, *, stored: list[bytes] = (), removed: list[bytes] = (), tier: Tier = Tier.DEVICE) -> bytes:  # type: ignore[assignment]
+        self.seq += 1
+        changes = []
+        for is_removal, hashes in ((True, removed), (False, stored)):
+            if hashes:
+                changes.append(TierEvents(tier, is_removal, (BlockRun(b"", tuple(hashes)),)))
+            for one in hashes:
+                self.digest ^= digest_term(one)
+                if is_removal:
+                    self.held.pop(one, None)
+                else:
+                    self.held[one] = tier
+        return codec.encode_events(KvEvents(self.epoch, self.seq, tuple(changes)))
+
+    def beat(self) -> Heartbeat:
+        return Heartbeat(self.worker, self.epoch, State.READY, event_seq=self.seq, digest=self.digest)
+
+    def snapshot(self) -> list[Snapshot]:
+        chunks = []
+        for tier in Tier:
+            hashes = [one for one, where in self.held.items() if where is tier]
+            chunks += [(tier, hashes[at : at + PART]) for at in range(0, len(hashes), PART)]
+        chunks = chunks or [(Tier.DEVICE, [])]
+        return [
+            Snapshot(self.epoch, self.seq, tier, part, len(chunks), self.digest, b"".join(hashes))
+            for part, (tier, hashes) in enumerate(chunks)
+        ]
+
+
+def follow(worker: Publisher) -> KvIndexer:
+    indexer = KvIndexer(10_000, 8)
+    indexer.join(worker.worker, worker.epoch)
+    return indexer
+
+
+def test_events_from_the_first_on_need_no_snapshot() -> None:
+    worker = Publisher("w")
+    indexer = follow(worker)
+    chain = [name(at) for at in range(40)]
+    indexer.on_events("w", worker.event(stored=chain[:20]), 0)
+    indexer.on_events("w", worker.event(stored=chain[20:30], tier=Tier.HOST), 0)
+    indexer.on_heartbeat(worker.beat(), 1)
+    assert indexer.tick(1) == []
+    assert indexer.find_matches(chain) == {"w": 30}
+    assert indexer.find_matches(chain, Tier.DEVICE) == {"w": 20}
+    indexer.on_events("w", worker.event(removed=chain[10:20]), 2)
+    assert indexer.find_matches(chain) == {"w": 10}
+    assert indexer.find_matches(chain[1:]) == {"w": 9}
+    assert indexer.find_matches([name(99)]) == {}
+    indexer.check_integrity()
+
+
+def pull(indexer: KvIndexer, worker: Publisher, now: float) -> None:
+    assert indexer.tick(now) == [PullSnapshot(worker.worker, worker.epoch)]
+    for part in worker.snapshot():
+        indexer.on_snapshot(worker.worker, part, now)
+
+
+@pytest.mark.parametrize("how", ["gap", "lost-last", "malformed", "late-join", "lying-digest"])
+def test_what_was_missed_is_pulled_and_meanwhile_the_rest_is_served(how: str) -> None:
+    worker = Publisher("w")
+    indexer = follow(worker)
+    chain = [name(at) for at in range(200)]
+    first = worker.event(stored=chain[:50])
+    if how != "late-join":
+        indexer.on_events("w", first, 0)
+        assert indexer.find_matches(chain) == {"w": 50}
+    missed = worker.event(stored=chain[50:120])
+    if how == "malformed":
+        indexer.on_events("w", missed[:-3], 1)
+        assert indexer.malformed_total == 1
+    if how in ("gap", "malformed", "late-join"):
+        indexer.on_events("w", worker.event(stored=chain[120:150]), 1)
+    elif how == "lost-last":
+        indexer.on_heartbeat(worker.beat(), 1)
+        assert indexer.tick(1) == [], "it may be under way"
+        indexer.on_heartbeat(worker.beat(), 1 + 2 * AHEAD_GRACE_S)
+    else:
+        indexer.on_events("w", missed, 1)
+        worker.digest ^= 12345
+        indexer.on_heartbeat(worker.beat(), 1)
+    assert indexer.state_of("w") is Follows.BEHIND
+    if how not in ("late-join", "lying-digest"):
+        assert indexer.find_matches(chain) == {"w": 50}, "what is known is served"
+    assert indexer.tick(2) == [PullSnapshot("w", "e1")]
+    parts = worker.snapshot()
+    indexer.on_events("w", worker.event(stored=chain[len(worker.held) :]), 2)  # after the snapshot was taken
+    for part in reversed(parts):
+        indexer.on_snapshot("w", part, 2)
+    assert indexer.state_of("w") is Follows.EXACT
+    assert indexer.find_matches(chain) == {"w": 200}
+    indexer.on_heartbeat(worker.beat(), 2)
+    assert indexer.state_of("w") is Follows.EXACT
+    indexer.tick(3)
+    indexer.check_integrity()
+
+
+def test_doubled_and_late_events_change_nothing() -> None:
+    worker = Publisher("w")
+    indexer = follow(worker)
+    events = [worker.event(stored=[name(at)]) for at in range(10)]
+    removal = worker.event(removed=[name(9)])
+    for event in events:
+        indexer.on_events("w", event, 0)
+        indexer.on_events("w", event, 0)
+    indexer.on_events("w", removal, 0)
+    indexer.on_events("w", events[9], 0)
+    indexer.on_heartbeat(worker.beat(), 0)
+    assert indexer.state_of("w") is Follows.EXACT
+    assert indexer.find_matches([name(at) for at in range(10)]) == {"w": 9}
+
+
+def test_a_worker_restarted_in_place_holds_nothing() -> None:
+    """And the last events of its former life are nobody's."""
+    worker = Publisher("w")
+    indexer = follow(worker)
+    indexer.on_events("w", worker.event(stored=[name(1)]), 0)
+    indexer.join("w", "e1")
+    assert indexer.find_matches([name(1)]) == {"w": 1}
+    late = worker.event(stored=[name(2)])
+    worker = Publisher("w", "e2")
+    indexer.join("w", "e2")
+    assert indexer.find_matches([name(1)]) == {}
+    indexer.on_events("w", late, 1)
+    assert indexer.unknown_total == 1
+    indexer.on_events("w", worker.event(stored=[name(3)]), 1)
+    assert indexer.find_matches([name(3)]) == {"w": 1}
+    indexer.leave("w")
+    indexer.leave("w")
+    assert indexer.find_matches([name(3)]) == {}
+    indexer.on_events("w", worker.event(stored=[name(4)]), 2)
+    assert indexer.unknown_total == 2
+    indexer.tick(3)
+    assert len(indexer.index) == 0
+
+
+def test_an_index_that_restarts_is_complete_again_after_one_round_of_snapshots() -> None:
+    workers = [Publisher(f"w{number}") for number in range(20)]
+    for number, worker in enumerate(workers):
+        for at in range(5):
+            worker.event(stored=[name(1000 * number + 10 * at + one) for one in range(10)])
+    indexer = KvIndexer(10_000, 20)
+    for worker in workers:
+        indexer.join(worker.worker, worker.epoch)
+        indexer.on_heartbeat(worker.beat(), 0)
+    rounds = 0
+    while asked := indexer.tick(0):
+        rounds += 1
+        assert len(asked) <= PULLS_AT_ONCE
+        for one in asked:
+            for part in next(w for w in workers if w.worker == one.worker).snapshot():
+                indexer.on_snapshot(one.worker, part, 0)
+    assert rounds == 3
+    for number, worker in enumerate(workers):
+        assert indexer.find_matches([name(1000 * number + at) for at in range(50)]) == {worker.worker: 50}
+    assert all(indexer.state_of(worker.worker) is Follows.EXACT for worker in workers)
+    indexer.check_integrity()
+
+
+def test_a_snapshot_that_does_not_come_is_asked_for_again_ever_more_rarely() -> None:
+    worker = Publisher("w")
+    indexer = follow(worker)
+    worker.event(stored=[name(1)])
+    indexer.on_events("w", worker.event(stored=[name(2)]), 0)
+    asked = [now / 10 for now in range(600) if indexer.tick(now / 10)]
+    waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert asked[0] == 0
+    assert all(wait > PULL_LIMIT_S for wait in waits)
+    assert waits == sorted(waits)
+    assert 3 <= len(asked) <= 8
+    pull_again = indexer.tick(80) or indexer.tick(100)
+    assert pull_again
+    for part in worker.snapshot():
+        indexer.on_snapshot("w", part, 100)
+    assert indexer.state_of("w") is Follows.EXACT
+    indexer.tick(101)
+    assert len(indexer.index) == 2
+    indexer.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["odd-bytes", "other-epoch", "part-out-of-range", "unasked", "two-snapshots"])
+def test_snapshots_that_make_no_sense_harm_nobody(how: str) -> None:
+    worker = Publisher("w")
+    indexer = follow(worker)
+    indexer.on_events("w", worker.event(stored=[name(1)]), 0)
+    lost = worker.event(stored=[name(at) for at in range(2, 120)])
+    assert lost
+    indexer.on_events("w", worker.event(stored=[name(200)]), 0)
+    if how != "unasked":
+        assert indexer.tick(0)
+    part = worker.snapshot()[0]
+    wrong = {
+        "odd-bytes": Snapshot("e1", 3, Tier.DEVICE, 0, 1, 0, b"odd"),
+        "other-epoch": Snapshot("e0", 3, Tier.DEVICE, 0, 1, 0, name(7)),
+        "part-out-of-range": Snapshot("e1", 3, Tier.DEVICE, 5, 2, 0, name(7)),
+        "unasked": part,
+        "two-snapshots": Snapshot("e1", part.seq + 1, Tier.DEVICE, 1, 2, 0, name(7)),
+    }[how]
+    if how == "two-snapshots":
+        indexer.on_snapshot("w", part, 0)
+    indexer.on_snapshot("w", wrong, 0)
+    assert indexer.state_of("w") in (Follows.BEHIND, Follows.PULLING)
+    assert indexer.find_matches([name(1)]) == {"w": 1}
+    assert indexer.find_matches([name(7)]) == {}
+    indexer.check_integrity()
+
+
+def test_events_kept_for_a_snapshot_are_bounded() -> None:
+    worker = Publisher("w")
+    indexer = follow(worker)
+    worker.event()
+    for at in range(KEPT_EVENTS + 100):
+        indexer.on_events("w", worker.event(stored=[name(at)]), 0)
+    pull(indexer, worker, 0)
+    indexer.on_events("w", worker.event(stored=[name(-1 + 2**40)]), 0)
+    assert indexer.state_of("w") is Follows.EXACT
+    assert len(indexer.index) == KEPT_EVENTS + 101
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0, 0.3), st.floats(0, 0.2), st.floats(0, 0.2))
+def test_whatever_is_lost_doubled_or_swapped_it_ends_up_right(
+    seed: int, lost: float, doubled: float, swapped: float
+) -> None:
+    chance = random.Random(seed)
+    worker = Publisher("w")
+    indexer = follow(worker)
+    chain = [name(at) for at in range(60)]
+    depth, now = 0, 0.0
+    late: list[bytes] = []
+
+    def hear(data: bytes) -> None:
+        indexer.on_events("w", data, now)
+        if chance.random() < doubled:
+            indexer.on_events("w", data, now)
+
+    for _ in range(80):
+        now += 0.05
+        after = chance.randint(0, 60)
+        if after > depth:
+            tier = list(Tier)[depth // 20]  # what lies further from the start lies in slower tiers
+            after = min(after, depth // 20 * 20 + 20)
+            event = worker.event(stored=chain[depth:after], tier=tier)
+        else:
+            several = [(tier, [one for one in chain[after:depth] if worker.held[one] is tier]) for tier in Tier]
+            for tier, hashes in several[1:]:
+                if hashes:
+                    hear(worker.event(removed=hashes, tier=tier))
+            event = worker.event(removed=several[0][1])
+        depth = after
+        if chance.random() < lost:
+            continue
+        if chance.random() < swapped:
+            late.append(event)
+            continue
+        hear(event)
+        while late:
+            hear(late.pop())
+        if chance.random() < 0.2:
+            indexer.on_heartbeat(worker.beat(), now)
+        for _ in indexer.tick(now):
+            parts = worker.snapshot()
+            chance.shuffle(parts)
+            for part in parts:
+                indexer.on_snapshot("w", part, now)
+    for _ in range(80):
+        now += 1
+        indexer.on_heartbeat(worker.beat(), now)
+        if indexer.tick(now):
+            for part in worker.snapshot():
+                indexer.on_snapshot("w", part, now)
+    assert indexer.state_of("w") is Follows.EXACT
+    assert indexer.find_matches(chain) == ({"w": depth} if depth else {})
+    while indexer.index.clean(1000):
+        pass
+    assert len(indexer.index) == depth
+    indexer.check_integrity()

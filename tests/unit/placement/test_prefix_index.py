@@ -1,0 +1,189 @@
+"""The prefix index against a plain dictionary of sets."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.placement.index.prefix_index import PrefixIndex, pack, unpack
+
+TIERS = 3
+
+
+def name(number: int) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+class Plain:
+    """What the index should answer."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], set[bytes]] = defaultdict(set)  # (holder, tier)
+
+    def depth(self, holder: int, tier: int, chain: list[bytes]) -> int:
+        reach = set().union(*(self.held[holder, level] for level in range(tier + 1)))
+        return next((at for at, one in enumerate(chain) if one not in reach), len(chain))
+
+
+def check(index: PrefixIndex, plain: Plain, chain: list[bytes], holders: list[int]) -> None:
+    depths = index.find(pack(chain))
+    for tier in range(TIERS):
+        for holder in holders:
+            assert depths[tier, holder] == plain.depth(holder, tier, chain), (tier, holder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 130), st.integers(1, 70))
+def test_a_prefix_tree_that_grows_and_shrinks(seed: int, count: int, depth: int) -> None:
+    """Each holder stores prefixes of chains and evicts them from their end, over all tiers."""
+    chance = random.Random(seed)
+    index, plain = PrefixIndex(5_000, 130, TIERS), Plain()
+    holders = [index.add_holder() for _ in range(count)]
+    chains = [[name(1000 * number + at // (number + 1)) for at in range(depth)] for number in range(3)]
+    chains = [list(dict.fromkeys(chain)) for chain in chains]
+    have: dict[tuple[int, int, int], int] = defaultdict(int)
+    for _ in range(60):
+        holder, number = chance.choice(holders), chance.randrange(3)
+        chain = chains[number]
+        tier = chance.randrange(TIERS)
+        before, after = have[holder, tier, number], chance.randint(0, len(chain))
+        if after > before:
+            index.store(holder, tier, pack(chain[before:after]))
+            plain.held[holder, tier].update(chain[before:after])
+        elif after < before:
+            index.remove(holder, tier, pack(chain[after:before][::-1]))
+            plain.held[holder, tier].difference_update(chain[after:before])
+        have[holder, tier, number] = after
+    index.check_integrity()
+    for chain in chains:
+        check(index, plain, [*chain, name(10**9)], holders)
+        check(index, plain, chain, holders)
+    assert len(index) == len(set().union(*plain.held.values()))
+
+
+def test_nothing_is_found_for_nobody() -> None:
+    index = PrefixIndex(10)
+    assert not index.find(pack([])).any()
+    assert not index.find(pack([name(1)])).any()
+    holder = index.add_holder()
+    index.remove(holder, 0, pack([name(1)]))
+    assert not index.find(pack([name(1)])).any()
+    assert len(index) == 0
+
+
+def test_stored_twice_is_held_once() -> None:
+    index = PrefixIndex(10)
+    holder = index.add_holder()
+    index.store(holder, 0, pack([name(1), name(1), name(2)]))
+    index.store(holder, 0, pack([name(1)]))
+    assert index.held_by(holder) == 2
+    index.remove(holder, 0, pack([name(1)]))
+    assert len(index) == 1
+    index.check_integrity()
+
+
+def test_a_holder_that_is_retired_is_found_no_more_and_leaves_no_trace() -> None:
+    index = PrefixIndex(100, 64)
+    one, other = index.add_holder(), index.add_holder()
+    index.store(one, 0, pack([name(at) for at in range(50)]))
+    index.store(other, 1, pack([name(at) for at in range(20)]))
+    index.retire(one)
+    chain = pack([name(at) for at in range(50)])
+    assert index.find(chain)[:, one].tolist() == [0, 0, 0]
+    assert index.find(chain)[:, other].tolist() == [0, 20, 20]
+    steps = 1
+    while index.clean(7):
+        steps += 1
+        index.check_integrity()
+    assert steps == 8
+    assert len(index) == 20
+    again = {index.add_holder() for _ in range(63)}
+    assert one in again
+    with pytest.raises(OverflowError, match="64 holders"):
+        index.add_holder()
+
+
+def test_numbers_of_the_retired_come_back_when_they_are_needed() -> None:
+    index = PrefixIndex(10, 1)  # rounded up to a word
+    for _ in range(200):
+        holder = index.add_holder()
+        index.store(holder, 0, pack([name(holder)]))
+        index.retire(holder)
+    index.clean(100)
+    assert len(index) == 0
+    index.check_integrity()
+
+
+# ---------------------------------------------------------------------------------------------- bounds
+
+
+def test_a_full_index_takes_from_whoever_has_most_what_it_got_last() -> None:
+    index = PrefixIndex(3_000, 4)
+    greedy, small = index.add_holder(), index.add_holder()
+    much = [name(at) for at in range(2_900)]
+    index.store(greedy, 0, pack(much))
+    few = [name(10_000 + at) for at in range(500)]
+    index.store(small, 0, pack(few))
+    assert index.find(pack(few))[0, small] == 500
+    left = int(index.find(pack(much))[0, greedy])
+    assert 1_000 < left < 2_900
+    assert index.held_by(greedy) == left, "what stays is a prefix"
+    assert index.given_up_total == 2_900 - left
+    assert len(index) <= 3_000
+    index.check_integrity()
+
+
+def test_nobody_gives_way_to_a_liar_that_claims_the_world() -> None:
+    index = PrefixIndex(1_000, 4)
+    honest, liar = index.add_holder(), index.add_holder()
+    chain = [name(at) for at in range(300)]
+    index.store(honest, 0, pack(chain))
+    for start in range(10_000, 60_000, 5_000):
+        index.store(liar, 0, pack([name(start + at) for at in range(5_000)]))
+    assert index.find(pack(chain))[0, honest] == 300
+    assert len(index) == 1_000
+    assert index.held_by(liar) == 700
+    index.check_integrity()
+
+
+def test_blocks_come_and_go_without_growth() -> None:
+    index = PrefixIndex(1_000, 4)
+    holder, other = index.add_holder(), index.add_holder()
+    before = index.nbytes
+    index.store(other, 0, pack([name(at) for at in range(100)]))
+    for start in range(0, 100_000, 500):
+        block = pack([name(start + at) for at in range(500)])
+        index.store(holder, 0, block)
+        index.remove(holder, 0, block)
+        assert len(index._holdings[holder].log) <= 4_096
+    assert index.nbytes == before
+    assert index.given_up_total == 0
+    index.check_integrity()
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+
+def test_hashes_are_16_bytes() -> None:
+    assert pack([]).shape == (0, 2)
+    assert np.array_equal(pack([name(1), name(2)]), unpack(name(1) + name(2)))
+    for wrong in ([b"short"], [name(1), b""], [name(1) + b"x"], [name(1)[:8], name(1) + name(1)[:8]]):
+        with pytest.raises(ValueError, match="16 bytes"):
+            pack(wrong)
+    for wrong_raw in (b"x", name(1) + b"12345678"):
+        with pytest.raises(ValueError, match=r".+"):
+            unpack(wrong_raw)
+
+
+def test_a_holder_in_the_middle_of_a_chain_only_is_no_match() -> None:
+    """Such as a block whose parent an index lost: nothing is claimed that is not there from the start."""
+    index = PrefixIndex(10)
+    holder = index.add_holder()
+    index.store(holder, 0, pack([name(2), name(3)]))
+    assert index.find(pack([name(1), name(2), name(3)]))[0, holder] == 0
