@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -20,9 +21,11 @@ from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu.backend import CpuBackend
 from services.worker.model.attention.interface import attending
 from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.fused.call import ROTATION_FIELDS, ROTATION_SCRATCH
 from services.worker.model.fused.chain import MOST_TOKENS
 from services.worker.model.fused.fuse import fuse
 from services.worker.model.fused.layer import FusedLayer
+from services.worker.model.fused.modules import Rotary
 from services.worker.model.linear.packed import Multiplier
 from services.worker.model.loader import adopt_model
 from services.worker.model.vector.program import Program
@@ -175,6 +178,18 @@ class Tuple(Impostor):
         return (super().forward(hidden_states, *others, **more), None)  # type: ignore[return-value]
 
 
+class Shy(Impostor):
+    """Bears to be called once only."""
+
+    called = False
+
+    def forward(self, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
+        if self.called:
+            raise RuntimeError("again?")
+        self.called = True
+        return super().forward(hidden_states, *others, **more)
+
+
 class Twice(Impostor):
     """Attends twice."""
 
@@ -183,7 +198,7 @@ class Twice(Impostor):
         return super().forward(hidden_states, *others, **more)
 
 
-@pytest.mark.parametrize("kind", [Impostor, Scaled, Parallel, NormedResidual, Tuple, Twice])
+@pytest.mark.parametrize("kind", [Impostor, Scaled, Parallel, NormedResidual, Tuple, Shy, Twice])
 def test_impostors_keep_their_code(kind: type[Impostor]) -> None:
     """`Impostor` itself is the control: it computes what it seems to."""
     loaded = adopt_model(made("llama"))
@@ -276,6 +291,19 @@ def test_a_model_that_does_something_between_its_layers_gets_what_it_asks_for(na
         rig.run()
         found.append(torch.stack([rig.logits["r"][at] for at in range(25)]))
     assert (found[0] - found[1]).abs().max() < 1e-5
+
+
+def test_rotations_of_two_sizes_do_not_take_each_other_s_memory() -> None:
+    """Call blocks keep pointing into it."""
+    rotary = Rotary(1)
+    small, large = (np.zeros(ROTATION_FIELDS, dtype=np.int64) for _ in range(2))
+    for block, size in ((small, 32), (large, 64), (small, 32)):
+        heads = torch.zeros(1, 2, 3, size)
+        before = int(block[ROTATION_SCRATCH])
+        rotary.lay_out(block, heads, heads)
+        assert block[ROTATION_SCRATCH] == before or not before
+    kept = {array.ctypes.data for array in rotary._scratch.values()}
+    assert {int(small[ROTATION_SCRATCH]), int(large[ROTATION_SCRATCH])} == kept
 
 
 # ---------------------------------------------------------------------------------------------- refusals

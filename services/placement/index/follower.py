@@ -100,8 +100,6 @@ class Follower:
 
     def begin_pull(self, now: float) -> None:
         """The snapshot is being asked for."""
-        if self._behind_since + CALM_S < now:
-            self._pulls = 0
         self._pulls += 1
         self.pulls_total += 1
         self._pull = _Pull(self._index.add_holder(), now)

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 NONE = np.int32(-1)
-LIVE, FREE, DIGEST, COUNTERS = range(4)  # of the counters: entries, entries on the free list; digest is scratch
+LIVE, FREE, COUNTERS = range(3)  # of the counters: entries, entries on the free list
 
 
 @njit(cache=True)

@@ -32,6 +32,8 @@ from services.worker.step_plan import Slice
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
+# What a layer may raise that does not bear to be called by itself: it stays as it is, and the model loads.
+REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, AssertionError)
 Fuse = Callable[[nn.Module], object]  # makes the small parts of a module fast, in place
 
 
@@ -59,7 +61,7 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How the model calls a layer, and what attention the layer asks for then."""
+    """How the model calls a layer."""
 
     inputs: Tensor
     others: tuple[Any, ...]
@@ -124,7 +126,7 @@ class LayerFuser:
                 if not same(_called(fused, x, exact)[0], _called(original, x, exact)[0]):
                     log.debug("%s stays as it is: it computes something else", name)
                     return False
-        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:
+        except REFUSALS as error:
             log.debug("%s stays as it is: %s", name, error)
             return False
         return True
@@ -228,7 +230,11 @@ def _called(layer: nn.Module, x: Tensor, call: _Call) -> tuple[object, list[tupl
 
 
 def _attention_of(layer: nn.Module, call: _Call) -> tuple[int, AttentionForm] | None:
-    asked = _called(layer, call.inputs, call)[1]
+    try:
+        asked = _called(layer, call.inputs, call)[1]
+    except REFUSALS as error:
+        log.debug("a layer stays as it is: %s", error)
+        return None
     return asked[0] if len(asked) == 1 else None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -94,7 +95,7 @@ class Rotary:
 
         self.entry = compiled().rotate
         self._threads = threads
-        self._scratch = np.empty(0, dtype=np.float32)
+        self._scratch: dict[int, npt.NDArray[np.float32]] = {}  # by size: call blocks point into it for good
         self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)
         self._block[c.SELF] = self._address = self._block.ctypes.data
 
@@ -112,8 +113,8 @@ class Rotary:
     def lay_out(self, block: Ints, query: Tensor, key: Tensor) -> None:
         """Have a call block turn these."""
         size = query.shape[-1]
-        if len(self._scratch) < 3 * size * self._threads:
-            self._scratch = np.empty(3 * size * self._threads, dtype=np.float32)
+        if size not in self._scratch:
+            self._scratch[size] = np.empty(3 * size * self._threads, dtype=np.float32)
         block[c.ROWS], block[c.SIZE], block[c.KIND] = query.shape[2], size, MULTIPLIED[query.dtype]
         block[c.X], block[c.OTHER] = query.data_ptr(), key.data_ptr()
         block[c.HEADS], block[c.TOKEN_STRIDE], block[c.HEAD_STRIDE] = query.shape[1], query.stride(2), query.stride(1)
@@ -122,7 +123,7 @@ class Rotary:
             key.stride(2),
             key.stride(1),
         )
-        block[c.ROTATION_SCRATCH], block[c.ROTATION_SCRATCH_BYTES] = self._scratch.ctypes.data, 12 * size
+        block[c.ROTATION_SCRATCH], block[c.ROTATION_SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
 
 
 def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:

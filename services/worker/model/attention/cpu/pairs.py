@@ -17,36 +17,28 @@ from services.worker.model.vector.products import pair_product, transpose
 from services.worker.model.vector.rows import interleave, row_cap, row_fill, row_scale
 
 
-@njit(nogil=True, error_model="numpy")
-def _score_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
-    """out = left * right for `rows`, a multiple of 4, and `columns` vectors, an even number."""
-    row = 0
-    while row < rows:
-        a, o = left + row * left_bytes, out + row * out_bytes
-        step = 8 if rows - row >= 8 else 4
-        for column in range(0, columns, 2):
-            at = column * 4 * LANES
-            if step == 8:
-                pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 1)
-            else:
-                pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 1)
-        row += step
+def _pair_products(fresh):
+    """out = left * right (`fresh`), or out += left * right, for `rows`, a multiple of 4, and `columns` vectors, an even
+    number."""
+
+    @njit(nogil=True, error_model="numpy")
+    def multiply(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+        row = 0
+        while row < rows:
+            a, o = left + row * left_bytes, out + row * out_bytes
+            step = 8 if rows - row >= 8 else 4
+            for column in range(0, columns, 2):
+                at = column * 4 * LANES
+                if step == 8:
+                    pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, fresh)
+                else:
+                    pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, fresh)
+            row += step
+
+    return multiply
 
 
-@njit(nogil=True, error_model="numpy")
-def _add_pairs(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
-    """out += left * right, likewise."""
-    row = 0
-    while row < rows:
-        a, o = left + row * left_bytes, out + row * out_bytes
-        step = 8 if rows - row >= 8 else 4
-        for column in range(0, columns, 2):
-            at = column * 4 * LANES
-            if step == 8:
-                pair_product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-            else:
-                pair_product(4, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-        row += step
+_score_pairs, _add_pairs = _pair_products(1), _pair_products(0)
 
 
 @njit(nogil=True, error_model="numpy")

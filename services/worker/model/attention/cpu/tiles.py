@@ -10,6 +10,27 @@ from services.worker.model.vector.numbers import LANES
 from services.worker.model.vector.products import product
 
 
+def _strip(rows, wide):
+    """out += left * right for `rows` rows: columns `wide` vectors at a time, the rest one by one."""
+
+    @njit(nogil=True, error_model="numpy")
+    def strip(columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+        column = 0
+        while column < columns:
+            at = column * 4 * LANES
+            if columns - column >= wide:
+                product(rows, wide, left, left_bytes, right + at, right_bytes, depth, out + at, out_bytes, 0)
+                column += wide
+            else:
+                product(rows, 1, left, left_bytes, right + at, right_bytes, depth, out + at, out_bytes, 0)
+                column += 1
+
+    return strip
+
+
+_eight, _four, _two, _one = _strip(8, 2), _strip(4, 4), _strip(2, 4), _strip(1, 4)
+
+
 @njit(nogil=True, error_model="numpy")
 def multiply(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
     """out += left * right, in tiles whose accumulators fit the registers; `columns` counts vectors."""
@@ -17,46 +38,17 @@ def multiply(rows, columns, left, left_bytes, right, right_bytes, depth, out, ou
     while row < rows:
         rest = rows - row
         a, o = left + row * left_bytes, out + row * out_bytes
-        column = 0
         if rest >= 8:
-            while column < columns:
-                at = column * 4 * LANES
-                if columns - column >= 2:
-                    product(8, 2, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 2
-                else:
-                    product(8, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 1
+            _eight(columns, a, left_bytes, right, right_bytes, depth, o, out_bytes)
             row += 8
         elif rest >= 4:
-            while column < columns:
-                at = column * 4 * LANES
-                if columns - column >= 4:
-                    product(4, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 4
-                else:
-                    product(4, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 1
+            _four(columns, a, left_bytes, right, right_bytes, depth, o, out_bytes)
             row += 4
         elif rest >= 2:
-            while column < columns:
-                at = column * 4 * LANES
-                if columns - column >= 4:
-                    product(2, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 4
-                else:
-                    product(2, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 1
+            _two(columns, a, left_bytes, right, right_bytes, depth, o, out_bytes)
             row += 2
         else:
-            while column < columns:
-                at = column * 4 * LANES
-                if columns - column >= 4:
-                    product(1, 4, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 4
-                else:
-                    product(1, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, 0)
-                    column += 1
+            _one(columns, a, left_bytes, right, right_bytes, depth, o, out_bytes)
             row += 1
 
 
