@@ -374,6 +374,14 @@ TERMINAL = (Finished, Failed, Moved)
 
 
 @dataclass(frozen=True, slots=True)
+class PublicPrefix:
+    """A registered prefix that all tenants share, so short that records can carry it: see `tenant_roots`."""
+
+    tokens: Count  # whole blocks
+    digest: bytes  # of the token ids: 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """A worker's lease in the members bucket; the heartbeat carries what changes often."""
 
@@ -393,6 +401,8 @@ class WorkerRecord:
     context_length: Count = 0
     slots: Count = 0
     started_unix_ms: Count = 0
+    block_bytes: Count = 0  # of one block, all layers
+    public_prefixes: Annotated[tuple[PublicPrefix, ...], MaxLength(256)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +449,7 @@ class Rates:
     prefill_tokens_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
     decode_steps_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
     decode_tokens_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
+    restore_bytes_per_s: dict[str, float] = field(default_factory=dict)  # by tier, to the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,12 +497,15 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    tier: Tier = Tier.DEVICE
+    tier: Tier | None = None  # None: all of them, complete at one and the same event
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One part of what a worker holds, raw 16-byte hashes back to back; complete at event `seq`."""
+    """One part of what a worker holds, raw 16-byte hashes back to back; complete at event `seq`.
+
+    A part is of one tier; `parts` counts those of all tiers that were asked for.
+    """
 
     epoch: Name
     seq: Count
@@ -500,6 +514,42 @@ class Snapshot:
     parts: Count
     digest: U64
     hashes: Annotated[bytes, MaxLength(1_000_000)]
+
+
+# ---------------------------------------------------------------------------------------------- milestones
+
+
+class Passed(StrEnum):
+    """What an attempt has come to at its worker."""
+
+    ACCEPTED = "accepted"
+    STARTED = "started"  # scheduled for the first time; says what was really cached
+    FIRST_TOKEN = "first_token"
+    ENDED = "ended"  # in whatever way
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """One attempt got on. `seconds` are since its acceptance."""
+
+    tenant: Name
+    request: Name
+    attempt: Count
+    passed: Passed
+    seconds: Seconds = 0.0
+    prompt_tokens: Count = 0  # with `started`
+    cached: dict[str, int] = field(default_factory=dict)  # with `started`: tokens by tier
+    output_tokens: Count = 0  # with `ended`
+    code: Name | None = None  # with `ended`: of the error, if it was one
+
+
+@dataclass(frozen=True, slots=True)
+class Milestones:
+    """What a worker's requests came to since it last said so: every placement replica hears it."""
+
+    worker: Name
+    epoch: Name
+    items: Annotated[tuple[Milestone, ...], MaxLength(65_536)]
 
 
 # ---------------------------------------------------------------------------------------------- admin
@@ -606,3 +656,80 @@ class PlacementStats:
     no_worker_total: Count
     forwarded_total: Count
     booked: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """Work that a placement replica sent to a worker, for the other replicas to count it too."""
+
+    tenant: Name
+    request: Name
+    attempt: Count
+    worker: Name
+    tokens: Count  # to prefill, as expected
+
+
+@dataclass(frozen=True, slots=True)
+class BookedBatch:
+    placement: Name
+    items: Annotated[tuple[Booked, ...], MaxLength(65_536)]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as a decision saw it. `terms` are milliseconds, their sum is the cost; `matched` are tokens by tier."""
+
+    worker: Name
+    cost_ms: float
+    terms: dict[str, float] = field(default_factory=dict)
+    matched: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """What became of a decision, as far as its worker has said."""
+
+    accepted: bool = False
+    cached: dict[str, int] | None = None  # tokens by tier; None until it started
+    queue_s: Seconds | None = None
+    ttft_s: Seconds | None = None  # from acceptance to the first token
+    output_tokens: Count = 0
+    ended: bool = False
+    code: Name | None = None  # of the error it ended with
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One line of a placement ledger."""
+
+    request: Name
+    attempt: Count
+    tenant: Name
+    model: Name
+    unix_ms: Count
+    policy: Name
+    worker: Name
+    why: Text
+    prompt_tokens: Count
+    expected_hit: dict[str, int]
+    expected_ttft_s: float | None
+    candidates: tuple[Candidate, ...]  # the best ones, cheapest first
+    candidates_total: Count
+    placement: Name
+    actual: Actual = Actual()
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRequest:
+    """Why was this request placed as it was? `tenant`: only if it is this one's."""
+
+    request: Name
+    tenant: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One replica's answer: its decisions about the request, one per attempt, oldest first; none if it knows none."""
+
+    placement: Name
+    decisions: tuple[Decision, ...] = ()

@@ -86,8 +86,20 @@ class Subjects:
     def blocks(self, worker: str) -> str:
         return f"{self.namespace}.blocks.{_token('worker', worker)}"
 
+    def milestones(self, worker: str) -> str:
+        return f"{self.namespace}.milestones.{_token('worker', worker)}"
+
+    def milestones_all(self) -> str:
+        return f"{self.namespace}.milestones.*"
+
     def placement_stats(self) -> str:
         return f"{self.namespace}.placement.stats"
+
+    def placement_bookings(self) -> str:
+        return f"{self.namespace}.placement.bookings"
+
+    def placement_explain(self) -> str:
+        return f"{self.namespace}.placement.explain"
 
     # buckets
     def bucket(self, name: str) -> str:
