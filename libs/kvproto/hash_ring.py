@@ -61,7 +61,7 @@ class HashRing:
     def bounded_owner(
         self,
         key: str,
-        loads: Mapping[str, int],
+        loads: Mapping[str, float],
         *,
         factor: float = 1.25,
         least: int = 1,

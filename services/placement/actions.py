@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import CancelRequest, Encoding, Failed, GenerateRequest, Placement, ResendRequest
+from kvproto.messages import (
+    Booked,
+    CancelRequest,
+    Decision,
+    Encoding,
+    Failed,
+    GenerateRequest,
+    Placement,
+    ResendRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,49 @@ class DropMember:
     worker: str
 
 
-Action = Answer | Fail | Forward | Cancel | AskStillRunning | PingWorker | DropMember
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Tell the other replicas what was booked."""
+
+    booked: tuple[Booked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullSnapshot:
+    """Ask a worker for all it holds; parts come back as SnapshotHeard."""
+
+    worker: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """What this replica's ledger has of a request, to whoever asked."""
+
+    reply: str
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A decision whose request has ended: a line for the ledger's file, if there is one."""
+
+    decision: Decision
+
+
+Action = (
+    Answer
+    | Fail
+    | Forward
+    | Cancel
+    | AskStillRunning
+    | PingWorker
+    | DropMember
+    | Share
+    | PullSnapshot
+    | Explain
+    | Record
+)
 
 
 def failed_frame(error: KvfleetError, request: str = "", attempt: int = 0) -> Failed:

@@ -1,25 +1,42 @@
 """Placement's brain: `handle(event, now) -> actions`. Pure; the loop carries the actions out.
 
-Owns the fleet as decisions see it, the bookings, and the requests of bare producers. Time is the caller's monotonic
-seconds and never goes back; chance is passed in.
+Owns the fleet as decisions see it, its load and the bookings, the prefix index, the ledger, and the requests of bare
+producers. Time is the caller's monotonic seconds and never goes back; chance is passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import PlacementStats
-from services.placement.actions import Action, Answer, DropMember, Fail, PingWorker, failed_frame
+from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, PlacementStats
+from services.placement.actions import (
+    Action,
+    Answer,
+    DropMember,
+    Explain,
+    Fail,
+    PingWorker,
+    PullSnapshot,
+    Record,
+    Share,
+    failed_frame,
+)
 from services.placement.bookings import Bookings
 from services.placement.decider import Decider
 from services.placement.events import (
+    BlocksChanged,
+    BookingsShared,
     Event,
+    ExplainAsked,
     GenerateAsked,
     HeartbeatHeard,
+    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
+    SnapshotHeard,
+    SnapshotRefused,
     Tick,
     WorkerAnswered,
     WorkerDisconnected,
@@ -28,16 +45,25 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
+from services.placement.feedback import Feedback
 from services.placement.fleet import Fleet
 from services.placement.forwarding import Forwarding
-from services.placement.policies import DEFAULT_POLICY, build_policies
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.ledger import Ledger
+from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
+from services.placement.promises import Promises
+from services.placement.prompts import Prompts
+from services.placement.workloads import Workloads
 
 MAX_FORWARDED = 65_536  # requests of bare producers watched at a time
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
 
 
 class PlacementCore:
-    """Owned by one loop. Raises InvalidRequest if `policy` is none of the known names."""
+    """Owned by one loop. Raises InvalidRequest if `policy` is none of the known names.
+
+    `unix_ms` tells the time that people read. `policies` replaces the known ones.
+    """
 
     def __init__(
         self,
@@ -45,18 +71,44 @@ class PlacementCore:
         inbox_prefix: str,
         chance: Callable[[], float],
         *,
+        prompts: Prompts,
+        unix_ms: Callable[[], int],
         policy: str = DEFAULT_POLICY,
+        policies: Mapping[str, Policy] | None = None,
+        indexer: KvIndexer | None = None,
         max_forwarded: int = MAX_FORWARDED,
     ) -> None:
         self.placement = placement
-        self.fleet = Fleet()
-        self.bookings = Bookings()
-        self.decider = Decider(placement, self.fleet, self.bookings, build_policies(chance), policy)
+        self.workloads = Workloads()
+        self.fleet = Fleet(self.workloads)
+        self.bookings = Bookings(self.workloads)
+        self.indexer = indexer or KvIndexer()
+        self.promises = Promises()
+        self.feedback = Feedback()
+        self.ledger = Ledger(placement, unix_ms)
+        self.decider = Decider(
+            placement,
+            self.fleet,
+            self.bookings,
+            self.indexer,
+            self.promises,
+            prompts,
+            self.ledger,
+            policies or build_policies(chance),
+            policy,
+        )
         self.forwarding = Forwarding(
             placement, inbox_prefix, self.fleet, self.bookings, self.decider, limit=max_forwarded
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        actions = self._handle(event, now)
+        booked = self.decider.take_booked()
+        if booked:
+            actions.append(Share(booked))
+        return actions
+
+    def _handle(self, event: Event, now: float) -> list[Action]:
         match event:
             case PlaceAsked():
                 return [self._place(event, now)]
@@ -66,28 +118,49 @@ class PlacementCore:
                 return self.forwarding.on_frame(frame, now)
             case NobodyListens(request, attempt):
                 return self.forwarding.on_nobody_listens(request, attempt, now)
+            case BlocksChanged(worker, changes):
+                self.indexer.on_changes(worker, changes, now)
+                return []
+            case MilestonesHeard(milestones):
+                return self._pass(milestones, now)
             case HeartbeatHeard(beat):
                 if self.fleet.beat(beat, now):
-                    self.bookings.reflect(beat.worker, now)
+                    self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now)
+                    self.indexer.on_heartbeat(beat, now)
                 return []
+            case BookingsShared(batch):
+                self._book_for_others(batch, now)
+                return []
+            case SnapshotHeard(worker, part):
+                self.indexer.on_snapshot(worker, part, now)
+                return []
+            case SnapshotRefused(worker, epoch):
+                self.indexer.on_snapshot_refused(worker, epoch, now)
+                return []
+            case ExplainAsked(reply, request, tenant):
+                return [Explain(reply, self.ledger.explain(request, tenant))]
             case Tick():
-                self.fleet.build_rings()
-                self.bookings.expire(now)
-                return [*self._ping_silent(now), *self.forwarding.tick(now)]
+                return self._tick(now)
             case WorkerJoined(record, heartbeat):
+                self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
+                self.indexer.join(record.id, record.epoch)
                 return self.forwarding.on_joined(record.id, record.epoch, now)
             case WorkerUpdated(record):
-                self.fleet.update(record, now)
+                if self.fleet.update(record, now):
+                    self._forget(record.id)
+                    self.indexer.join(record.id, record.epoch)
                 return []
             case WorkerNewEpoch(record):
-                self.bookings.drop_worker(record.id)
+                self._forget(record.id)
                 self.fleet.join(record, None, now)
+                self.indexer.join(record.id, record.epoch)
                 self.forwarding.on_new_epoch(record.id, record.epoch, now)
                 return []
             case WorkerLeft(worker):
+                self._forget(worker)
                 self.fleet.leave(worker)
-                self.bookings.drop_worker(worker)
+                self.indexer.leave(worker)
                 return self.forwarding.on_left(worker, now)
             case WorkerDisconnected(worker):
                 return [PingWorker(worker)] if worker in self.fleet.workers else []
@@ -97,6 +170,69 @@ class PlacementCore:
                     return []
                 self.forwarding.suspect(worker, now)
                 return [DropMember(worker)]
+
+    def _tick(self, now: float) -> list[Action]:
+        self.fleet.build_rings()
+        self.bookings.expire(now)
+        self.promises.tick(now)
+        for worker, credit in self.feedback.tick(now).items():
+            self._trust(worker, credit)
+        pulls = [PullSnapshot(pull.worker, pull.epoch) for pull in self.indexer.tick(now)]
+        return [*pulls, *self._ping_silent(now), *self.forwarding.tick(now)]
+
+    def _forget(self, worker: str) -> None:
+        """What a former life of the worker was given, and what was thought of it."""
+        self.bookings.drop_worker(worker)
+        self.promises.drop_worker(worker)
+        self.feedback.forget(worker)
+
+    # ------------------------------------------------------------------ what became of what was placed
+
+    def _pass(self, milestones: Milestones, now: float) -> list[Action]:
+        worker = self.fleet.workers.get(milestones.worker)
+        if worker is None or worker.epoch != milestones.epoch:
+            return []
+        actions: list[Action] = []
+        for one in milestones.items:
+            self._account(worker.id, one, now)
+            entry = self.ledger.on_milestone(worker.id, one)
+            if entry is None:
+                continue
+            if one.passed is Passed.STARTED:
+                predicted, found = sum(entry.indexed.values()), sum(one.cached.values())
+                self._trust(worker.id, self.feedback.observe(worker.id, predicted, found, now))
+            elif one.passed is Passed.ENDED:
+                actions.append(Record(entry.decision))
+        return actions
+
+    def _account(self, worker: str, one: Milestone, now: float) -> None:
+        """Its load, and the promise of its blocks."""
+        key = one.tenant, one.request
+        match one.passed:
+            case Passed.ACCEPTED:
+                self.bookings.accept(key, worker, one.attempt)
+            case Passed.STARTED:
+                feed = max(one.prompt_tokens - sum(one.cached.values()), 0)
+                self.bookings.start(key, worker, one.attempt, feed, now)
+            case Passed.FIRST_TOKEN:
+                self.bookings.prefill(key, worker, one.attempt)
+                self.promises.fulfil(key, now)
+            case Passed.ENDED:
+                self.bookings.end(key, worker, one.attempt, now)
+                self.promises.fulfil(key, now)
+
+    def _trust(self, worker: str, credit: float) -> None:
+        known = self.fleet.workers.get(worker)
+        if known is not None:
+            self.workloads.trust(known.column, credit)
+
+    def _book_for_others(self, batch: BookedBatch, now: float) -> None:
+        if batch.placement == self.placement:
+            return
+        for one in batch.items:
+            worker = self.fleet.workers.get(one.worker)
+            if worker is not None:
+                self.bookings.book((one.tenant, one.request), one.attempt, worker.id, worker.column, one.tokens, now)
 
     def _place(self, event: PlaceAsked, now: float) -> Action:
         try:
@@ -126,7 +262,8 @@ class PlacementCore:
     def check_integrity(self) -> None:
         """Raises AssertionError."""
         self.fleet.check_integrity()
+        self.workloads.check_integrity()
         self.bookings.check_integrity()
+        self.promises.check_integrity()
+        self.ledger.check_integrity()
         self.forwarding.check_integrity()
-        for worker in self.fleet.workers.values():
-            assert self.decider.load_of(worker) >= worker.requests >= 0

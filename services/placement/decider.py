@@ -1,27 +1,55 @@
 """One decision: who should do this? Pure.
 
-Knows the fleet, the bookings and the policies; leaves the load of what it decided booked.
+Knows the fleet, the bookings, the index and the policies; leaves the load of what it decided booked, and the decision in
+the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
-from kvproto.messages import Placement, PlaceRequest
+from kvproto.messages import Booked, Placement, PlaceRequest
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Worker
-from services.placement.policies import Policy, Question
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.index.prefix_index import Hashes
+from services.placement.ledger import Ledger, best_candidates
+from services.placement.policies import Choice, Policy, Question
+from services.placement.policies.cost import fetch_and_prefill
+from services.placement.promises import Promises
+from services.placement.prompts import NO_HASHES, Prompts
+from services.placement.workloads import TIERS, Floats, Workloads
 
-CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet, for bookings only
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Prompt tokens that each candidate has, `[tiers, candidates]`, in the tier or a faster one."""
+
+    indexed: Floats  # by the index
+    believed: Floats  # of them, what experience with the worker lets one expect
+    hashes: Hashes  # of the first candidate's address space
+    block_size: int
 
 
 class Decider:
     """Owned by the core."""
 
     def __init__(
-        self, placement: str, fleet: Fleet, bookings: Bookings, policies: Mapping[str, Policy], default: str
+        self,
+        placement: str,
+        fleet: Fleet,
+        bookings: Bookings,
+        indexer: KvIndexer,
+        promises: Promises,
+        prompts: Prompts,
+        ledger: Ledger,
+        policies: Mapping[str, Policy],
+        default: str,
     ) -> None:
         self.default = default
         self.decisions_total = 0
@@ -29,8 +57,19 @@ class Decider:
         self._placement = placement
         self._fleet = fleet
         self._bookings = bookings
+        self._indexer = indexer
+        self._promises = promises
+        self._prompts = prompts
+        self._ledger = ledger
         self._policies = policies
+        self._workloads: Workloads = fleet.workloads
+        self._booked: list[Booked] = []
         self._policy(default)
+
+    def take_booked(self) -> tuple[Booked, ...]:
+        """What was booked since this was last called."""
+        booked, self._booked = tuple(self._booked), []
+        return booked
 
     def decide(self, tenant: str, ask: PlaceRequest, now: float) -> Placement:
         """Choose and book. Raises InvalidRequest, NotFound, ModelNotFound, or NoWorkers (retryable)."""
@@ -39,36 +78,95 @@ class Decider:
             raise ModelNotFound(f"no worker of this fleet has served {ask.model[:64]!r}", field="model")
         ready = self._fleet.ready(ask.model)
         excluded = _effective(ask.excluded, ready)
+        among = Ready.of((w for w in ready.workers if w.id not in excluded), ready.ring) if excluded else ready
+        tokens = self._prompts.tokens(ask)
+        matched = self._match(tenant, ask, among, tokens)
         question = Question(
             key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
             ask=ask,
             ring=ready.ring,
             excluded=excluded,
-            candidates=[w for w in ready.workers if w.id not in excluded] if excluded else ready.workers,
+            candidates=among.workers,
             alive=self._fleet.workers,
-            load_of=self.load_of,
+            workloads=self._workloads,
+            columns=among.columns,
+            prompt_tokens=tokens,
+            matched=matched.believed,
+            block_size=matched.block_size,
+            now=now,
         )
         choice = policy.choose(question)
         if choice is None:
             self.no_worker_total += 1
             raise NoWorkers(f"no worker that serves {ask.model[:64]} is ready", field="model")
+        return self._settle(tenant, policy.name, choice, question, matched)
+
+    def _settle(self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched) -> Placement:
+        """Book, note and answer."""
+        ask, now = question.ask, question.now
         worker = self._fleet.workers[choice.worker]
+        number = _number(question.candidates, worker)
+        hit = _by_tier(matched.believed, number)
         placement = Placement(
             request=ask.request,
             worker=worker.id,
             attempt=ask.attempt,
-            expected_ttft_s=self._expected_ttft_s(worker, len(ask.prompt_ids)),
-            policy=policy.name,
+            expected_hit=hit,
+            expected_ttft_s=self._expected_ttft_s(question, number),
+            policy=policy,
             why=choice.why,
             placement=self._placement,
         )
-        self._bookings.book((tenant, ask.request), worker.id, _prompt_tokens(ask), now)
+        feed = question.prompt_tokens - sum(hit.values())
+        self._bookings.book((tenant, ask.request), ask.attempt, worker.id, worker.column, feed, now)
+        self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed))
+        self._promises.make((tenant, ask.request), worker.id, matched.hashes, now)
+        self._ledger.note(
+            tenant,
+            ask,
+            placement,
+            prompt_tokens=question.prompt_tokens,
+            indexed=_by_tier(matched.indexed, number),
+            attainable=int(matched.indexed[-1].max()) if len(question.candidates) else 0,
+            candidates=best_candidates(question.candidates, choice, matched.believed),
+            candidates_total=len(question.candidates),
+            now=now,
+        )
         self.decisions_total += 1
         return placement
 
-    def load_of(self, worker: Worker) -> int:
-        """Requests at a worker: what it reported and what was placed since."""
-        return worker.requests + self._bookings.requests_at(worker.id)
+    def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int) -> Matched:
+        indexed = np.zeros((len(TIERS), len(among.workers)))
+        promised = np.zeros(len(among.workers))
+        first, block_size = NO_HASHES, among.spaces[0][0].block_size if among.spaces else 1
+        for space, numbers in among.spaces:
+            hashes = self._prompts.hashes(space, tenant, ask)
+            if len(hashes):
+                workers = [among.workers[number].id for number in numbers]
+                depths = self._indexer.depths(hashes, workers)
+                # At least one token is always fed: its logits are what the first new token is drawn from.
+                most = max(tokens - 1, 0)
+                indexed[:, numbers] = np.minimum(depths * space.block_size, most)
+                coming = self._promises.depths(hashes, workers)
+                if coming is not None:
+                    promised[numbers] = np.minimum(coming * space.block_size, most)
+                if space is among.spaces[0][0]:
+                    first = hashes
+        believed = np.maximum(indexed * self._workloads.credit(among.columns), promised)
+        return Matched(indexed, believed, first, block_size)
+
+    def _expected_ttft_s(self, question: Question, number: int | None) -> float | None:
+        """Seconds of queue, restoring and prefill; None if nothing was measured there, or nothing is known of it."""
+        if number is None or not question.prompt_tokens:
+            return None
+        columns = question.columns[number : number + 1]
+        if not self._workloads.of(int(columns[0]), question.now).prefill_tokens_per_s:
+            return None
+        rates = self._workloads.prefill_rate(question.columns)
+        fetch, prefill = fetch_and_prefill(question, rates)
+        queue = self._workloads.backlog_s(columns, rates[number : number + 1], question.now)
+        wait = float(queue[0] + self._workloads.slot_wait_s(columns)[0])
+        return wait + float(fetch[number] + prefill[number])
 
     def _policy(self, name: str) -> Policy:
         policy = self._policies.get(name)
@@ -76,13 +174,22 @@ class Decider:
             raise InvalidRequest(f"{name[:64]!r} is none of {', '.join(self._policies)}", field="policy")
         return policy
 
-    def _expected_ttft_s(self, worker: Worker, prompt_tokens: int) -> float | None:
-        """Seconds to prefill what is queued and this prompt, cached nothing; None until the rate was measured."""
-        rate = worker.rates.prefill_tokens_per_s
-        if not rate or not prompt_tokens:
-            return None
-        queued = worker.load.queued_prefill_tokens + self._bookings.tokens_at(worker.id)
-        return (queued + prompt_tokens) / rate
+
+def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:
+    """None for a worker that was named though it is no candidate."""
+    return next((number for number, one in enumerate(candidates) if one is worker), None)
+
+
+def _by_tier(matched: Floats, number: int | None) -> dict[str, int]:
+    """Tokens found in each tier, beyond what faster ones have."""
+    if number is None:
+        return {}
+    depths = matched[:, number].tolist()
+    found = {}
+    for tier, faster, depth in zip(TIERS, [0.0, *depths], depths, strict=False):
+        if depth > faster:
+            found[tier.value] = int(depth) - int(faster)
+    return found
 
 
 def _effective(excluded: tuple[str, ...], ready: Ready) -> frozenset[str]:
@@ -91,7 +198,3 @@ def _effective(excluded: tuple[str, ...], ready: Ready) -> frozenset[str]:
         if any(worker.id not in names for worker in ready.workers):
             return names
     return frozenset()
-
-
-def _prompt_tokens(ask: PlaceRequest) -> int:
-    return len(ask.prompt_ids) or len(ask.prompt or "") // CHARACTERS_PER_TOKEN

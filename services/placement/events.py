@@ -1,7 +1,9 @@
 """What happens to placement, as the pure core is told it. Pure data: no bytes, no clock.
 
 requesters ──PlaceAsked, GenerateAsked──▶ ┐
-workers ──Worker…, HeartbeatHeard──▶      ├─▶ PlacementCore.handle(event, now) ─▶ actions
+workers ──Worker…, HeartbeatHeard,        │
+          BlocksChanged, MilestonesHeard─▶├─▶ PlacementCore.handle(event, now) ─▶ actions
+replicas ──BookingsShared──▶              │
 the clock ──Tick──▶                       ┘
 """
 
@@ -9,7 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvproto.messages import Encoding, Frame, Heartbeat, PlaceRequest, ProducerRequest, WorkerRecord
+from kvproto.messages import (
+    BookedBatch,
+    Encoding,
+    Frame,
+    Heartbeat,
+    Milestones,
+    PlaceRequest,
+    ProducerRequest,
+    Snapshot,
+    WorkerRecord,
+)
+from services.placement.index.changes import Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,53 @@ class NobodyListens:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """A worker stored or removed blocks."""
+
+    worker: str
+    changes: Changes
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHeard:
+    """A part of what a worker holds."""
+
+    worker: str
+    part: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRefused:
+    """The worker cannot be asked, or its answer cannot be read."""
+
+    worker: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class MilestonesHeard:
+    """A worker's requests were accepted, started, drew a first token, ended."""
+
+    milestones: Milestones
+
+
+@dataclass(frozen=True, slots=True)
+class BookingsShared:
+    """Another replica placed requests."""
+
+    batch: BookedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainAsked:
+    """Somebody wants to know why a request was placed as it was; `tenant`: only if it is this one's."""
+
+    reply: str
+    request: str
+    tenant: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
@@ -121,5 +181,11 @@ Event = (
     | PingUnanswered
     | WorkerAnswered
     | NobodyListens
+    | BlocksChanged
+    | SnapshotHeard
+    | SnapshotRefused
+    | MilestonesHeard
+    | BookingsShared
+    | ExplainAsked
     | Tick
 )

@@ -6,11 +6,16 @@ Client watching the same fleet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
 from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord
+from services.placement.prompts import AddressSpace, address_space
+from services.placement.workloads import Columns, Workloads
 
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed
@@ -19,13 +24,16 @@ PING_AGAIN_S = 0.5
 
 @dataclass(slots=True)
 class Worker:
-    """A living worker. `heard_at` is its last sign of life, in the reader's monotonic seconds."""
+    """A living worker. `heard_at` is its last sign of life, in the reader's monotonic seconds; `column` is where its
+    load stands in the workloads."""
 
     id: str
     epoch: str
     model: str
     state: State
     heard_at: float
+    space: AddressSpace
+    column: int
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
 
@@ -43,12 +51,28 @@ class Ready:
 
     workers: tuple[Worker, ...]
     ring: HashRing
+    columns: Columns  # of the workers, in their order
+    spaces: tuple[tuple[AddressSpace, Columns], ...]  # which of the workers, by number, address blocks alike
+
+    @staticmethod
+    def of(workers: Iterable[Worker], ring: HashRing) -> Ready:
+        listed = tuple(workers)
+        spaces: dict[AddressSpace, list[int]] = {}
+        for number, worker in enumerate(listed):
+            spaces.setdefault(worker.space, []).append(number)
+        return Ready(
+            listed,
+            ring,
+            np.array([worker.column for worker in listed], dtype=np.int64),
+            tuple((space, np.array(numbers)) for space, numbers in spaces.items()),
+        )
 
 
 class Fleet:
     """Owned by the core. Dead workers are forgotten at once; names of models are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, workloads: Workloads) -> None:
+        self.workloads = workloads
         self.workers: dict[str, Worker] = {}
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
         self._ready: dict[str, Ready] = {}
@@ -57,24 +81,33 @@ class Fleet:
 
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
-        worker = Worker(record.id, record.epoch, record.model, record.state, now)
+        column = self.workloads.add(record.block_bytes, now)
+        worker = Worker(record.id, record.epoch, record.model, record.state, now, address_space(record), column)
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
+            self.workloads.report(column, heartbeat.load, heartbeat.rates, 0, 0, now)
         self.workers[record.id] = worker
         self._learn_name(record.model)
         self._ready.pop(record.model, None)
 
-    def update(self, record: WorkerRecord, now: float) -> None:
+    def update(self, record: WorkerRecord, now: float) -> bool:
+        """Whether it turned out to be another life, or another model: then it has joined anew."""
         worker = self.workers.get(record.id)
-        if worker is None or worker.epoch != record.epoch or worker.model != record.model:
+        if worker is None or (worker.epoch, worker.model, worker.space) != (
+            record.epoch,
+            record.model,
+            address_space(record),
+        ):
             self.join(record, None, now)
-            return
+            return True
         worker.heard_at = now
         self._set_state(worker, record.state)
+        return False
 
     def leave(self, worker: str) -> None:
         gone = self.workers.pop(worker, None)
         if gone is not None:
+            self.workloads.drop(gone.column)
             self._ready.pop(gone.model, None)
 
     def beat(self, beat: Heartbeat, now: float) -> bool:
@@ -104,7 +137,7 @@ class Fleet:
             workers = sorted(
                 (w for w in self.workers.values() if w.model == model and w.state is State.READY), key=lambda w: w.id
             )
-            found = Ready(tuple(workers), HashRing(w.id for w in workers))
+            found = Ready.of(workers, HashRing(w.id for w in workers))
             if workers:  # names that requests invent must not fill the cache
                 self._ready[model] = found
         return found

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from kvproto.errors import CodecError
 from kvproto.messages import Heartbeat, Snapshot, Tier
-from services.placement.index.changes import TIERS, read_changes
+from services.placement.index.changes import TIERS, Changes, read_changes
 from services.placement.index.follower import Follower, Follows
-from services.placement.index.prefix_index import Hashes, PrefixIndex, pack
+from services.placement.index.prefix_index import Depths, Hashes, PrefixIndex, pack
 
 MAX_BLOCKS = 1_000_000
 HOLDERS_PER_WORKER = 2  # what it holds, and the snapshot that will replace it
@@ -35,16 +35,21 @@ class KvIndexer:
         self.index = PrefixIndex(max_blocks, HOLDERS_PER_WORKER * max_workers, len(TIERS))
         self.malformed_total = 0
         self.unknown_total = 0  # events of workers, or lives, that are no members
+        self.left_out_total = 0
         self._followers: dict[str, Follower] = {}
 
     # ------------------------------------------------------------------ workers
 
     def join(self, worker: str, epoch: str) -> None:
+        """Follow this life of the worker; of more workers than there is room for, those who come last are left out."""
         known = self._followers.get(worker)
         if known is not None and known.epoch == epoch:
             return
         self.leave(worker)
-        self._followers[worker] = Follower(self.index, epoch)
+        try:
+            self._followers[worker] = Follower(self.index, epoch)
+        except OverflowError:
+            self.left_out_total += 1
 
     def leave(self, worker: str) -> None:
         gone = self._followers.pop(worker, None)
@@ -56,10 +61,11 @@ class KvIndexer:
     def on_events(self, worker: str, data: bytes, now: float) -> None:
         """Bytes from a worker's events subject. What cannot be read is a gap, which the next event shows."""
         try:
-            changes = read_changes(data)
+            self.on_changes(worker, read_changes(data), now)
         except CodecError:
             self.malformed_total += 1
-            return
+
+    def on_changes(self, worker: str, changes: Changes, now: float) -> None:
         follower = self._followers.get(worker)
         if follower is None or follower.epoch != changes.epoch:
             self.unknown_total += 1
@@ -75,6 +81,11 @@ class KvIndexer:
         follower = self._followers.get(worker)
         if follower is not None:
             follower.on_snapshot(part, now)
+
+    def on_snapshot_refused(self, worker: str, epoch: str, now: float) -> None:
+        follower = self._followers.get(worker)
+        if follower is not None and follower.epoch == epoch:
+            follower.give_up_pull(now)
 
     def tick(self, now: float) -> list[PullSnapshot]:
         """Which snapshots to ask for now; also cleans up behind those gone, a piece at a time."""
@@ -97,6 +108,13 @@ class KvIndexer:
         are left out."""
         depths = self.index.find(pack(list(block_hashes)))[TIERS.index(tier)].tolist()
         return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
+
+    def depths(self, hashes: Hashes, workers: Sequence[str]) -> Depths:
+        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one."""
+        holders = [self._followers[name].holder if name in self._followers else -1 for name in workers]
+        found = self.index.find(hashes)[:, holders]
+        found[:, [number for number, holder in enumerate(holders) if holder < 0]] = 0
+        return found
 
     def matches_by_tier(self, hashes: Hashes, workers: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
         """Of each worker, for each tier, how many blocks of the chain it has there or in a faster one."""

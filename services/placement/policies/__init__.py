@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.placement.policies.base import Choice, Policy, Question
+from services.placement.policies.cost import Cost
 from services.placement.policies.direct import Direct
+from services.placement.policies.kv_load import KvLoad
 from services.placement.policies.random_choice import RandomChoice
 from services.placement.policies.ring import BoundedRing, Ring
 from services.placement.policies.round_robin import RoundRobin
 
-DEFAULT_POLICY = BoundedRing.name
+DEFAULT_POLICY = Cost.name
 
 
 def build_policies(chance: Callable[[], float]) -> dict[str, Policy]:
     """A fresh set for one core; `chance()` is uniform in [0, 1)."""
-    policies: tuple[Policy, ...] = (Ring(), BoundedRing(), RandomChoice(chance), RoundRobin(), Direct())
+    policies: tuple[Policy, ...] = (
+        Cost(), KvLoad(), Ring(), BoundedRing(), RandomChoice(chance), RoundRobin(), Direct(),
+    )  # fmt: skip
     return {policy.name: policy for policy in policies}
 
 

@@ -1,18 +1,19 @@
 """The seam between placement and its policies. Pure.
 
-A policy sees one `Question` and names one worker. Excluded workers are no candidates, and candidates may be empty. One
-that needs more than this (what workers hold, what harm is done) is given it when it is built.
+A policy sees one `Question` and names one worker. Excluded workers are no candidates, and candidates may be empty. What
+is known of the candidates as numbers stands in arrays, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvproto.hash_ring import HashRing
 from kvproto.messages import PlaceRequest
 from services.placement.fleet import Worker
+from services.placement.workloads import Columns, Floats, Workloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,32 @@ class Question:
     excluded: frozenset[str]
     candidates: Sequence[Worker]  # ready, of the model, not excluded; by id
     alive: Mapping[str, Worker]  # everybody, of every model and state
-    load_of: Callable[[Worker], int]  # requests reported and booked
+    workloads: Workloads
+    columns: Columns  # of the candidates
+    prompt_tokens: int
+    matched: Floats  # `[tiers, candidates]` prompt tokens that one has in the tier or a faster one, as far as believed
+    block_size: int
+    now: float
+
+    def load_of(self, worker: Worker) -> float:
+        """Requests reported and booked."""
+        return self.workloads.of(worker.column, self.now).requests
+
+    @property
+    def loads(self) -> dict[str, float]:
+        """Of all candidates."""
+        requests = self.workloads.requests(self.columns).tolist()
+        return {worker.id: load for worker, load in zip(self.candidates, requests, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """`terms` say what the candidates would have cost, in seconds, by name; `[candidates]` each. Their sum decides, up
+    to what a policy calls equal. Empty for a policy that does not reckon."""
+
     worker: str
     why: str  # a short human sentence
+    terms: Mapping[str, Floats] = field(default_factory=dict)
 
 
 class Policy(Protocol):

@@ -30,7 +30,7 @@ class BoundedRing:
     name = "bounded_ring"
 
     def choose(self, question: Question) -> Choice | None:
-        loads = {worker.id: question.load_of(worker) for worker in question.candidates}
+        loads = question.loads
         slots = min((worker.load.slots for worker in question.candidates), default=0)
         worker = question.ring.bounded_owner(
             question.key, loads, factor=FACTOR, least=max(1, int(slots * UNBURIED)), excluded=question.excluded

@@ -1,0 +1,91 @@
+"""The cheapest worker, in seconds. Pure.
+
+    cost = queue + slot + step + fetch + prefill + harm
+
+* queue, slot: until what is queued there has been prefilled, and until a slot is free;
+* step: one decode step of those who are there already goes with the first token;
+* fetch, prefill: blocks that it has in slower tiers are restored as far as that is quicker than computing them again,
+  the rest is prefilled, all at the rates that it measured;
+* harm: what the prefill does to others, `prefill * (OTHERS + BUSY * u)`, u being the share of the last minute that the
+  worker was given to do. A second of prefill that a cache could have saved delays those who come next and pushes out
+  what they would have found; the more so, the busier the worker. As the harm grows with both factors, the work that
+  must be done somewhere goes where little was done, and a request whose prefix is cached pays next to nothing for going
+  there, however busy it is.
+
+The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth and of
+a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
+second the load of a minute varies twice as much, without the first a twentieth of the hits is lost near capacity.
+
+Among those whose costs are nearly equal the ring decides, so that what nobody holds meets on one worker whoever decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.placement.policies.base import Choice, Question
+from services.placement.workloads import TIERS, Floats
+
+OTHERS = 4.0
+BUSY = 50.0
+NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
+NEAR = 0.02
+
+
+class Cost:
+    """Least expected time to first token plus the harm done to others."""
+
+    name = "cost"
+
+    def __init__(self, others: float = OTHERS, busy: float = BUSY) -> None:
+        self._others, self._busy = others, busy
+
+    def choose(self, question: Question) -> Choice | None:
+        if not question.candidates:
+            return None
+        loads, columns, now = question.workloads, question.columns, question.now
+        rates = loads.prefill_rate(columns)
+        fetch, prefill = fetch_and_prefill(question, rates)
+        terms = {
+            "queue": loads.backlog_s(columns, rates, now),
+            "slot": loads.slot_wait_s(columns),
+            "step": loads.step_s(columns),
+            "fetch": fetch,
+            "prefill": prefill,
+            "harm": prefill * (self._others + self._busy * loads.recent_share(columns, rates, now)),
+        }
+        costs = sum(terms.values(), np.zeros(len(columns)))
+        best = float(costs.min())
+        near = costs <= best * (1 + NEAR) + NEAR_S
+        number = int(costs.argmin())
+        if near.sum() > 1:
+            names = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(near)}
+            number = next(names[name] for name in question.ring.walk(question.key) if name in names)
+        return Choice(question.candidates[number].id, _why(question, terms, number, int(near.sum())), terms)
+
+
+def fetch_and_prefill(question: Question, rates: Floats) -> tuple[Floats, Floats]:
+    """Seconds of restoring and of prefilling on each candidate, at the cheapest split.
+
+    Between the ends of two tiers both grow in a straight line, so the cheapest split is at one of the ends.
+    """
+    matched = question.matched
+    fetch, fetched = np.zeros(len(rates)), np.zeros(len(rates))
+    prefill = (question.prompt_tokens - matched[0]) / rates
+    for tier in range(1, len(TIERS)):
+        more = (matched[tier] - matched[tier - 1]) / question.block_size
+        if not more.any():
+            continue
+        per_block = question.workloads.restore_s_per_block(tier, question.columns)
+        fetched = fetched + np.where(more > 0, more * np.where(more > 0, per_block, 0.0), 0.0)
+        rest = (question.prompt_tokens - matched[tier]) / rates
+        cheaper = fetched + rest < fetch + prefill
+        fetch, prefill = np.where(cheaper, fetched, fetch), np.where(cheaper, rest, prefill)
+    return fetch, prefill
+
+
+def _why(question: Question, terms: dict[str, Floats], number: int, near: int) -> str:
+    waits = (terms["queue"][number] + terms["slot"][number]) * 1000
+    held = int(question.matched[-1][number])
+    text = f"{waits:.0f} ms queue, {terms['prefill'][number] * 1000:.0f} ms prefill after {held} cached tokens"
+    return f"{text}; first on the ring of {near} that cost as little" if near > 1 else f"cheapest: {text}"

@@ -1,0 +1,29 @@
+"""What a worker holds of the prompt minus how loaded it is, as shares. Pure.
+
+The rule of NVIDIA Dynamo's first KV router: of three workers with matches of 15, 50 and 75 % and loads of 30, 50 and
+80 %, the second is chosen, at 0. Kept to compare with; `cost` reckons in seconds instead of adding unlike shares.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.placement.policies.base import Choice, Question
+
+
+class KvLoad:
+    """Highest match minus load; equals go to the first on the ring."""
+
+    name = "kv_load"
+
+    def choose(self, question: Question) -> Choice | None:
+        if not question.candidates:
+            return None
+        columns = question.columns
+        match = question.matched[-1] / max(question.prompt_tokens, 1)
+        load = np.maximum(question.workloads.slot_usage(columns), question.workloads.cache_usage(columns))
+        score = match - load
+        best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}
+        worker = next(name for name in question.ring.walk(question.key) if name in best)
+        number = best[worker]
+        return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")

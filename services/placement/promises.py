@@ -1,0 +1,100 @@
+"""Blocks that are being computed: of requests on their way, which no event has told of yet. Pure.
+
+Two requests with one new prefix, a moment apart, should meet on one worker: it computes the prefix once. A promise ends
+a moment after the first token was drawn, when the blocks' own events are here; or with its request; or after a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.placement.index.prefix_index import Hashes, PrefixIndex
+from services.placement.workloads import Floats
+
+MAX_BLOCKS = 131_072
+MAX_WORKERS = 256
+LIMIT_S = 60.0
+EVENTS_S = 0.5  # by when events about blocks of a finished prefill have come
+
+Key = tuple[str, str]
+
+
+class Promises:
+    """Owned by the core. `now` never goes back."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
+        self._index = PrefixIndex(max_blocks, max_workers, tiers=1)
+        self._holders: dict[str, int] = {}
+        self._made: dict[Key, tuple[float, str, Hashes]] = {}  # oldest first
+        self._kept: dict[Key, tuple[float, str, Hashes]] = {}  # fulfilled, until their events are here; oldest first
+
+    def __len__(self) -> int:
+        return len(self._made) + len(self._kept)
+
+    def make(self, key: Key, worker: str, hashes: Hashes, now: float) -> None:
+        """`worker` is going to compute what it has not of `hashes`."""
+        self.break_off(key)
+        if not len(hashes):
+            return
+        if worker not in self._holders:
+            try:
+                self._holders[worker] = self._index.add_holder()
+            except OverflowError:
+                return  # more workers than there is room for: they go without
+        self._index.store(self._holders[worker], 0, hashes)
+        self._made[key] = now, worker, hashes
+
+    def fulfil(self, key: Key, now: float) -> None:
+        """It has been computed."""
+        made = self._made.pop(key, None)
+        if made is not None:
+            self._kept[key] = (now, *made[1:])
+
+    def break_off(self, key: Key) -> None:
+        """It will not be computed, or not there; those of others stay, but for blocks they have in common with it."""
+        for table in (self._made, self._kept):
+            made = table.pop(key, None)
+            if made is not None:
+                self._take_back(made)
+
+    def drop_worker(self, worker: str) -> None:
+        holder = self._holders.pop(worker, None)
+        if holder is not None:
+            self._index.retire(holder)
+            for table in (self._made, self._kept):
+                for key in [key for key, (_, name, _) in table.items() if name == worker]:
+                    del table[key]
+
+    def tick(self, now: float) -> None:
+        self._index.clean(self._index.max_blocks)
+        for table, limit in ((self._made, LIMIT_S), (self._kept, EVENTS_S)):
+            while table:
+                key, made = next(iter(table.items()))
+                if now - made[0] <= limit:
+                    break
+                del table[key]
+                self._take_back(made)
+
+    def depths(self, hashes: Hashes, workers: Sequence[str]) -> Floats | None:
+        """Of each worker, how many blocks from the start of the chain it is computing; None: nobody is."""
+        if not len(self):
+            return None
+        found = self._index.find(hashes)[0]
+        if not found.any():
+            return None
+        return np.array([found[self._holders[name]] if name in self._holders else 0 for name in workers], dtype=float)
+
+    def _take_back(self, made: tuple[float, str, Hashes]) -> None:
+        _, worker, hashes = made
+        self._index.remove(self._holders[worker], 0, hashes)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        self._index.check_integrity()
+        for table in (self._made, self._kept):
+            times = [at for at, _, _ in table.values()]
+            assert times == sorted(times)
+            assert all(name in self._holders for _, name, _ in table.values())
+        assert not self._made.keys() & self._kept.keys()

@@ -1,0 +1,67 @@
+"""What a request's prompt is to placement: so many tokens, and the hashes of its blocks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvproto import block_hash
+from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
+from kvproto.tenant_roots import TenantRoots
+from services.placement.index.prefix_index import Hashes, pack
+
+CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet
+NO_HASHES: Hashes = np.empty((0, 2), dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class AddressSpace:
+    """What decides a block's address besides its tokens and the tenant: workers that agree on it share hashes."""
+
+    model_revision: str
+    block_size: int
+    public_prefixes: tuple[PublicPrefix, ...]
+
+
+def address_space(record: WorkerRecord) -> AddressSpace:
+    return AddressSpace(record.model_revision, max(1, record.block_size), record.public_prefixes)
+
+
+class Prompts(Protocol):
+    """How prompts are counted and hashed; the simulator has traces instead of tokens."""
+
+    def tokens(self, ask: PlaceRequest) -> int: ...
+
+    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
+        """`[blocks, 2]` of the full blocks; none for text that only a worker can tokenise."""
+        ...
+
+
+class HashedPrompts:
+    """Hashes token ids as workers do. Without the fleet key nothing can be hashed: then load alone decides."""
+
+    def __init__(self, fleet_key: bytes | None, chain: Callable[..., list[bytes]] = block_hash.chain) -> None:
+        self._fleet_key = fleet_key
+        self._chain = chain
+        self._roots: dict[AddressSpace, TenantRoots] = {}
+
+    def tokens(self, ask: PlaceRequest) -> int:
+        return len(ask.prompt_ids) or len(ask.prompt or "") // CHARACTERS_PER_TOKEN
+
+    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
+        if self._fleet_key is None or len(ask.prompt_ids) < space.block_size:
+            return NO_HASHES
+        roots = self._roots.get(space)
+        if roots is None:
+            if len(self._roots) >= MAX_SPACES:
+                self._roots.clear()
+            roots = TenantRoots(space.model_revision, space.block_size, space.public_prefixes, self._fleet_key)
+            self._roots[space] = roots
+        ids = ask.prompt_ids
+        return pack(self._chain(roots.of(tenant, ids), ids, space.block_size))
+
+
+MAX_SPACES = 64

@@ -1,0 +1,364 @@
+"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between them. Pure.
+
+    arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
+
+Messages take the time they take in `Delays`; chance comes from a seed, so a run can be repeated. Whoever loses its worker
+is placed again, as a Client does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvproto.messages import (
+    BookedBatch,
+    Heartbeat,
+    Milestone,
+    Milestones,
+    Passed,
+    PlaceRequest,
+    State,
+    WorkerRecord,
+)
+from services.placement.actions import Answer, Share
+from services.placement.core import PlacementCore
+from services.placement.events import (
+    BlocksChanged,
+    BookingsShared,
+    HeartbeatHeard,
+    MilestonesHeard,
+    PlaceAsked,
+    Tick,
+    WorkerJoined,
+    WorkerLeft,
+)
+from services.placement.index.changes import Change, Changes
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.index.prefix_index import Hashes
+from services.placement.policies import Policy, build_policies
+from services.placement.prompts import AddressSpace
+from services.placement.simulate.sim_worker import Job, Progress, SimWorker, Speed
+from services.placement.simulate.trace import Arrival, Trace
+
+MODEL = "simulated"
+HEARTBEAT_S = 0.5
+TICK_S = 0.5
+ATTEMPTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Seconds from one process to another."""
+
+    place_s: float = 0.001  # asking placement, and publishing to the worker
+    event_s: float = 0.05
+    milestone_s: float = 0.02
+    heartbeat_s: float = 0.001
+    booking_s: float | None = 0.002  # None: replicas do not share bookings
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """What is simulated. `churn_s`: every so often one worker leaves and another one joins; 0: never."""
+
+    workers: int = 8
+    cache_blocks: int = 2048
+    replicas: int = 2
+    speed: Speed = field(default_factory=Speed)
+    delays: Delays = field(default_factory=Delays)
+    churn_s: float = 0.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. `worker`: the first one it was placed at."""
+
+    arrival: Arrival
+    worker: str = ""
+    cached_tokens: int = 0
+    expected_tokens: int = 0
+    ttft_s: float | None = None
+    ended: bool = False
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class Run:
+    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn."""
+
+    outcomes: list[Outcome]
+    prefilled: dict[str, dict[int, float]]
+    changes: list[float]
+    fed_tokens: int = 0
+
+
+class TracePrompts:
+    """A trace has hashes instead of tokens; requests are told apart by their number."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._arrivals = trace.arrivals
+
+    def tokens(self, ask: PlaceRequest) -> int:
+        return self._arrivals[int(ask.request)].prompt_tokens
+
+    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
+        return self._arrivals[int(ask.request)].hashes
+
+
+class Simulation:
+    """One run of one policy."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        shape: FleetShape,
+        policy: str,
+        policies: Callable[[Callable[[], float]], Mapping[str, Policy]] = build_policies,
+    ) -> None:
+        self._trace = trace
+        self._shape = shape
+        self._random = random.Random(shape.seed)
+        self._now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._workers: dict[str, SimWorker] = {}
+        self._joined = 0
+        self._by_number: dict[int, Arrival] = {}
+        self._hash_of = _hashes_by_id(trace)
+        self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
+        self._run = Run(self._outcomes, {}, [])
+        self._wakes: dict[str, float] = {}
+        self._left = len(trace.arrivals)
+        prompts = TracePrompts(trace)
+        blocks = max(4096, 2 * shape.workers * shape.cache_blocks)
+        self.cores = [
+            PlacementCore(
+                f"p{number}",
+                f"_plc.p{number}",
+                self._random.random,
+                prompts=prompts,
+                unix_ms=lambda: int(self._now * 1000),
+                policy=policy,
+                policies=policies(self._random.random),
+                indexer=KvIndexer(min(blocks, max(4096, trace.distinct_blocks)), max_workers=shape.workers + 64),
+            )
+            for number in range(shape.replicas)
+        ]
+
+    def run(self) -> Run:
+        """To the end of the last request."""
+        for _ in range(self._shape.workers):
+            self._join()
+        for arrival in self._trace.arrivals:
+            self._at(arrival.at_s, lambda arrival=arrival: self._place(arrival, 0, ()))  # type: ignore[misc]
+        self._at(0.0, self._beat)
+        self._at(TICK_S, self._tick)
+        if self._shape.churn_s:
+            self._at(self._shape.churn_s, self._churn)
+        while self._left and self._queue:
+            self._now, _, what = heapq.heappop(self._queue)
+            what()
+        return self._run
+
+    # ------------------------------------------------------------------ requests
+
+    def _place(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+        core = self.cores[int(self._random.random() * len(self.cores))]
+        ask = PlaceRequest(
+            request=str(arrival.number),
+            model=MODEL,
+            session=arrival.session,
+            attempt=attempt,
+            excluded=excluded,
+            max_tokens=arrival.output_tokens,
+        )
+        for action in core.handle(PlaceAsked("", "public", ask), self._now):
+            if isinstance(action, Answer):
+                placement = action.placement
+                outcome = self._outcomes[arrival.number]
+                outcome.attempts += 1
+                if not attempt:
+                    outcome.worker = placement.worker
+                    outcome.expected_tokens = sum(placement.expected_hit.values())
+                self._after(
+                    self._shape.delays.place_s, lambda: self._submit(placement.worker, arrival, attempt, excluded)
+                )
+            elif isinstance(action, Share):
+                self._share(core, BookedBatch(core.placement, action.booked))
+
+    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+        worker = self._workers.get(name)
+        if worker is None:  # nobody listens
+            self._again(arrival, attempt, (*excluded, name))
+            return
+        job = Job(arrival, attempt, self._now)
+        self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
+        self._take(worker, worker.submit(job, self._now))
+
+    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+        if attempt + 1 < ATTEMPTS:
+            self._after(self._shape.delays.place_s, lambda: self._place(arrival, attempt + 1, excluded))
+        else:
+            self._left -= 1
+
+    # ------------------------------------------------------------------ workers
+
+    def _take(self, worker: SimWorker, progress: Progress) -> None:
+        """What a worker did: told to all replicas, counted, and when to look again."""
+        told = []
+        for job in progress.started:
+            told.append(self._milestone(job, Passed.STARTED))
+            outcome = self._outcomes[job.arrival.number]
+            outcome.cached_tokens = job.cached_tokens
+            self._run.fed_tokens += job.arrival.prompt_tokens - job.cached_tokens
+        for job in progress.first_token:
+            told.append(self._milestone(job, Passed.FIRST_TOKEN))
+            outcome = self._outcomes[job.arrival.number]
+            if outcome.ttft_s is None:
+                outcome.ttft_s = self._now - job.arrival.at_s
+        for job in progress.ended:
+            told.append(self._milestone(job, Passed.ENDED))
+            self._outcomes[job.arrival.number].ended = True
+            self._left -= 1
+        if told:
+            self._tell(worker, told)
+        if progress.stored or progress.removed:
+            self._publish(worker, progress)
+        self._wake(worker)
+
+    def _wake(self, worker: SimWorker) -> None:
+        at = worker.next_at()
+        if at is None or self._wakes.get(worker.name, -1.0) == at:
+            return
+        self._wakes[worker.name] = at
+        self._at(at, lambda: self._woken(worker, at))
+
+    def _woken(self, worker: SimWorker, at: float) -> None:
+        if self._wakes.get(worker.name) == at and worker.name in self._workers:
+            del self._wakes[worker.name]
+            self._take(worker, worker.advance(self._now))
+
+    def _milestone(self, job: Job, passed: Passed) -> Milestone:
+        return Milestone(
+            "public",
+            str(job.arrival.number),
+            job.attempt,
+            passed,
+            max(self._now - job.accepted_at, 0.0),
+            job.arrival.prompt_tokens if passed is Passed.STARTED else 0,
+            {"device": job.cached_tokens} if passed is Passed.STARTED and job.cached_tokens else {},
+            job.arrival.output_tokens if passed is Passed.ENDED else 0,
+        )
+
+    def _publish(self, worker: SimWorker, progress: Progress) -> None:
+        worker.event_seq += 1
+        changes = []
+        for removed, ids in ((True, progress.removed), (False, progress.stored)):
+            if ids:
+                changes.append(Change(0, removed, self._hash_of[ids]))
+        event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
+        self._to_all(self._shape.delays.event_s, event)
+
+    # ------------------------------------------------------------------ what replicas hear
+
+    def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
+        self._to_all(
+            self._shape.delays.milestone_s, MilestonesHeard(Milestones(worker.name, worker.epoch, tuple(items)))
+        )
+
+    def _to_all(self, delay: float, event: BlocksChanged | MilestonesHeard | HeartbeatHeard) -> None:
+        def arrive() -> None:
+            for core in self.cores:
+                core.handle(event, self._now)
+
+        self._after(delay, arrive)
+
+    def _share(self, author: PlacementCore, batch: BookedBatch) -> None:
+        delay = self._shape.delays.booking_s
+        if delay is None or len(self.cores) == 1:
+            return
+
+        def arrive() -> None:
+            for core in self.cores:
+                if core is not author:
+                    core.handle(BookingsShared(batch), self._now)
+
+        self._after(delay, arrive)
+
+    def _beat(self) -> None:
+        """Of workers that have something new to say: silence of idle ones is no news in a simulation."""
+        for worker in list(self._workers.values()):
+            self._take(worker, worker.advance(self._now))
+            if worker.changed:
+                worker.changed = False
+                beat = Heartbeat(
+                    worker.name, worker.epoch, State.READY, worker.load(), worker.rates(), worker.event_seq
+                )
+                self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
+        self._after(HEARTBEAT_S, self._beat)
+
+    def _tick(self) -> None:
+        for core in self.cores:
+            core.handle(Tick(), self._now)
+        self._after(TICK_S, self._tick)
+
+    # ------------------------------------------------------------------ workers come and go
+
+    def _join(self) -> None:
+        name = f"w{self._joined}"
+        self._joined += 1
+        worker = SimWorker(name, self._shape.speed, self._shape.cache_blocks, self._trace.block_tokens)
+        worker.advance(self._now)
+        self._workers[name] = worker
+        self._run.prefilled[name] = worker.prefilled
+        record = WorkerRecord(
+            id=name,
+            epoch=worker.epoch,
+            lease="",
+            state=State.READY,
+            model=MODEL,
+            address="",
+            host="",
+            pid=0,
+            versions=(1, 1),
+            block_size=self._trace.block_tokens,
+        )
+        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
+        for core in self.cores:
+            core.handle(WorkerJoined(record, beat), self._now)
+            core.handle(HeartbeatHeard(beat), self._now)
+
+    def _churn(self) -> None:
+        name = self._random.choice(sorted(self._workers))
+        worker = self._workers.pop(name)
+        self._take(worker, worker.advance(self._now))
+        for core in self.cores:
+            core.handle(WorkerLeft(name), self._now)
+        self._run.changes.append(self._now)
+        self._join()
+        for job in worker.abandon():
+            self._again(job.arrival, job.attempt, (name,))
+        self._after(self._shape.churn_s, self._churn)
+
+    # ------------------------------------------------------------------ time
+
+    def _at(self, at: float, what: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (at, self._count, what))
+
+    def _after(self, seconds: float, what: Callable[[], None]) -> None:
+        self._at(self._now + seconds, what)
+
+
+def _hashes_by_id(trace: Trace) -> Hashes:
+    """`[ids, 2]`: the hash of each block number."""
+    found = np.zeros((trace.distinct_blocks, 2), dtype=np.uint64)
+    for arrival in trace.arrivals:
+        found[list(arrival.ids)] = arrival.hashes
+    return found

@@ -1,0 +1,203 @@
+"""What each worker has to do, as columns of numbers: one decision looks at all workers at once. Pure.
+
+A worker's prefill backlog is taken as a fluid: it drains at the worker's measured rate, grows by what is booked, and is
+set right by every heartbeat. So between two heartbeats a burst sees its own weight, and a queue that empties is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.messages import Load, Rates, Tier
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Columns: TypeAlias = npt.NDArray[np.int64]
+
+TIERS: tuple[Tier, ...] = tuple(Tier)
+UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
+RECENT_S = 60.0  # what a worker was given counts as recent for about so long
+FIRST_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One worker's column, for those who look at one."""
+
+    requests: float
+    backlog_tokens: float
+    prefill_tokens_per_s: float
+
+
+class Workloads:
+    """Owned by the core. A column belongs to one life of one worker; `now` never goes back."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # the latest time heard of
+        self._size = 0
+        self._free: list[int] = []
+        self._values = np.zeros((len(_FIELDS), FIRST_COLUMNS))
+        self._restore = np.zeros((len(TIERS), FIRST_COLUMNS))
+
+    # ------------------------------------------------------------------ columns
+
+    def add(self, block_bytes: float, now: float) -> int:
+        if self._free:
+            column = self._free.pop()
+        else:
+            column = self._size
+            self._size += 1
+            if column == self._values.shape[1]:
+                self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+                self._restore = np.concatenate([self._restore, np.zeros_like(self._restore)], axis=1)
+        self._values[:, column] = 0.0
+        self._restore[:, column] = 0.0
+        self._values[_AT, column] = now
+        self._values[_CREDIT, column] = 1.0
+        self._values[_BLOCK_BYTES, column] = block_bytes
+        return column
+
+    def drop(self, column: int) -> None:
+        self._free.append(column)
+
+    # ------------------------------------------------------------------ what workers say, and what they are given
+
+    def report(
+        self, column: int, load: Load, rates: Rates, unseen_tokens: float, unseen_requests: int, now: float
+    ) -> None:
+        """A heartbeat; `unseen` is what was booked and cannot be in it yet."""
+        values = self._values
+        self._drain(column, now)
+        values[_RATE, column] = rates.prefill_tokens_per_s
+        values[_BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
+        values[_REQUESTS, column] = load.waiting + load.running + unseen_requests
+        values[_SLOTS, column] = load.slots
+        if rates.decode_tokens_per_s:
+            values[_TOKEN_S, column] = 1 / rates.decode_tokens_per_s
+        values[_BLOCKS_USED, column] = load.blocks_used
+        values[_BLOCKS, column] = load.blocks_total
+        for tier, rate in rates.restore_bytes_per_s.items():
+            if tier in _TIER_NUMBER and math.isfinite(rate) and rate >= 0:
+                self._restore[_TIER_NUMBER[tier], column] = rate
+
+    def give(self, column: int, tokens: float, now: float) -> None:
+        """A request with so many tokens to prefill."""
+        self._drain(column, now)
+        self._values[_REQUESTS, column] += 1
+        self._values[_BACKLOG, column] += tokens
+        self._values[_RECENT, column] += tokens
+
+    def correct(self, column: int, tokens: float, now: float) -> None:
+        """The tokens to prefill turned out to be more, or fewer."""
+        self._drain(column, now)
+        self._values[_BACKLOG, column] = max(0.0, self._values[_BACKLOG, column] + tokens)
+        self._values[_RECENT, column] = max(0.0, self._values[_RECENT, column] + tokens)
+
+    def take(self, column: int, tokens: float, now: float) -> None:
+        """The request is gone, and so many of its tokens will never be prefilled."""
+        self.correct(column, -tokens, now)
+        self._values[_REQUESTS, column] = max(0.0, self._values[_REQUESTS, column] - 1)
+
+    def stayed(self, column: int, seconds: float) -> None:
+        """A request left, so long after it had started."""
+        old = self._values[_STAY, column]
+        self._values[_STAY, column] = old + (seconds - old) * 0.1 if old else seconds
+
+    def trust(self, column: int, credit: float) -> None:
+        """What share of the blocks that the worker is said to hold is believed."""
+        self._values[_CREDIT, column] = credit
+
+    # ------------------------------------------------------------------ questions, `[columns]` each
+
+    def requests(self, columns: Columns) -> Floats:
+        return self._values[_REQUESTS, columns]
+
+    def credit(self, columns: Columns) -> Floats:
+        return self._values[_CREDIT, columns]
+
+    def prefill_rate(self, columns: Columns) -> Floats:
+        """Tokens/s; who has not measured is taken for the mean of those who have."""
+        rates = self._values[_RATE, columns]
+        measured = rates > 0
+        if measured.all():
+            return rates
+        mean = float(rates[measured].mean()) if measured.any() else UNMEASURED_RATE
+        return np.where(measured, rates, mean)
+
+    def backlog_s(self, columns: Columns, rates: Floats, now: float) -> Floats:
+        """Seconds until what is queued has been prefilled."""
+        values = self._values
+        waited = now - values[_AT, columns]
+        return np.maximum(values[_BACKLOG, columns] / rates - waited, 0.0)
+
+    def recent_share(self, columns: Columns, rates: Floats, now: float) -> Floats:
+        """Seconds of prefill given lately, per second: 1 is a worker that is just busy all the time."""
+        values = self._values
+        return values[_RECENT, columns] * np.exp((values[_AT, columns] - now) / RECENT_S) / (rates * RECENT_S)
+
+    def step_s(self, columns: Columns) -> Floats:
+        """Seconds of a decode step of those who are there, as each makes it longer.
+
+        What one adds is at most the least time that a decoded token takes anywhere: with few of them most of a step
+        is not theirs.
+        """
+        each = self._values[_TOKEN_S, columns]
+        measured = each[each > 0]
+        return self._values[_REQUESTS, columns] * (float(measured.min()) if len(measured) else 0.0)
+
+    def slot_wait_s(self, columns: Columns) -> Floats:
+        """Seconds until a slot is free, from how long requests stay."""
+        values = self._values
+        slots = np.maximum(values[_SLOTS, columns], 1.0)
+        ahead = values[_REQUESTS, columns] - values[_SLOTS, columns] + 1
+        waits = np.where(values[_SLOTS, columns] > 0, np.maximum(ahead, 0.0), 0.0)
+        return waits * values[_STAY, columns] / slots
+
+    def cache_usage(self, columns: Columns) -> Floats:
+        """Share of KV blocks that running sequences hold; 0 where that is not known."""
+        values = self._values
+        return values[_BLOCKS_USED, columns] / np.maximum(values[_BLOCKS, columns], 1.0)
+
+    def slot_usage(self, columns: Columns) -> Floats:
+        """Requests, waiting ones too, as a share of slots."""
+        values = self._values
+        return values[_REQUESTS, columns] / np.maximum(values[_SLOTS, columns], 1.0)
+
+    def restore_s_per_block(self, tier: int, columns: Columns) -> Floats:
+        """Seconds to bring one block to the device; infinite where nothing was measured."""
+        rates = self._restore[tier, columns]
+        bytes_ = self._values[_BLOCK_BYTES, columns]
+        known = (rates > 0) & (bytes_ > 0)
+        return np.where(known, bytes_ / np.where(known, rates, 1.0), np.inf)
+
+    def of(self, column: int, now: float) -> Workload:
+        one = np.array([column])
+        rates = self.prefill_rate(one)
+        backlog = self.backlog_s(one, rates, now) * rates
+        return Workload(float(self.requests(one)[0]), float(backlog[0]), float(self._values[_RATE, column]))
+
+    # ------------------------------------------------------------------ inside
+
+    def _drain(self, column: int, now: float) -> None:
+        values = self._values
+        waited = now - values[_AT, column]
+        values[_AT, column] = self.now = now
+        rate = values[_RATE, column] or UNMEASURED_RATE
+        values[_BACKLOG, column] = max(0.0, values[_BACKLOG, column] - waited * rate)
+        values[_RECENT, column] *= math.exp(-waited / RECENT_S)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        assert len(set(self._free)) == len(self._free) <= self._size
+        assert np.isfinite(self._values).all()
+        assert (self._values[_NEVER_NEGATIVE] >= 0).all()
+
+
+_FIELDS = range(12)
+_RATE, _BACKLOG, _AT, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT, _BLOCK_BYTES, _BLOCKS_USED, _BLOCKS, _TOKEN_S = _FIELDS
+_NEVER_NEGATIVE = [_RATE, _BACKLOG, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT]
+_TIER_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}
