@@ -30,10 +30,10 @@ from kvproto.messages import (
     WorkerStats,
 )
 from kvproto.subjects import is_inbox
+from kvproto.tenant_roots import TenantRoots
 from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
-from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 

@@ -41,6 +41,7 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import Subjects, is_inbox
+from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
 from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
@@ -48,7 +49,6 @@ from services.worker.frames import FrameBook, Record
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
-from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,6 @@ class WorkerLoop:
         self._limits = limits
         self._on_fatal = on_fatal
         self._events = events
-        self._roots = TenantRoots(bundle, limits.fleet_key)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenising: set[tuple[str, int]] = set()
@@ -98,6 +97,9 @@ class WorkerLoop:
         self.record = lease.record
         self.frames = FrameBook(self.record.id)
         self.outbox = Outbox(connection)
+        self._roots = TenantRoots(
+            self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
+        )
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0

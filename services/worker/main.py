@@ -21,6 +21,7 @@ from kvproto.ids import is_token, new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
+from kvproto.tenant_roots import public_prefix
 from kvservice import lifecycle, logs
 from kvservice.membership import open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
@@ -72,6 +73,7 @@ def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bund
         context_length=bundle.context_length,
         slots=settings.slots,
         started_unix_ms=int(time.time() * 1000),
+        public_prefixes=tuple(public_prefix(ids) for ids in bundle.public_prefixes),
     )
 
 
@@ -143,7 +145,7 @@ def assemble(
 ) -> tuple[WorkerLoop, EngineThread]:
     """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
-    lease.record = replace(lease.record, blocks=engine.pool.num_blocks)
+    lease.record = replace(lease.record, blocks=engine.pool.num_blocks, block_bytes=engine.runner.bytes_per_block)
     loops: list[WorkerLoop] = []  # the thread reports to the loop, the loop commands the thread
     thread = EngineThread(
         engine,
