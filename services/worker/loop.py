@@ -43,9 +43,9 @@ from kvproto.messages import (
 from kvproto.subjects import Subjects, is_inbox
 from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
-from services.worker.cache_events import CacheEvents
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook, Record
+from services.worker.kv_publisher import KvPublisher
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
@@ -72,7 +72,7 @@ class WorkerLoop:
         subjects: Subjects,
         lease: Lease,
         engine: EngineThread,
-        events: CacheEvents,
+        publisher: KvPublisher,
         bundle: Bundle,
         encode_prompt: Callable[[str], list[int]],
         limits: WorkerLimits,
@@ -85,7 +85,7 @@ class WorkerLoop:
         self._encode_prompt = encode_prompt
         self._limits = limits
         self._on_fatal = on_fatal
-        self._events = events
+        self._publisher = publisher
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenising: set[tuple[str, int]] = set()
@@ -320,7 +320,7 @@ class WorkerLoop:
             self.outbox.send(asked.inbox, codec.encode_frames([frame]))
 
     async def _on_snapshot(self, message: Message) -> None:
-        await self.desk.on_snapshot(message, self._events)
+        await self.desk.on_snapshot(message, self._publisher)
 
     def _malformed(self, message: Message, error: CodecError) -> None:
         self.malformed_total += 1
@@ -340,7 +340,7 @@ class WorkerLoop:
                     self._engine.cancel(output.request, output.attempt)  # its other choices
         if framed:
             self.outbox.send_frames(framed)
-        if (events := self._events.batch(results)) is not None:
+        if (events := self._publisher.batch(results, now, hold=False)) is not None:
             self.outbox.send(self._subjects.events(self.record.id), codec.encode_events(events))
 
     async def _beat(self) -> None:
@@ -372,7 +372,7 @@ class WorkerLoop:
             state=self._state,
             load=self._load,
             rates=self._rates,
-            event_seq=self._events.seq,
-            digest=self._events.digest,
+            event_seq=self._publisher.seq,
+            digest=self._publisher.digest,
             held=self._load.blocks_addressed,
         )

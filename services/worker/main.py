@@ -28,10 +28,10 @@ from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
 from services.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
-from services.worker.cache_events import CacheEvents
 from services.worker.engine import Engine
 from services.worker.engine_factory import build_engine
 from services.worker.engine_thread import EngineThread
+from services.worker.kv_publisher import KvPublisher
 from services.worker.loop import WorkerLimits, WorkerLoop
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.settings import WorkerSettings
@@ -158,7 +158,7 @@ def assemble(
         subjects,
         lease,
         thread,
-        CacheEvents(lease.record.epoch),
+        KvPublisher(lease.record.epoch),
         bundle,
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),

@@ -31,7 +31,7 @@ PURE = {
     )),
     *(f"services.placement.{name}" for name in ("core", "actions", "events", "fleet", "bookings", "decider")),
     *(f"services.worker.{name}" for name in (
-        "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "cache_events",
+        "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher",
     )),
 }  # fmt: skip
 
