@@ -29,9 +29,9 @@ from kvproto.messages import (
 )
 from kvproto.subjects import is_inbox
 from kvproto.tenant_roots import TenantRoots
+from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
-from services.worker.kv_publisher import KvPublisher
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class AdminDesk:
         engine: EngineThread,
         bundle: Bundle,
         roots: TenantRoots,
+        broadcast: Broadcast,
         heartbeat: Callable[[], Heartbeat],
         begin_drain: Callable[[], None],
     ) -> None:
@@ -58,6 +59,7 @@ class AdminDesk:
         self._engine = engine
         self._bundle = codec.encode(bundle)
         self._roots = roots
+        self._broadcast = broadcast
         self._heartbeat = heartbeat
         self._begin_drain = begin_drain
         self._kept: dict[str, tuple[float, bytes]] = {}
@@ -67,9 +69,9 @@ class AdminDesk:
         if is_inbox(message.reply):
             self._spawn(self._answer(message))
 
-    async def on_snapshot(self, message: Message, publisher: KvPublisher) -> None:
+    async def on_snapshot(self, message: Message) -> None:
         if is_inbox(message.reply):
-            self._spawn(self._snapshot(message, publisher))
+            self._spawn(self._snapshot(message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -131,13 +133,13 @@ class AdminDesk:
             self._kept[key] = (now, data)
         return data
 
-    async def _snapshot(self, message: Message, publisher: KvPublisher) -> None:
+    async def _snapshot(self, message: Message) -> None:
         """What this worker holds, raw, in parts under the size of a NATS message."""
         try:
             asked = codec.decode(SnapshotRequest, message.data).tier
-            held, digest = await self._engine.call(lambda engine: (engine.holdings(), engine.digest))
+            parts = await self._broadcast.snapshot(self._engine, asked)
         except KvfleetError as error:
             log.debug("snapshot: %s", error)
             return
-        for part in publisher.snapshot(held, digest, asked):
+        for part in parts:
             await self._publish(message.reply, codec.encode(part))

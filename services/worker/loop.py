@@ -43,9 +43,11 @@ from kvproto.messages import (
 from kvproto.subjects import Subjects, is_inbox
 from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
+from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook, Record
 from services.worker.kv_publisher import KvPublisher
+from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
@@ -95,15 +97,26 @@ class WorkerLoop:
         self._rates = Rates()
         assert isinstance(lease.record, WorkerRecord)
         self.record = lease.record
-        self.frames = FrameBook(self.record.id)
+        self.milestones = MilestoneLog(self.record.id, self.record.epoch)
+        self.frames = FrameBook(self.record.id, self.milestones)
         self.outbox = Outbox(connection)
+        self._broadcast = Broadcast(connection, self.outbox, subjects, self.record.id, publisher, self.milestones)
         self._roots = TenantRoots(
             self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
         )
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
-        self.desk = AdminDesk(connection, self.record, engine, bundle, self._roots, self.heartbeat, self.begin_drain)
+        self.desk = AdminDesk(
+            connection,
+            self.record,
+            engine,
+            bundle,
+            self._roots,
+            self._broadcast,
+            self.heartbeat,
+            self.begin_drain,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -116,7 +129,7 @@ class WorkerLoop:
             (names.worker_resend(me), self._on_resend),
             (names.worker_pause(me), self._on_pause),
             (names.worker_admin(me), self.desk.on_admin),
-            (names.blocks(me), self._on_snapshot),
+            (names.blocks(me), self.desk.on_snapshot),
         ):
             self._subscriptions.append(await self._connection.subscribe(subject, callback))
         await self._connection.synced()
@@ -162,10 +175,14 @@ class WorkerLoop:
             self._engine.cancel(record.request, record.attempt)
             moved.append(self.frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now))
         self.outbox.send_frames(moved)
+        self._broadcast.flush()
         await self.outbox.drain()
 
     async def stop(self) -> None:
         """Release the lease, so that everybody knows at once, and let go of everything."""
+        if self.milestones:  # not drained before
+            self._broadcast.flush()
+            await self.outbox.drain()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -187,6 +204,7 @@ class WorkerLoop:
         self._spawn(self._end_after_crash(error))
 
     async def _end_after_crash(self, error: BaseException) -> None:
+        self._broadcast.flush()
         await self.outbox.drain()
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
 
@@ -235,15 +253,17 @@ class WorkerLoop:
         if self.frames.knows(request.request, request.attempt):
             return  # delivered twice: the first one runs
         self.requests_total += 1
-        record = self.frames.open(request, reply)
+        now = asyncio.get_running_loop().time()
+        record = self.frames.open(request, reply, tenant, now)
+        self._broadcast.wake()
         accepted = Accepted(request.request, request.attempt, self.record.id, self.record.epoch)
         if is_inbox(reply):
             self.outbox.send(reply, codec.encode_frames([accepted]))
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
         if remaining is not None:
-            record.deadline = asyncio.get_running_loop().time() + remaining
+            record.deadline = now + remaining
         if not record.pending:
-            self.outbox.send_frames(self.frames.conclude(record, len(ids), asyncio.get_running_loop().time()))
+            self.outbox.send_frames(self.frames.conclude(record, len(ids), now))
             return
         for spec in sequences_of(
             request,
@@ -319,9 +339,6 @@ class WorkerLoop:
         for frame in frames:
             self.outbox.send(asked.inbox, codec.encode_frames([frame]))
 
-    async def _on_snapshot(self, message: Message) -> None:
-        await self.desk.on_snapshot(message, self._publisher)
-
     def _malformed(self, message: Message, error: CodecError) -> None:
         self.malformed_total += 1
         log.debug("%s: %s", message.subject, error)
@@ -340,8 +357,7 @@ class WorkerLoop:
                     self._engine.cancel(output.request, output.attempt)  # its other choices
         if framed:
             self.outbox.send_frames(framed)
-        if (events := self._publisher.batch(results, now, hold=False)) is not None:
-            self.outbox.send(self._subjects.events(self.record.id), codec.encode_events(events))
+        self._broadcast.changes(results)
 
     async def _beat(self) -> None:
         while True:
@@ -349,6 +365,7 @@ class WorkerLoop:
             now = asyncio.get_running_loop().time()
             self._end_overdue(now)
             self.frames.sweep(now)
+            self._broadcast.wake()  # for those that ended, and for what waited for NATS
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     def _end_overdue(self, now: float) -> None:

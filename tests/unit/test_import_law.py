@@ -31,7 +31,8 @@ PURE = {
     )),
     *(f"services.placement.{name}" for name in ("core", "actions", "events", "fleet", "bookings", "decider")),
     *(f"services.worker.{name}" for name in (
-        "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher",
+        "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher", "milestones",
+        "frames",
     )),
 }  # fmt: skip
 
