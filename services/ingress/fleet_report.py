@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -41,7 +41,7 @@ def stats_report(view: FleetView) -> dict[str, Any]:
     alive = [one for one in view.workers.values() if one.dead_since is None]
     beats = [one.heartbeat for one in alive if one.heartbeat is not None]
     load = {f.name: sum(getattr(beat.load, f.name) for beat in beats) for f in fields(Load)}
-    rates = {f.name: sum(getattr(beat.rates, f.name) for beat in beats) for f in fields(Rates)}
+    rates = _sum_rates([beat.rates for beat in beats])
     prompt = load["prompt_tokens_total"]
     return {
         "workers": len(alive),
@@ -52,6 +52,14 @@ def stats_report(view: FleetView) -> dict[str, Any]:
         "load": load,
         "rates": rates,
     }
+
+
+def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:
+    """Field by field, and tier by tier where a rate has one for each."""
+    restore = [one.restore_bytes_per_s for one in rates]
+    by_tier = {tier: sum(one.get(tier, 0.0) for one in restore) for tier in sorted(set[str]().union(*restore))}
+    plain = (f.name for f in fields(Rates) if f.name != "restore_bytes_per_s")
+    return {name: sum(getattr(one, name) for one in rates) for name in plain} | {"restore_bytes_per_s": by_tier}
 
 
 def models_report(records: Iterable[WorkerRecord]) -> dict[str, Any]:

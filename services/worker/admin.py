@@ -14,7 +14,7 @@ from typing import Any
 
 from kvproto import codec
 from kvproto.connection import Connection, Message
-from kvproto.errors import CodecError, InvalidRequest, KvfleetError, NotFound
+from kvproto.errors import InvalidRequest, KvfleetError, NotFound
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import (
     AdminCommand,
@@ -23,24 +23,21 @@ from kvproto.messages import (
     Bundle,
     Heartbeat,
     Inspection,
-    Snapshot,
     SnapshotRequest,
-    Tier,
     WorkerRecord,
     WorkerStats,
 )
 from kvproto.subjects import is_inbox
-from services.worker.cache_events import CacheEvents
+from kvproto.tenant_roots import TenantRoots
+from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
-from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 768 * 1024
 KEEP_ANSWER_S = 15.0
 MAX_KEPT = 8
-HASHES_PER_PART = PART_BYTES // 16
 
 
 class AdminDesk:
@@ -53,6 +50,7 @@ class AdminDesk:
         engine: EngineThread,
         bundle: Bundle,
         roots: TenantRoots,
+        broadcast: Broadcast,
         heartbeat: Callable[[], Heartbeat],
         begin_drain: Callable[[], None],
     ) -> None:
@@ -61,6 +59,7 @@ class AdminDesk:
         self._engine = engine
         self._bundle = codec.encode(bundle)
         self._roots = roots
+        self._broadcast = broadcast
         self._heartbeat = heartbeat
         self._begin_drain = begin_drain
         self._kept: dict[str, tuple[float, bytes]] = {}
@@ -70,9 +69,9 @@ class AdminDesk:
         if is_inbox(message.reply):
             self._spawn(self._answer(message))
 
-    async def on_snapshot(self, message: Message, events: CacheEvents) -> None:
+    async def on_snapshot(self, message: Message) -> None:
         if is_inbox(message.reply):
-            self._spawn(self._snapshot(message, events))
+            self._spawn(self._snapshot(message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -134,20 +133,13 @@ class AdminDesk:
             self._kept[key] = (now, data)
         return data
 
-    async def _snapshot(self, message: Message, events: CacheEvents) -> None:
-        """All hashes this worker holds, raw, in parts under the size of a NATS message."""
+    async def _snapshot(self, message: Message) -> None:
+        """What this worker holds, raw, in parts under the size of a NATS message."""
         try:
-            tier = codec.decode(SnapshotRequest, message.data).tier
-        except CodecError as error:
+            asked = codec.decode(SnapshotRequest, message.data).tier
+            parts = await self._broadcast.snapshot(self._engine, asked)
+        except KvfleetError as error:
             log.debug("snapshot: %s", error)
             return
-        hashes: list[bytes] = []
-        digest = events.digest
-        if tier is Tier.DEVICE:
-            hashes, digest = await self._engine.call(lambda engine: (engine.cached_hashes(), engine.digest))
-        seq = events.seq_of(digest)
-        parts = max(1, -(-len(hashes) // HASHES_PER_PART))
-        for part in range(parts):
-            chunk = b"".join(hashes[part * HASHES_PER_PART : (part + 1) * HASHES_PER_PART])
-            snapshot = Snapshot(self._record.epoch, seq, tier, part, parts, digest, chunk)
-            await self._publish(message.reply, codec.encode(snapshot))
+        for part in parts:
+            await self._publish(message.reply, codec.encode(part))

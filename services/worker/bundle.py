@@ -20,6 +20,7 @@ from kvproto.messages import Bundle
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _SAMPLED_BYTES = 65_536
+MAX_PUBLIC_PREFIXES = 256  # a worker's record says all of them, and is renewed every second
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -148,6 +149,8 @@ def read_public_prefixes(path: Path | None) -> list[str]:
         raise InvalidRequest(f"{path} cannot be read: {error}", field="public_prefixes_file") from None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(f"{path} must hold a JSON list of strings", field="public_prefixes_file")
+    if len(texts) > MAX_PUBLIC_PREFIXES:
+        raise InvalidRequest(f"{path} may hold {MAX_PUBLIC_PREFIXES} texts at most", field="public_prefixes_file")
     return texts
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Load, Rates, TokenLogprobs
+from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs
 from services.worker import request_limits
 from services.worker.block_pool import BlockPool
 from services.worker.context_window import ContextWindow
@@ -301,6 +301,10 @@ class Engine:
     def cached_hashes(self) -> list[bytes]:
         """Content addresses of all full blocks, parents before children."""
         return self.pool.hashes()
+
+    def holdings(self) -> dict[Tier, list[bytes]]:
+        """The same by tier, of all tiers that `digest` covers."""
+        return {Tier.DEVICE: self.cached_hashes()}
 
     def locate(self, root: Root, ids: Items[int]) -> tuple[int, list[int]]:
         """How many leading tokens of `ids` are cached, and the blocks that hold them."""

@@ -26,6 +26,7 @@ from kvproto.messages import (
     TokenLogprobs,
     Tokens,
 )
+from services.worker.milestones import Course, MilestoneLog
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
 
 KEEP_FINISHED_S = 30.0
@@ -60,6 +61,7 @@ class Record:
     inbox: str
     encoding: Encoding
     watcher_reply: str | None
+    course: Course
     tracks: list[Track]
     pending: set[int]
     started: Started | None = None
@@ -75,10 +77,14 @@ class Record:
 
 
 class FrameBook:
-    """Owned by the worker's event loop. One record per attempt; exactly one terminal frame each."""
+    """Owned by the worker's event loop. One record per attempt; exactly one terminal frame each.
 
-    def __init__(self, worker: str) -> None:
+    Every attempt's way in and out leads through here, so this is what notes its milestones.
+    """
+
+    def __init__(self, worker: str, milestones: MilestoneLog) -> None:
         self._worker = worker
+        self._milestones = milestones
         self._records: dict[Key, Record] = {}
         self._finished: OrderedDict[Key, None] = OrderedDict()
         self._running: dict[Key, Record] = {}
@@ -110,13 +116,15 @@ class FrameBook:
         """Running attempts of a request."""
         return [attempt for name, attempt in self._running if name == request]
 
-    def open(self, request: GenerateRequest, reply: str) -> Record:
+    def open(self, request: GenerateRequest, reply: str, tenant: str, now: float) -> Record:
+        """Accept an attempt that is not known yet."""
         record = Record(
             request.request,
             request.attempt,
             request.inbox,
             request.encoding,
             reply if request.watcher else None,
+            self._milestones.accept(tenant, request.request, request.attempt, now),
             *_tracks(request),
         )
         self._records[request.request, request.attempt] = record
@@ -143,6 +151,8 @@ class FrameBook:
                 output.text,
                 output.logprobs,
             )
+            if not record.course.spoke:
+                record.course.first_token(now)
             return [(record, tokens)]
         if isinstance(output, SequenceStarted):
             if record.started is not None:
@@ -153,6 +163,7 @@ class FrameBook:
             record.started = Started(
                 output.request, output.attempt, self._worker, output.prompt_tokens, cached, output.queue_seconds
             )
+            record.course.started(record.started, now)
             return [(record, record.started)]
         if isinstance(output, SequenceFinished):
             return self._finish(record, output, now)
@@ -192,6 +203,7 @@ class FrameBook:
         key = record.request, record.attempt
         ends = [track.ended for track in record.tracks if track.ended is not None]
         record.started = Started(*key, self._worker, prompt_tokens, {})
+        record.course.started(record.started, now)
         finished = Finished(*key, ends[0].reason, prompt_tokens, record.output_tokens, 0, self._worker)
         return [(record, record.started), self.end(record, finished, now)]
 
@@ -201,6 +213,7 @@ class FrameBook:
         record.pending.clear()
         self._finished[record.request, record.attempt] = None
         self._running.pop((record.request, record.attempt), None)
+        record.course.ended(terminal, now)
         return record, terminal
 
     def repeat(self, request: str, attempt: int, from_index: int, from_indices: Sequence[int] = ()) -> list[Frame]:

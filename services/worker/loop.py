@@ -41,14 +41,16 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import Subjects, is_inbox
+from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
-from services.worker.cache_events import CacheEvents
+from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook, Record
+from services.worker.kv_publisher import KvPublisher
+from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
-from services.worker.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class WorkerLoop:
         subjects: Subjects,
         lease: Lease,
         engine: EngineThread,
-        events: CacheEvents,
+        publisher: KvPublisher,
         bundle: Bundle,
         encode_prompt: Callable[[str], list[int]],
         limits: WorkerLimits,
@@ -85,8 +87,7 @@ class WorkerLoop:
         self._encode_prompt = encode_prompt
         self._limits = limits
         self._on_fatal = on_fatal
-        self._events = events
-        self._roots = TenantRoots(bundle, limits.fleet_key)
+        self._publisher = publisher
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenising: set[tuple[str, int]] = set()
@@ -96,12 +97,26 @@ class WorkerLoop:
         self._rates = Rates()
         assert isinstance(lease.record, WorkerRecord)
         self.record = lease.record
-        self.frames = FrameBook(self.record.id)
+        self.milestones = MilestoneLog(self.record.id, self.record.epoch)
+        self.frames = FrameBook(self.record.id, self.milestones)
         self.outbox = Outbox(connection)
+        self._broadcast = Broadcast(connection, self.outbox, subjects, self.record.id, publisher, self.milestones)
+        self._roots = TenantRoots(
+            self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
+        )
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
-        self.desk = AdminDesk(connection, self.record, engine, bundle, self._roots, self.heartbeat, self.begin_drain)
+        self.desk = AdminDesk(
+            connection,
+            self.record,
+            engine,
+            bundle,
+            self._roots,
+            self._broadcast,
+            self.heartbeat,
+            self.begin_drain,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -114,7 +129,7 @@ class WorkerLoop:
             (names.worker_resend(me), self._on_resend),
             (names.worker_pause(me), self._on_pause),
             (names.worker_admin(me), self.desk.on_admin),
-            (names.blocks(me), self._on_snapshot),
+            (names.blocks(me), self.desk.on_snapshot),
         ):
             self._subscriptions.append(await self._connection.subscribe(subject, callback))
         await self._connection.synced()
@@ -160,10 +175,14 @@ class WorkerLoop:
             self._engine.cancel(record.request, record.attempt)
             moved.append(self.frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now))
         self.outbox.send_frames(moved)
+        self._broadcast.flush()
         await self.outbox.drain()
 
     async def stop(self) -> None:
         """Release the lease, so that everybody knows at once, and let go of everything."""
+        if self.milestones:  # not drained before
+            self._broadcast.flush()
+            await self.outbox.drain()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -185,6 +204,7 @@ class WorkerLoop:
         self._spawn(self._end_after_crash(error))
 
     async def _end_after_crash(self, error: BaseException) -> None:
+        self._broadcast.flush()
         await self.outbox.drain()
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
 
@@ -233,15 +253,17 @@ class WorkerLoop:
         if self.frames.knows(request.request, request.attempt):
             return  # delivered twice: the first one runs
         self.requests_total += 1
-        record = self.frames.open(request, reply)
+        now = asyncio.get_running_loop().time()
+        record = self.frames.open(request, reply, tenant, now)
+        self._broadcast.wake()
         accepted = Accepted(request.request, request.attempt, self.record.id, self.record.epoch)
         if is_inbox(reply):
             self.outbox.send(reply, codec.encode_frames([accepted]))
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
         if remaining is not None:
-            record.deadline = asyncio.get_running_loop().time() + remaining
+            record.deadline = now + remaining
         if not record.pending:
-            self.outbox.send_frames(self.frames.conclude(record, len(ids), asyncio.get_running_loop().time()))
+            self.outbox.send_frames(self.frames.conclude(record, len(ids), now))
             return
         for spec in sequences_of(
             request,
@@ -317,9 +339,6 @@ class WorkerLoop:
         for frame in frames:
             self.outbox.send(asked.inbox, codec.encode_frames([frame]))
 
-    async def _on_snapshot(self, message: Message) -> None:
-        await self.desk.on_snapshot(message, self._events)
-
     def _malformed(self, message: Message, error: CodecError) -> None:
         self.malformed_total += 1
         log.debug("%s: %s", message.subject, error)
@@ -338,8 +357,7 @@ class WorkerLoop:
                     self._engine.cancel(output.request, output.attempt)  # its other choices
         if framed:
             self.outbox.send_frames(framed)
-        if (events := self._events.batch(results)) is not None:
-            self.outbox.send(self._subjects.events(self.record.id), codec.encode_events(events))
+        self._broadcast.changes(results)
 
     async def _beat(self) -> None:
         while True:
@@ -347,6 +365,7 @@ class WorkerLoop:
             now = asyncio.get_running_loop().time()
             self._end_overdue(now)
             self.frames.sweep(now)
+            self._broadcast.wake()  # for those that ended, and for what waited for NATS
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     def _end_overdue(self, now: float) -> None:
@@ -370,7 +389,7 @@ class WorkerLoop:
             state=self._state,
             load=self._load,
             rates=self._rates,
-            event_seq=self._events.seq,
-            digest=self._events.digest,
+            event_seq=self._publisher.seq,
+            digest=self._publisher.digest,
             held=self._load.blocks_addressed,
         )

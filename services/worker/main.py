@@ -21,16 +21,17 @@ from kvproto.ids import is_token, new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
+from kvproto.tenant_roots import public_prefix
 from kvservice import lifecycle, logs
 from kvservice.membership import open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
 from services.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
-from services.worker.cache_events import CacheEvents
 from services.worker.engine import Engine
 from services.worker.engine_factory import build_engine
 from services.worker.engine_thread import EngineThread
+from services.worker.kv_publisher import KvPublisher
 from services.worker.loop import WorkerLimits, WorkerLoop
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.settings import WorkerSettings
@@ -72,6 +73,7 @@ def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bund
         context_length=bundle.context_length,
         slots=settings.slots,
         started_unix_ms=int(time.time() * 1000),
+        public_prefixes=tuple(public_prefix(ids) for ids in bundle.public_prefixes),
     )
 
 
@@ -143,7 +145,7 @@ def assemble(
 ) -> tuple[WorkerLoop, EngineThread]:
     """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
-    lease.record = replace(lease.record, blocks=engine.pool.num_blocks)
+    lease.record = replace(lease.record, blocks=engine.pool.num_blocks, block_bytes=engine.runner.bytes_per_block)
     loops: list[WorkerLoop] = []  # the thread reports to the loop, the loop commands the thread
     thread = EngineThread(
         engine,
@@ -156,7 +158,7 @@ def assemble(
         subjects,
         lease,
         thread,
-        CacheEvents(lease.record.epoch),
+        KvPublisher(lease.record.epoch),
         bundle,
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),

@@ -47,5 +47,10 @@ def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
             "kvfleet_worker_messages_malformed_total", "messages that could not be read", lambda: worker.malformed_total
         ),
         Reading("kvfleet_worker_frames_dropped_total", "frames NATS did not take", lambda: worker.outbox.dropped_total),
+        Reading(
+            "kvfleet_worker_milestones_dropped_total",
+            "what requests came to, never told to placement: NATS was away for long",
+            lambda: worker.milestones.dropped_total,
+        ),
         Reading("kvfleet_nats_reconnects_total", "reconnects to NATS", lambda: connection.reconnects_total),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ CHOICES = m.Sampling(
 )  # fmt: skip
 HASHES = tuple(bytes([i]) * 16 for i in range(3))
 
+WHO = {"tenant": "acme", "request": "a" * 26, "attempt": 2}
+MILESTONES = m.Milestones(
+    "w1",
+    RECORD.epoch,
+    (
+        m.Milestone(**WHO, passed=m.Passed.ACCEPTED),
+        m.Milestone(**WHO, passed=m.Passed.STARTED, seconds=0.25, prompt_tokens=40, cached={"device": 32, "host": 4}),
+        m.Milestone(**WHO, passed=m.Passed.FIRST_TOKEN, seconds=0.5),
+        m.Milestone(**WHO, passed=m.Passed.ENDED, seconds=1.5, output_tokens=9, code="moved"),
+    ),
+)
+DECISION = m.Decision(
+    **WHO, model="org/model \u00fc", unix_ms=1_763_700_000_000, policy="cost", worker="w1", why="fewest seconds",
+    prompt_tokens=40, expected_hit={"device": 32}, expected_ttft_s=0.5,
+    candidates=(
+        m.Candidate("w1", 12.5, {"queue": 2.5, "prefill": 10.0}, {"device": 32}),
+        m.Candidate("w2", 40.0, {"prefill": 40.0}),
+    ),
+    candidates_total=7, placement="p1",
+    actual=m.Actual(True, {"device": 16}, 0.25, 0.5, 9, True, "moved"),
+)  # fmt: skip
+
 MESSAGES: dict[str, Any] = {
     "place_request": m.PlaceRequest(
         "a" * 26, "m", prompt_ids=(1, 2, 70_000), session="s", attempt=1, excluded=("w2",), max_tokens=64, policy="ring"
@@ -81,6 +104,21 @@ MESSAGES: dict[str, Any] = {
     "bundle": m.Bundle("m", "{}", None, "<s>", "</s>", (2,), 2048, 32_000, 0.6, special_tokens={"pad": "<pad>"}),
     "session_head": m.SessionHead("chat 1", "m", 6, 1, 1, 2, "w1", m.Turn("r", "i1", 3), "g"),
     "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
+    "snapshot_request_all_tiers": m.SnapshotRequest(),
+    "snapshot_part_of_several": m.Snapshot("e", 99, m.Tier.HOST, 2, 3, 1, HASHES[0]),
+    "worker_record_public_prefixes": replace(
+        RECORD,
+        block_bytes=393_216,
+        public_prefixes=(m.PublicPrefix(32, HASHES[1]), m.PublicPrefix(48, HASHES[2])),
+    ),
+    "heartbeat_restore_rates": replace(
+        HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})
+    ),
+    "milestones": MILESTONES,
+    "booked_batch": m.BookedBatch("p1", (m.Booked(**WHO, worker="w1", tokens=40), m.Booked("t", "r", 0, "w2", 0))),
+    "explain_request": m.ExplainRequest("a" * 26, "acme"),
+    "explain_request_any_tenant": m.ExplainRequest("a" * 26),
+    "explanation": m.Explanation("p1", (DECISION, replace(DECISION, expected_ttft_s=None, actual=m.Actual()))),
 }  # fmt: skip
 FRAMES: list[m.Frame] = [
     m.Accepted(**KEY, worker="w1", epoch="e"),

@@ -54,10 +54,15 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # the state of the fleet
     S.events("w1"): ({"worker"}, {"placement"}),
     S.events_all(): (NOBODY, {"placement"}),
+    S.milestones("w1"): ({"worker"}, {"placement"}),
+    S.milestones_all(): (NOBODY, {"placement"}),
     S.heartbeat("w1"): ({"worker"}, MEMBER_READERS),
     S.heartbeat_all(): (NOBODY, MEMBER_READERS),
     S.blocks("w1"): ({"placement"}, {"worker"}),
     S.placement_stats(): ({"ingress"}, {"placement"}),
+    S.placement_explain(): ({"ingress"}, {"placement"}),
+    S.placement_bookings(): ({"placement"}, {"placement"}),
+    "kvf.placement.unheard_of": (NOBODY, NOBODY),
     # inboxes
     "_ing.i1.b": ({"placement", "worker"}, {"ingress"}),
     "_ing.>": (NOBODY, {"ingress"}),

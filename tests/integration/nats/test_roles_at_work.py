@@ -185,11 +185,13 @@ async def test_answers_reach_whoever_may_ask(admin: Connection, connect_as: Any)
     await answer_as(placement, S.place_all())
     await answer_as(placement, S.generate_all())
     await answer_as(placement, S.placement_stats())
+    await answer_as(placement, S.placement_explain())
     for user, subject in (
         ("ingress", S.worker_admin("w1")),
         ("ingress", S.worker_generate("w1", "acme")),
         ("ingress", S.place("acme", "m")),
         ("ingress", S.placement_stats()),
+        ("ingress", S.placement_explain()),
         ("placement", S.worker_admin("w1")),
         ("placement", S.blocks("w1")),
         ("placement", S.worker_generate("w1", "acme")),
@@ -198,6 +200,7 @@ async def test_answers_reach_whoever_may_ask(admin: Connection, connect_as: Any)
         ("producer-acme", S.worker_generate("w1", "acme")),
         ("admin", S.worker_admin("w1")),
         ("admin", S.placement_stats()),
+        ("admin", S.placement_explain()),
     ):
         asking = await connect_as(user)
         received: list[bytes] = []

@@ -11,9 +11,9 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
-from services.worker.cache_events import CacheEvents
 from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
+from services.worker.kv_publisher import KvPublisher
 from services.worker.model.base import Drawn
 from services.worker.model.fake import FakeRunner
 from services.worker.outputs import StepResult
@@ -25,7 +25,7 @@ class Desk:
 
     def __init__(self, engine: Engine) -> None:
         self.transcript = Transcript()
-        self.events = CacheEvents("e1")
+        self.events = KvPublisher("e1")
         self.crashes: list[BaseException] = []
         self.threads: set[int] = set()
         self.thread = EngineThread(engine, self.on_result, asyncio.get_running_loop(), self.crashes.append)
@@ -34,7 +34,7 @@ class Desk:
         self.threads.add(threading.get_ident())
         for result in results:
             self.transcript.take(result)
-        self.events.batch(results)
+        self.events.batch(results, 0.0, hold=False)
 
     async def ends(self, count: int) -> None:
         async with asyncio.timeout(10):

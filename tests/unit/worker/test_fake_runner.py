@@ -99,7 +99,7 @@ def _timed(runner: FakeRunner, slices: list[Slice]) -> float:
 
 def test_engine_and_fake_import_neither_torch_nor_nats() -> None:
     code = (
-        "import sys; import services.worker.engine_thread, services.worker.model.fake, services.worker.cache_events; "
+        "import sys; import services.worker.engine_thread, services.worker.model.fake, services.worker.kv_publisher; "
         "sys.exit(bool({'torch', 'transformers', 'nats', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

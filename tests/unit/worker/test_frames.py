@@ -28,6 +28,7 @@ from services.worker.frames import (
     TOKENS_PER_RESEND,
     FrameBook,
 )
+from services.worker.milestones import MilestoneLog
 from services.worker.outputs import (
     SequenceFailed,
     SequenceFinished,
@@ -37,13 +38,17 @@ from services.worker.outputs import (
 )
 
 
+def make_book() -> FrameBook:
+    return FrameBook("w0", MilestoneLog("w0", "e1"))
+
+
 def request(**changes: object) -> GenerateRequest:
     return GenerateRequest("r", 0, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1,), **changes)  # type: ignore[arg-type]
 
 
 def test_life_of_an_attempt() -> None:
-    book = FrameBook("w0")
-    book.open(request(), "_ing.x.r.r")
+    book = make_book()
+    book.open(request(), "_ing.x.r.r", "public", 0.0)
     assert book.knows("r", 0)
     ((_, sent),) = book.add(SequenceStarted("r", 0, 7, 5, 0, 0.25), 0.0)
     assert sent == Started("r", 0, "w0", 7, {"device": 5}, 0.25)
@@ -63,8 +68,8 @@ def test_life_of_an_attempt() -> None:
 
 
 def test_a_continued_attempt_repeats_from_its_own_start() -> None:
-    book = FrameBook("w0")
-    book.open(request(output_ids=(7, 8, 9)), "")
+    book = make_book()
+    book.open(request(output_ids=(7, 8, 9)), "", "public", 0.0)
     book.add(SequenceTokens("r", 0, 3, (1, 2), ("x", "y")), 0.0)
     progress, frame = book.repeat("r", 0, 4)
     assert progress == Progress("r", 0, 5)
@@ -72,8 +77,8 @@ def test_a_continued_attempt_repeats_from_its_own_start() -> None:
 
 
 def test_long_repeats_come_in_pieces() -> None:
-    book = FrameBook("w0")
-    book.open(request(encoding=Encoding.FRAMES), "")
+    book = make_book()
+    book.open(request(encoding=Encoding.FRAMES), "", "public", 0.0)
     total = 2 * TOKENS_PER_RESEND + 5
     for i in range(total):
         book.add(SequenceTokens("r", 0, i, (i,), ("",)), 0.0)
@@ -82,24 +87,24 @@ def test_long_repeats_come_in_pieces() -> None:
 
 
 def test_failure_keeps_its_code_and_field() -> None:
-    book = FrameBook("w0")
-    book.open(request(), "")
+    book = make_book()
+    book.open(request(), "", "public", 0.0)
     ((_, sent),) = book.add(SequenceFailed("r", 0, EngineFailure("broke", field="prompt")), 0.0)
     assert sent == Failed("r", 0, "engine_failure", "broke", True, "prompt", 0)
 
 
 def test_outputs_of_unknown_attempts_are_dropped() -> None:
-    book = FrameBook("w0")
+    book = make_book()
     assert book.add(SequenceTokens("x", 0, 0, (1,), ("a",)), 0.0) == []
 
 
 def test_overdue_and_forgotten_pauses_are_found() -> None:
-    book = FrameBook("w0")
-    late = book.open(request(), "")
+    book = make_book()
+    late = book.open(request(), "", "public", 0.0)
     late.deadline = 5.0
-    paused = book.open(replace(request(), request="p"), "")
+    paused = book.open(replace(request(), request="p"), "", "public", 0.0)
     paused.paused_at = 0.0
-    book.open(replace(request(), request="fine"), "")
+    book.open(replace(request(), request="fine"), "", "public", 0.0)
     assert book.overdue(4.0) == []
     assert book.overdue(6.0) == [late]
     assert book.overdue(PAUSED_LIMIT_S + 1) == [late, paused]
@@ -127,8 +132,8 @@ def done(choice: int, total: int, reason: FinishReason = FinishReason.STOP, cach
 
 
 def test_several_choices_end_one_by_one_and_the_attempt_once() -> None:
-    book = FrameBook("w0")
-    assert book.open(several(3), "").pending == {0, 1, 2}
+    book = make_book()
+    assert book.open(several(3), "", "public", 0.0).pending == {0, 1, 2}
     assert book.pending_sequences == 3
     out = say(
         book,
@@ -155,8 +160,8 @@ def test_several_choices_end_one_by_one_and_the_attempt_once() -> None:
 
 
 def test_a_choice_that_fails_ends_the_attempt() -> None:
-    book = FrameBook("w0")
-    book.open(several(2), "")
+    book = make_book()
+    book.open(several(2), "", "public", 0.0)
     failed = SequenceFailed("r", 0, EngineFailure("broke"), 1)
     (_, _, terminal) = say(book, tokens(0, 0, 1, 2), tokens(1, 0, 3), failed)
     assert terminal == Failed("r", 0, "engine_failure", "broke", True, None, 3)
@@ -165,18 +170,18 @@ def test_a_choice_that_fails_ends_the_attempt() -> None:
 
 
 def test_a_continued_attempt_generates_what_has_not_ended() -> None:
-    book = FrameBook("w0")
+    book = make_book()
     before = (Continuation((1, 2), 2), Continuation((5,), 1, FinishReason.STOP))
-    record = book.open(several(3, continuations=before), "")
+    record = book.open(several(3, continuations=before), "", "public", 0.0)
     assert record.pending == {0, 2}
     assert record.output_tokens == 3
     assert say(book, tokens(0, 2, 3), done(0, 3), done(2, 0))[-1] == Finished("r", 0, FinishReason.STOP, 7, 4, 0, "w0")
 
 
 def test_an_attempt_of_which_only_the_end_was_lost_is_concluded_without_the_engine() -> None:
-    book = FrameBook("w0")
+    book = make_book()
     ended = (Continuation((1,), 1, FinishReason.STOP), Continuation((), 0, FinishReason.LENGTH))
-    record = book.open(several(2, continuations=ended), "")
+    record = book.open(several(2, continuations=ended), "", "public", 0.0)
     assert record.pending == set()
     frames = [frame for _, frame in book.conclude(record, 7, 1.0)]
     assert frames == [Started("r", 0, "w0", 7, {}), Finished("r", 0, FinishReason.STOP, 7, 1, 0, "w0")]
@@ -184,8 +189,8 @@ def test_an_attempt_of_which_only_the_end_was_lost_is_concluded_without_the_engi
 
 
 def test_what_is_repeated_restores_every_choice() -> None:
-    book = FrameBook("w0")
-    book.open(several(2), "")
+    book = make_book()
+    book.open(several(2), "", "public", 0.0)
     say(book, SequenceStarted("r", 0, 7, 0, 0, 0.0), tokens(0, 0, 1, 2), tokens(1, 0, 3), done(1, 1))
     frames = book.repeat("r", 0, 0, (1, 0))
     assert frames[0] == Progress("r", 0, 3)
@@ -200,8 +205,8 @@ def test_what_is_repeated_restores_every_choice() -> None:
 
 
 def test_repeats_with_log_probabilities_come_in_smaller_pieces() -> None:
-    book = FrameBook("w0")
-    book.open(request(), "")
+    book = make_book()
+    book.open(request(), "", "public", 0.0)
     say(book, *(tokens(0, i, i) for i in range(SCORED_PER_RESEND + 1)))
     frames = [frame for frame in book.repeat("r", 0, 0) if isinstance(frame, Tokens)]
     assert [len(frame.ids) for frame in frames] == [len(frame.logprobs) for frame in frames] == [SCORED_PER_RESEND, 1]

@@ -1,0 +1,107 @@
+"""Loop: what a worker tells every placement replica, batched: block events and milestones of attempts.
+
+One timer for both, set when there is something to say and not yet its time; while nothing happens nothing runs.
+Milestones wait for NATS while it is away (the heartbeat's beat asks again); events do not: a listener sees the gap and
+pulls a snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.messages import KvEvents, Snapshot, Tier
+from kvproto.subjects import Subjects
+from services.worker.engine_thread import EngineThread
+from services.worker.kv_publisher import KvPublisher
+from services.worker.milestones import MilestoneLog
+from services.worker.outbox import Outbox
+from services.worker.outputs import StepResult
+
+MILESTONE_PERIOD_S = 0.02  # between two messages
+
+
+class Broadcast:
+    """Owned by the worker's event loop. Never waits: what it sends goes through the outbox."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        outbox: Outbox,
+        subjects: Subjects,
+        worker: str,
+        publisher: KvPublisher,
+        milestones: MilestoneLog,
+    ) -> None:
+        self._connection = connection
+        self._outbox = outbox
+        self._events_subject = subjects.events(worker)
+        self._milestones_subject = subjects.milestones(worker)
+        self._publisher = publisher
+        self._milestones = milestones
+        self._milestones_at = 0.0  # when the next message of them may leave
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handles do not tell
+        self._snapshots = 0  # being taken
+
+    def changes(self, results: Sequence[StepResult]) -> None:
+        """What the cache became by these steps, and what their attempts came to."""
+        now = asyncio.get_running_loop().time()
+        self._send_events(self._publisher.batch(results, now, hold=not self._snapshots))
+        self.wake()
+
+    async def snapshot(self, engine: EngineThread, asked: Tier | None) -> list[Snapshot]:
+        """All parts of what the engine holds now. Raises EngineFailure if it is gone.
+
+        Its answer comes when the steps before it have been told. While it is awaited no change is held back, so the
+        digest it names is always that of an event.
+        """
+        self._snapshots += 1
+        try:
+            self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
+            held, digest = await engine.call(lambda engine: (engine.holdings(), engine.digest))
+        finally:
+            self._snapshots -= 1
+        return self._publisher.snapshot(held, digest, asked)
+
+    def wake(self) -> None:
+        """Something may be there to say: set the timer to its time, if it is not set to an earlier one."""
+        due = self._publisher.due
+        if self._milestones and self._connection.is_connected:
+            due = self._milestones_at if due is None else min(due, self._milestones_at)
+        if due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = asyncio.get_running_loop().call_at(due, self._ring)
+
+    def flush(self) -> None:
+        """Hand everything to the outbox: the process is about to end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
+        while self._milestones:
+            self._send_milestones()
+
+    def _ring(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        if (due := self._publisher.due) is not None and due <= now:
+            self._send_events(self._publisher.flush(now))
+        if now >= self._milestones_at and self._connection.is_connected:
+            self._milestones_at = now + MILESTONE_PERIOD_S
+            self._send_milestones()
+        self.wake()
+
+    def _send_events(self, events: KvEvents | None) -> None:
+        if events is not None:
+            self._outbox.send(self._events_subject, codec.encode_events(events))
+
+    def _send_milestones(self) -> None:
+        message = self._milestones.take()
+        if message is not None:
+            self._outbox.send(self._milestones_subject, codec.encode(message))

@@ -1,0 +1,94 @@
+"""What this worker's attempts came to, for every placement replica to hear. Pure; one owner: the frame book.
+
+    accepted ──▶ started ──▶ first token ──▶ ended
+        └────────────┴─────────────┴───────────▲      refused, failed, cancelled, moved, concluded: in whatever way
+
+Frames go to the requester alone; what a placement expected of an attempt it can only compare and release through
+these. A log is kept until it is taken, up to a limit: of an outage the newest part is worth most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from kvproto.messages import Failed, Finished, Milestone, Milestones, Moved, Passed, Started
+
+MOVED = "moved"
+KEPT = 16_384  # of an outage: some megabytes
+PER_MESSAGE = 512  # with ids of the longest kind 0.7 MB: below what one NATS message takes, and the wire's 65,536
+
+
+class MilestoneLog:
+    """What the attempts of one epoch came to since it was last taken, oldest first."""
+
+    def __init__(self, worker: str, epoch: str, kept: int = KEPT) -> None:
+        self._worker = worker
+        self._epoch = epoch
+        self._kept = kept
+        self._items: deque[Milestone] = deque()
+        self.dropped_total = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def accept(self, tenant: str, request: str, attempt: int, now: float) -> Course:
+        """A new attempt; it says of itself what else it comes to."""
+        self.add(Milestone(tenant, request, attempt, Passed.ACCEPTED))
+        return Course(self, tenant, request, attempt, now)
+
+    def add(self, item: Milestone) -> None:
+        """The oldest one gives way if there are too many."""
+        if len(self._items) >= self._kept:
+            self._items.popleft()
+            self.dropped_total += 1
+        self._items.append(item)
+
+    def take(self) -> Milestones | None:
+        """The oldest ones, as many as one message carries; None if there are none."""
+        if not self._items:
+            return None
+        count = min(len(self._items), PER_MESSAGE)
+        return Milestones(self._worker, self._epoch, tuple(self._items.popleft() for _ in range(count)))
+
+
+class Course:
+    """One attempt's way. Its owner calls each method at most once, `ended` last.
+
+    `spoke` is for the owner to ask before `first_token`: tokens come thousands a second, and a flag is all they pay.
+    """
+
+    __slots__ = ("_accepted_at", "_attempt", "_log", "_request", "_tenant", "spoke")
+
+    def __init__(self, log: MilestoneLog, tenant: str, request: str, attempt: int, now: float) -> None:
+        self._log = log
+        self._tenant = tenant
+        self._request = request
+        self._attempt = attempt
+        self._accepted_at = now
+        self.spoke = False
+
+    def started(self, frame: Started, now: float) -> None:
+        self._pass(Passed.STARTED, now, prompt_tokens=frame.prompt_tokens, cached=frame.cached)
+
+    def first_token(self, now: float) -> None:
+        self.spoke = True
+        self._pass(Passed.FIRST_TOKEN, now)
+
+    def ended(self, frame: Finished | Failed | Moved, now: float) -> None:
+        code = frame.code if isinstance(frame, Failed) else MOVED if isinstance(frame, Moved) else None
+        self._pass(Passed.ENDED, now, output_tokens=frame.output_tokens, code=code)
+
+    def _pass(
+        self,
+        passed: Passed,
+        now: float,
+        *,
+        prompt_tokens: int = 0,
+        cached: Mapping[str, int] | None = None,
+        output_tokens: int = 0,
+        code: str | None = None,
+    ) -> None:
+        seconds = max(0.0, now - self._accepted_at)
+        who = self._tenant, self._request, self._attempt
+        self._log.add(Milestone(*who, passed, seconds, prompt_tokens, dict(cached or {}), output_tokens, code))
