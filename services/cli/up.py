@@ -106,7 +106,7 @@ def up(
     nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER", help="user for --nats-url")] = None,
     nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD", help="its password")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="who may use the HTTP endpoint (README)")] = None,
-    policy: Annotated[str, typer.Option(help="placement policy")] = "bounded_ring",
+    policy: Annotated[str, typer.Option(help="placement policy")] = "cost",
     state_dir: Annotated[Path | None, typer.Option(help="keep NATS's files here; default: a temporary folder")] = None,
     dtype: Annotated[DType, typer.Option()] = DType.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
@@ -135,13 +135,13 @@ def up(
             url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common.append(f"--parent-pid={os.getpid()}")
+            key = login | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
             for i in range(placements):
-                fleet.placements.append(_service("placement", f"p{i}", [*common, f"--policy={policy}"], login | system))
+                fleet.placements.append(_service("placement", f"p{i}", [*common, f"--policy={policy}"], key | system))
             flags = [f"--load-format={load_format.value}", f"--dtype={dtype.value}", f"--device={device.value}"]
             flags += [f"--runner={runner.value}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
             flags += [f"--blocks={blocks}"] if blocks else []
             total = workers * len(models)
-            key = login | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
             for i in range(total):
                 which = i % len(models)
                 own = [f"--model={models[which]}", f"--workers-on-host={total}"]

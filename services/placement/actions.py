@@ -99,9 +99,11 @@ class Explain:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A decision whose request has ended: a line for the ledger's file, if there is one."""
+    """A decision whose request has ended, with the prompt's block hashes back to back: a line for a ledger's file."""
 
     decision: Decision
+    hashes: bytes
+    block_size: int
 
 
 Action = (

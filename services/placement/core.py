@@ -62,7 +62,8 @@ SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its co
 class PlacementCore:
     """Owned by one loop. Raises InvalidRequest if `policy` is none of the known names.
 
-    `unix_ms` tells the time that people read. `policies` replaces the known ones.
+    `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
+    are told of bookings. `keeps_hashes`: ended decisions come back as Records.
     """
 
     def __init__(
@@ -77,15 +78,18 @@ class PlacementCore:
         policies: Mapping[str, Policy] | None = None,
         indexer: KvIndexer | None = None,
         max_forwarded: int = MAX_FORWARDED,
+        shares: bool = True,
+        keeps_hashes: bool = False,
     ) -> None:
         self.placement = placement
+        self._shares = shares
         self.workloads = Workloads()
         self.fleet = Fleet(self.workloads)
         self.bookings = Bookings(self.workloads)
         self.indexer = indexer or KvIndexer()
         self.promises = Promises()
         self.feedback = Feedback()
-        self.ledger = Ledger(placement, unix_ms)
+        self.ledger = Ledger(placement, unix_ms, keeps_hashes=keeps_hashes)
         self.decider = Decider(
             placement,
             self.fleet,
@@ -104,7 +108,7 @@ class PlacementCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = self._handle(event, now)
         booked = self.decider.take_booked()
-        if booked:
+        if booked and self._shares:
             actions.append(Share(booked))
         return actions
 
@@ -201,8 +205,8 @@ class PlacementCore:
             if one.passed is Passed.STARTED:
                 predicted, found = sum(entry.indexed.values()), sum(one.cached.values())
                 self._trust(worker.id, self.feedback.observe(worker.id, predicted, found, now))
-            elif one.passed is Passed.ENDED:
-                actions.append(Record(entry.decision))
+            elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
+                actions.append(Record(entry.decision, entry.hashes, entry.block_size))
         return actions
 
     def _account(self, worker: str, one: Milestone, now: float) -> None:

@@ -1,7 +1,7 @@
 """One decision: who should do this? Pure.
 
-Knows the fleet, the bookings, the index and the policies; leaves the load of what it decided booked, and the decision in
-the ledger.
+Knows the fleet, the bookings, the index and the policies; leaves the load of what it decided booked, and the decision
+in the ledger.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Decider:
             attainable=int(matched.indexed[-1].max()) if len(question.candidates) else 0,
             candidates=best_candidates(question.candidates, choice, matched.believed),
             candidates_total=len(question.candidates),
-            now=now,
+            hashes=matched.hashes,
+            block_size=matched.block_size,
         )
         self.decisions_total += 1
         return placement

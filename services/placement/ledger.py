@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement, PlaceRequest
+from kvproto.messages import Candidate, Decision, Milestone, Passed, Placement, PlaceRequest
 from services.placement.fleet import Worker
+from services.placement.index.prefix_index import Hashes
 from services.placement.policies import Choice
 from services.placement.workloads import TIERS, Floats
 
@@ -31,7 +32,8 @@ class Entry:
     decision: Decision
     indexed: dict[str, int]  # by tier, what the index said, believed or not
     attainable: int
-    decided_at: float
+    hashes: bytes  # of the prompt's blocks, back to back; only where the ledger keeps them
+    block_size: int
 
 
 @dataclass(slots=True)
@@ -45,9 +47,12 @@ class HitTokens:
 
 
 class Ledger:
-    """Owned by the core. `unix_ms` tells the time that people read."""
+    """Owned by the core. `unix_ms` tells the time that people read; hashes are kept only for a ledger's file."""
 
-    def __init__(self, placement: str, unix_ms: Callable[[], int], kept: int = KEPT) -> None:
+    def __init__(
+        self, placement: str, unix_ms: Callable[[], int], *, kept: int = KEPT, keeps_hashes: bool = False
+    ) -> None:
+        self.keeps_hashes = keeps_hashes
         self.hits = HitTokens()
         self._placement = placement
         self._unix_ms = unix_ms
@@ -69,7 +74,8 @@ class Ledger:
         attainable: int,
         candidates: tuple[Candidate, ...],
         candidates_total: int,
-        now: float,
+        hashes: Hashes,
+        block_size: int,
     ) -> None:
         decision = Decision(
             request=ask.request,
@@ -91,7 +97,9 @@ class Ledger:
         if key not in self._entries:
             self._attempts.setdefault(key[:2], []).append(ask.attempt)
         self._entries.pop(key, None)
-        self._entries[key] = Entry(decision, indexed, attainable, now)
+        self._entries[key] = Entry(
+            decision, indexed, attainable, hashes.tobytes() if self.keeps_hashes else b"", block_size
+        )
         while len(self._entries) > self._kept:
             self._forget_oldest()
 
@@ -117,10 +125,7 @@ class Ledger:
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
         """Decisions about a request, one per attempt, oldest first."""
-        if tenant is not None:
-            keys = [(tenant, request)]
-        else:
-            keys = [key for key in self._attempts if key[1] == request]
+        keys = [(tenant, request)] if tenant is not None else [key for key in self._attempts if key[1] == request]
         return tuple(self._entries[*key, attempt].decision for key in keys for attempt in self._attempts.get(key, ()))
 
     def _count(self, entry: Entry, started: Milestone) -> None:

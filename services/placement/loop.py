@@ -7,11 +7,13 @@ lock; no callback awaits anything but a publish.
     kvf.place.<tenant>.<model>      a Client or ingress asks      ──▶ a Placement, or one Failed frame
     kvf.generate.<tenant>.<model>   a bare producer asks          ──▶ offered to a worker, watched to its end
     _plc.<id>.r.<request>.<attempt> workers answer offers, and report the end of what they accepted
-    members, heartbeats, $SYS       who is alive
     kvf.placement.stats             what this replica has seen
+    kvf.placement.explain           why it decided as it did  ──▶ an Explanation
+    kvf.placement.bookings          what it placed, for the other replicas to count it too
+    members, events, milestones...  see `hearing`
 
 The first byte after the version byte tells the two answers of `kvf.place` apart: a Placement is a map, frames are an
-array. Replicas share the two request subjects in a queue group and know nothing of one another.
+array. Replicas share the two request subjects in a queue group.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, Subscription, is_json, is_no_responders
 from kvproto.errors import CodecError, KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch
-from kvproto.fleet_view import Change, WorkerView
-from kvproto.ids import is_token, new_request_id
+from kvproto.ids import new_request_id
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import (
+    Booked,
+    BookedBatch,
     Encoding,
+    ExplainRequest,
+    Explanation,
     Failed,
     GenerateRequest,
-    Heartbeat,
     MemberRecord,
-    WorkerRecord,
 )
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inboxes
 from services.placement import intake
@@ -47,42 +50,46 @@ from services.placement.actions import (
     AskStillRunning,
     Cancel,
     DropMember,
+    Explain,
     Fail,
     Forward,
     PingWorker,
+    PullSnapshot,
+    Record,
+    Share,
     failed_frame,
 )
 from services.placement.alarm import Alarm
 from services.placement.core import PlacementCore
 from services.placement.events import (
     Event,
-    HeartbeatHeard,
+    ExplainAsked,
     NobodyListens,
     PingUnanswered,
     Tick,
     WorkerAnswered,
-    WorkerDisconnected,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
 )
+from services.placement.hearing import Hearing
+from services.placement.ledger_file import LedgerFile
 from services.placement.pinger import Pinger, Verdict
 from services.placement.policies import DEFAULT_POLICY
+from services.placement.prompts import HashedPrompts
 
 log = logging.getLogger(__name__)
 
 QUEUE = "placement"
-DISCONNECTS = "$SYS.ACCOUNT.*.DISCONNECT"
+MAX_SHARED = 4096
+SHARE_S = 0.002  # bookings of so long go to the other replicas in one message
 
 
 class PlacementLoop:
     """One placement replica on one connection. `start`, then `stop`; owns everything it subscribes and spawns.
 
-    `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). `system` is a connection as
-    the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two seconds.
-    `on_fenced` is called if a later process takes this id over: then this one must end. Raises InvalidRequest for an
-    unknown policy.
+    `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). With the `fleet_key` prompts
+    are hashed as workers do; without it nobody knows who holds what. `ledger_file` takes ended decisions. `system` is
+    a connection as the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two
+    seconds. `on_fenced` is called if a later process takes this id over: then this one must end. Raises InvalidRequest
+    for an unknown policy.
     """
 
     def __init__(
@@ -92,22 +99,31 @@ class PlacementLoop:
         record: MemberRecord,
         *,
         chance: Callable[[], float],
+        fleet_key: bytes | None = None,
         policy: str = DEFAULT_POLICY,
+        ledger_file: LedgerFile | None = None,
         system: Connection | None = None,
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
     ) -> None:
         self.inbox_prefix = inbox_prefix(PLACEMENT_INBOX, record.id)
-        self.core = PlacementCore(record.id, self.inbox_prefix, chance, policy=policy)
-        self.members = Members(connection, subjects, on_heartbeat=self._on_heartbeat)
-        self.members.listeners.append(self._on_member)
-        self.malformed_total = 0  # refused, or dropped, because the bytes or a field were wrong
+        self.core = PlacementCore(
+            record.id,
+            self.inbox_prefix,
+            chance,
+            prompts=HashedPrompts(fleet_key),
+            unix_ms=lambda: int(time.time() * 1000),
+            policy=policy,
+            keeps_hashes=ledger_file is not None,
+        )
+        self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
+        self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
         self.ignored_total = 0  # requests without an inbox to answer to
         self.unsent_total = 0  # what NATS did not take from us
         self.internal_errors_total = 0
         self.decision_seconds_total = 0.0  # own time of `decisions_asked_total` answers to kvf.place
         self.decisions_asked_total = 0
         self._connection = connection
-        self._system = system
+        self._ledger_file = ledger_file
         self._subjects = subjects
         self._record = record
         self._on_fenced = on_fenced
@@ -119,8 +135,18 @@ class PlacementLoop:
         self._pinger = Pinger(connection, subjects, self.members.view)
         self._alarm = Alarm(self._tick)
         self._stopped = False
+        self._booked: list[Booked] = []  # to be shared
 
     # ------------------------------------------------------------------ what can be seen from outside
+
+    @property
+    def members(self) -> Members:
+        return self.hearing.members
+
+    @property
+    def malformed_total(self) -> int:
+        """Messages refused, or dropped, because the bytes or a field were wrong."""
+        return self.refused_total + self.hearing.malformed_total
 
     @property
     def decisions_total(self) -> int:
@@ -163,7 +189,7 @@ class PlacementLoop:
             return
         read = intake.read_place(message.subject, message.reply, message.data)
         if isinstance(read, Fail):
-            self.malformed_total += 1
+            self.refused_total += 1
             await self._carry_out([read])
             return
         actions = self._handle(read)
@@ -187,7 +213,7 @@ class PlacementLoop:
             unix_ms=int(time.time() * 1000),
         )
         if isinstance(read, Fail):
-            self.malformed_total += 1
+            self.refused_total += 1
             await self._carry_out([read])
             return
         await self._carry_out(self._handle(read))
@@ -204,7 +230,7 @@ class PlacementLoop:
         try:
             frames = intake.read_answer(message.data)
         except CodecError as error:
-            self.malformed_total += 1
+            self.refused_total += 1
             log.warning("placement: an answer for request %s is unreadable: %s", request, error)
             return
         for frame in frames:
@@ -219,6 +245,9 @@ class PlacementLoop:
         actions = self.core.handle(event, self._now())
         self._alarm.set(self.core.wake_at())
         return actions
+
+    def _tell(self, event: Event) -> None:
+        self._do_soon(self._handle(event))
 
     async def _carry_out(self, actions: Iterable[Action]) -> None:
         waiting = deque(actions)
@@ -238,6 +267,16 @@ class PlacementLoop:
                         await self._connection.publish(self._subjects.worker_cancel(worker), codec.encode(cancel))
                     case AskStillRunning(worker, question):
                         await self._connection.publish(self._subjects.worker_resend(worker), codec.encode(question))
+                    case Share(booked):
+                        self._share(booked)
+                    case PullSnapshot(worker, epoch):
+                        await self.hearing.pull(worker, epoch)
+                    case Explain(reply, decisions):
+                        answer = Explanation(self.core.placement, decisions)
+                        await self._connection.publish(reply, codec.encode(answer))
+                    case Record():
+                        if self._ledger_file is not None:
+                            self._ledger_file.write(action)
                     case PingWorker(worker):
                         self._spawn(self._ping(worker))
                     case DropMember(worker):
@@ -274,32 +313,34 @@ class PlacementLoop:
         except KvfleetError as error:
             log.warning("placement: record of worker %s not deleted: %s", worker, error)
 
-    # ------------------------------------------------------------------ members come and go
+    def _share(self, booked: tuple[Booked, ...]) -> None:
+        """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat."""
+        if not self._booked:
+            asyncio.get_running_loop().call_later(SHARE_S, lambda: self._spawn(self._publish_booked()))
+        self._booked += booked
 
-    def _on_member(self, change: Change, view: WorkerView) -> None:
-        if not is_token(view.record.id):
-            return  # no subject reaches it
-        match change:
-            case Change.LEFT:
-                event: Event = WorkerLeft(view.record.id)
-            case Change.JOINED:
-                event = WorkerJoined(self._known_state(view), view.heartbeat)
-            case Change.NEW_EPOCH:
-                event = WorkerNewEpoch(self._known_state(view))
-            case Change.UPDATED:
-                event = WorkerUpdated(self._known_state(view))
-        self._do_soon(self._handle(event))
+    async def _publish_booked(self) -> None:
+        booked, self._booked = self._booked, []
+        batch = BookedBatch(self.core.placement, tuple(booked[-MAX_SHARED:]))
+        try:
+            await self._connection.publish(self._subjects.placement_bookings(), codec.encode(batch))
+        except KvfleetError as error:
+            self.unsent_total += 1
+            log.debug("placement: bookings not shared: %s", error)
 
-    def _known_state(self, view: WorkerView) -> WorkerRecord:
-        return self.members.view.with_state(view.record.id) or view.record
+    # ------------------------------------------------------------------ who wants to know
 
-    def _on_heartbeat(self, beat: Heartbeat) -> None:
-        self._do_soon(self._handle(HeartbeatHeard(beat)))
-
-    async def _on_disconnect(self, message: Message) -> None:
-        worker = intake.read_disconnect(message.data)
-        if worker is not None:
-            await self._carry_out(self._handle(WorkerDisconnected(worker)))
+    async def _on_explain(self, message: Message) -> None:
+        if not intake.is_inbox(message.reply):
+            self.ignored_total += 1
+            return
+        try:
+            ask = codec.decode(ExplainRequest, message.data)
+        except CodecError as error:
+            self.refused_total += 1
+            log.debug("placement: a question about a request is unreadable: %s", error)
+            return
+        await self._carry_out(self._handle(ExplainAsked(message.reply, ask.request, ask.tenant)))
 
     async def _on_stats(self, message: Message) -> None:
         if not intake.is_inbox(message.reply):
@@ -313,7 +354,7 @@ class PlacementLoop:
         return asyncio.get_running_loop().time()
 
     def _tick(self) -> None:
-        self._do_soon(self._handle(Tick()))
+        self._tell(Tick())
 
     # ------------------------------------------------------------------ start and stop
 
@@ -329,10 +370,9 @@ class PlacementLoop:
         subscribe, subjects = self._connection.subscribe, self._subjects
         self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(self._on_answer)))
         self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
-        if self._system is not None:
-            self._heard.append(await self._system.subscribe(DISCONNECTS, self._guarded(self._on_disconnect)))
-        await self.members.start()
-        self._handle(Tick())
+        self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(self._on_explain)))
+        await self.hearing.start()
+        self._tell(Tick())
         for subject, callback in ((subjects.place_all(), self._on_place), (subjects.generate_all(), self._on_generate)):
             self._asked.append(await subscribe(subject, self._guarded(callback), queue=QUEUE))
         await self._connection.synced()
@@ -359,7 +399,7 @@ class PlacementLoop:
         self._alarm.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)
-        await self.members.stop()
+        await self.hearing.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -18,6 +18,7 @@ from kvservice.membership import member_record, open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
+from services.placement.ledger_file import LedgerFile
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
 from services.placement.settings import PlacementSettings
@@ -61,12 +62,17 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
     system = await _system_connection(settings, member)
     if system is not None:
         life.closing("system connection", system.close)
+    ledger_file = LedgerFile(settings.ledger_file) if settings.ledger_file is not None else None
+    if ledger_file is not None:
+        life.closing("ledger file", ledger_file.close)
     loop = PlacementLoop(
         connection,
         subjects,
         record,
         chance=random.random,
+        fleet_key=settings.fleet_key.encode(),
         policy=settings.policy,
+        ledger_file=ledger_file,
         system=system,
         on_fenced=lambda error: life.fatal(str(error)),
     )

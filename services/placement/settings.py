@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from kvservice.settings import ServiceSettings
@@ -11,7 +13,9 @@ from services.placement.policies import DEFAULT_POLICY
 class PlacementSettings(ServiceSettings):
     """Any number of replicas share the work through a queue group."""
 
-    policy: str = Field(DEFAULT_POLICY, description="ring, bounded_ring, random, round_robin or direct")
+    policy: str = Field(DEFAULT_POLICY, description="cost, kv_load, ring, bounded_ring, random, round_robin or direct")
+    fleet_key: str = Field("", description="secret from which tenants' cache salts are derived; equal in all processes")
+    ledger_file: Path | None = Field(None, description="append ended decisions here, for kvfleet simulate")
     system_user: str | None = Field(None, description="user of NATS's system account: dead workers are seen at once")
     system_password: str | None = Field(None, description="its password")
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

@@ -40,8 +40,8 @@ class Workloads:
         self.now = 0.0  # the latest time heard of
         self._size = 0
         self._free: list[int] = []
-        self._values = np.zeros((len(_FIELDS), FIRST_COLUMNS))
-        self._restore = np.zeros((len(TIERS), FIRST_COLUMNS))
+        self._values: Floats = np.zeros((len(_FIELDS), FIRST_COLUMNS))
+        self._restore: Floats = np.zeros((len(TIERS), FIRST_COLUMNS))
 
     # ------------------------------------------------------------------ columns
 
@@ -114,14 +114,14 @@ class Workloads:
     # ------------------------------------------------------------------ questions, `[columns]` each
 
     def requests(self, columns: Columns) -> Floats:
-        return self._values[_REQUESTS, columns]
+        return self._of(_REQUESTS, columns)
 
     def credit(self, columns: Columns) -> Floats:
-        return self._values[_CREDIT, columns]
+        return self._of(_CREDIT, columns)
 
     def prefill_rate(self, columns: Columns) -> Floats:
         """Tokens/s; who has not measured is taken for the mean of those who have."""
-        rates = self._values[_RATE, columns]
+        rates = self._of(_RATE, columns)
         measured = rates > 0
         if measured.all():
             return rates
@@ -130,14 +130,12 @@ class Workloads:
 
     def backlog_s(self, columns: Columns, rates: Floats, now: float) -> Floats:
         """Seconds until what is queued has been prefilled."""
-        values = self._values
-        waited = now - values[_AT, columns]
-        return np.maximum(values[_BACKLOG, columns] / rates - waited, 0.0)
+        waited = now - self._of(_AT, columns)
+        return np.maximum(self._of(_BACKLOG, columns) / rates - waited, 0.0)
 
     def recent_share(self, columns: Columns, rates: Floats, now: float) -> Floats:
         """Seconds of prefill given lately, per second: 1 is a worker that is just busy all the time."""
-        values = self._values
-        return values[_RECENT, columns] * np.exp((values[_AT, columns] - now) / RECENT_S) / (rates * RECENT_S)
+        return self._of(_RECENT, columns) * np.exp((self._of(_AT, columns) - now) / RECENT_S) / (rates * RECENT_S)
 
     def step_s(self, columns: Columns) -> Floats:
         """Seconds of a decode step of those who are there, as each makes it longer.
@@ -145,32 +143,29 @@ class Workloads:
         What one adds is at most the least time that a decoded token takes anywhere: with few of them most of a step
         is not theirs.
         """
-        each = self._values[_TOKEN_S, columns]
+        each = self._of(_TOKEN_S, columns)
         measured = each[each > 0]
-        return self._values[_REQUESTS, columns] * (float(measured.min()) if len(measured) else 0.0)
+        return self._of(_REQUESTS, columns) * (float(measured.min()) if len(measured) else 0.0)
 
     def slot_wait_s(self, columns: Columns) -> Floats:
         """Seconds until a slot is free, from how long requests stay."""
-        values = self._values
-        slots = np.maximum(values[_SLOTS, columns], 1.0)
-        ahead = values[_REQUESTS, columns] - values[_SLOTS, columns] + 1
-        waits = np.where(values[_SLOTS, columns] > 0, np.maximum(ahead, 0.0), 0.0)
-        return waits * values[_STAY, columns] / slots
+        slots = np.maximum(self._of(_SLOTS, columns), 1.0)
+        ahead = self._of(_REQUESTS, columns) - self._of(_SLOTS, columns) + 1
+        waits = np.where(self._of(_SLOTS, columns) > 0, np.maximum(ahead, 0.0), 0.0)
+        return waits * self._of(_STAY, columns) / slots
 
     def cache_usage(self, columns: Columns) -> Floats:
         """Share of KV blocks that running sequences hold; 0 where that is not known."""
-        values = self._values
-        return values[_BLOCKS_USED, columns] / np.maximum(values[_BLOCKS, columns], 1.0)
+        return self._of(_BLOCKS_USED, columns) / np.maximum(self._of(_BLOCKS, columns), 1.0)
 
     def slot_usage(self, columns: Columns) -> Floats:
         """Requests, waiting ones too, as a share of slots."""
-        values = self._values
-        return values[_REQUESTS, columns] / np.maximum(values[_SLOTS, columns], 1.0)
+        return self._of(_REQUESTS, columns) / np.maximum(self._of(_SLOTS, columns), 1.0)
 
     def restore_s_per_block(self, tier: int, columns: Columns) -> Floats:
         """Seconds to bring one block to the device; infinite where nothing was measured."""
-        rates = self._restore[tier, columns]
-        bytes_ = self._values[_BLOCK_BYTES, columns]
+        rates = self._restore[tier].take(columns)
+        bytes_ = self._of(_BLOCK_BYTES, columns)
         known = (rates > 0) & (bytes_ > 0)
         return np.where(known, bytes_ / np.where(known, rates, 1.0), np.inf)
 
@@ -181,6 +176,10 @@ class Workloads:
         return Workload(float(self.requests(one)[0]), float(backlog[0]), float(self._values[_RATE, column]))
 
     # ------------------------------------------------------------------ inside
+
+    def _of(self, row: int, columns: Columns) -> Floats:
+        values: Floats = self._values[row].take(columns)
+        return values
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values
@@ -198,6 +197,8 @@ class Workloads:
 
 
 _FIELDS = range(12)
-_RATE, _BACKLOG, _AT, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT, _BLOCK_BYTES, _BLOCKS_USED, _BLOCKS, _TOKEN_S = _FIELDS
+_RATE, _BACKLOG, _AT, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT, _BLOCK_BYTES, _BLOCKS_USED, _BLOCKS, _TOKEN_S = (
+    _FIELDS
+)
 _NEVER_NEGATIVE = [_RATE, _BACKLOG, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT]
 _TIER_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}

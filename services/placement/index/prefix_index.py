@@ -189,10 +189,12 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        live = [int(entry) for entry in self._table if entry != kernels.NONE]
+        live = self._table[self._table != kernels.NONE].tolist()
         assert len(set(live)) == len(live) == len(self)
         assert len(self) + self._counters[kernels.FREE] == self.max_blocks
-        assert not set(live) & set(self._free[: self._counters[kernels.FREE]].tolist())
+        free = np.zeros(self.max_blocks, dtype=bool)
+        free[self._free[: self._counters[kernels.FREE]]] = True
+        assert not free[live].any()
         held = dict.fromkeys(self._holdings, 0)
         for entry in live:
             assert self._words[entry].any()

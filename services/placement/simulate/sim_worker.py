@@ -1,6 +1,6 @@
 """One worker of a simulation: prefill in turn, decode side by side, a block cache. Pure: virtual time is passed in.
 
-A step feeds a chunk of the prompt that is being prefilled, if there is one, and one token of each sequence that decodes.
+A step feeds a chunk of the prompt that is being prefilled, if there is one, and one token of each decoding sequence.
 Between two events both rates are constant, so nothing is stepped: with n sequences decoding and a chunk of C tokens
 
     prefill  C / (C/r + d(n)) tokens/s       r: prefill tokens/s of an otherwise idle worker

@@ -1,9 +1,9 @@
-"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between them. Pure.
+"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between them. No clock, no sockets.
 
     arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
 
-Messages take the time they take in `Delays`; chance comes from a seed, so a run can be repeated. Whoever loses its worker
-is placed again, as a Client does.
+Messages take the time they take in `Delays`; chance comes from a seed, so a run can be repeated. A request that loses
+its worker is placed again, as a Client does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -156,7 +157,7 @@ class Simulation:
         for _ in range(self._shape.workers):
             self._join()
         for arrival in self._trace.arrivals:
-            self._at(arrival.at_s, lambda arrival=arrival: self._place(arrival, 0, ()))  # type: ignore[misc]
+            self._at(arrival.at_s, partial(self._place, arrival, 0, ()))
         self._at(0.0, self._beat)
         self._at(TICK_S, self._tick)
         if self._shape.churn_s:
@@ -186,9 +187,8 @@ class Simulation:
                 if not attempt:
                     outcome.worker = placement.worker
                     outcome.expected_tokens = sum(placement.expected_hit.values())
-                self._after(
-                    self._shape.delays.place_s, lambda: self._submit(placement.worker, arrival, attempt, excluded)
-                )
+                submit = partial(self._submit, placement.worker, arrival, attempt, excluded)
+                self._after(self._shape.delays.place_s, submit)
             elif isinstance(action, Share):
                 self._share(core, BookedBatch(core.placement, action.booked))
 

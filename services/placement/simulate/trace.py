@@ -64,8 +64,7 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Raises InvalidRequest that names the line if it cannot be read."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as lines:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return make_trace(_rows(lines))
 
 
@@ -95,7 +94,7 @@ def make_trace(rows: Sequence[tuple[float, int, int, Sequence[str], int]]) -> Tr
             numbers.setdefault(name, len(numbers))
     hashes = _hashes_of(len(numbers))
     first = min(row[0] for row in rows)
-    arrivals = []
+    arrivals: list[Arrival] = []
     sessions = Sessions()
     for at, tokens, outputs, names, _ in sorted(rows, key=lambda row: row[0]):
         ids = tuple(numbers[name] for name in names)

@@ -18,9 +18,12 @@ from kvproto.messages import (
 )
 from services.placement.core import PlacementCore
 from services.placement.events import GenerateAsked, WorkerJoined
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.prompts import HashedPrompts
 
 MODEL = "demo"
 PREFIX = "_plc.p1"
+FLEET_KEY = b"key"
 INBOX = "_INBOX.somebody"
 
 
@@ -45,11 +48,28 @@ def a_beat(
     )
 
 
-def a_core(*workers: str, policy: str = "bounded_ring", chance: float = 0.0, limit: int = 100) -> PlacementCore:
-    core = PlacementCore("p1", PREFIX, lambda: chance, policy=policy, max_forwarded=limit)
+def a_core(
+    *workers: str, policy: str = "bounded_ring", chance: float = 0.0, limit: int = 100, shares: bool = False
+) -> PlacementCore:
+    core = PlacementCore(
+        "p1",
+        PREFIX,
+        lambda: chance,
+        prompts=HashedPrompts(FLEET_KEY),
+        unix_ms=lambda: 1_000_000,
+        policy=policy,
+        indexer=KvIndexer(4096),
+        max_forwarded=limit,
+        shares=shares,
+    )
     for worker in workers:
         core.handle(WorkerJoined(a_record(worker)), 0.0)
     return core
+
+
+def load_of(core: PlacementCore, worker: str) -> float:
+    """Requests reported and booked."""
+    return core.workloads.of(core.fleet.workers[worker].column, core.workloads.now).requests
 
 
 def an_ask(request: str = "r1", **fields: object) -> PlaceRequest:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from placement_build import a_beat, a_core, a_record, an_ask
+from placement_build import a_beat, a_core, a_record, an_ask, load_of
 
 from kvproto.messages import PlaceRequest
 from services.placement.actions import Answer
 from services.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from services.placement.core import PlacementCore
 from services.placement.events import HeartbeatHeard, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch
+from services.placement.workloads import Workloads
 
 
 def asked(ask: PlaceRequest, tenant: str = "public") -> PlaceAsked:
@@ -26,7 +27,7 @@ def test_a_placement_is_booked_before_it_is_answered() -> None:
     assert isinstance(answer, Answer)
     assert answer.placement.request == "r1"
     assert booked(core) == 1
-    assert core.decider.load_of(core.fleet.workers[answer.placement.worker]) == 1
+    assert load_of(core, answer.placement.worker) == 1
 
 
 def test_a_heartbeat_takes_over_what_it_can_have_seen() -> None:
@@ -37,7 +38,7 @@ def test_a_heartbeat_takes_over_what_it_can_have_seen() -> None:
     assert booked(core) == 2  # not more than a period later: it may be too early to show
     core.handle(HeartbeatHeard(a_beat("w1", running=1)), 1.01 + HEARTBEAT_PERIOD_S)
     assert booked(core) == 1
-    assert core.decider.load_of(core.fleet.workers["w1"]) == 2
+    assert load_of(core, "w1") == 2
 
 
 def test_a_heartbeat_of_another_life_takes_over_nothing() -> None:
@@ -84,9 +85,14 @@ def test_without_heartbeats_a_booking_expires() -> None:
 
 
 def test_releasing_twice_changes_nothing() -> None:
-    bookings = Bookings()
-    bookings.book(("t", "r"), "w", 10, 1.0)
+    workloads = Workloads()
+    column = workloads.add(0, 0.0)
+    bookings = Bookings(workloads)
+    bookings.book(("t", "r"), 0, "w", column, 10, 1.0)
+    assert workloads.of(column, 1.0).requests == 1
     for _ in range(2):
-        bookings.release(("t", "r"))
+        bookings.release(("t", "r"), 1.0)
         assert (len(bookings), bookings.requests_at("w"), bookings.tokens_at("w")) == (0, 0, 0)
+        assert workloads.of(column, 1.0).requests == 0
     bookings.check_integrity()
+    workloads.check_integrity()

@@ -1,0 +1,160 @@
+"""What placement hears without having asked: members, heartbeats, block events, milestones, other replicas. A loop.
+
+Owns those subscriptions and the members view; reads bytes into events and decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvproto import codec
+from kvproto.connection import Connection, Message, Subscription, is_no_responders
+from kvproto.errors import CodecError
+from kvproto.fleet_view import Change, WorkerView
+from kvproto.ids import is_token
+from kvproto.members import Members
+from kvproto.messages import BookedBatch, Milestones, Snapshot, SnapshotRequest, WorkerRecord
+from kvproto.subjects import Subjects
+from services.placement import intake
+from services.placement.events import (
+    BlocksChanged,
+    BookingsShared,
+    Event,
+    HeartbeatHeard,
+    MilestonesHeard,
+    SnapshotHeard,
+    SnapshotRefused,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNewEpoch,
+    WorkerUpdated,
+)
+from services.placement.index.changes import read_changes
+
+log = logging.getLogger(__name__)
+
+DISCONNECTS = "$SYS.ACCOUNT.*.DISCONNECT"
+
+Heard = TypeVar("Heard")
+Guard = Callable[[Callable[[Message], Awaitable[None]]], Callable[[Message], Awaitable[None]]]
+
+
+class Hearing:
+    """Owned by the placement loop. `tell` takes an event; `guard` is put around every callback."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        subjects: Subjects,
+        inbox_prefix: str,
+        tell: Callable[[Event], None],
+        guard: Guard,
+        system: Connection | None,
+    ) -> None:
+        self.members = Members(connection, subjects, on_heartbeat=lambda beat: tell(HeartbeatHeard(beat)))
+        self.members.listeners.append(self._on_member)
+        self.malformed_total = 0
+        self._connection = connection
+        self._subjects = subjects
+        self._snapshots = f"{inbox_prefix}.s."
+        self._tell = tell
+        self._guard = guard
+        self._system = system
+        self._subscriptions: list[Subscription] = []
+        self._pulling: dict[str, str] = {}  # worker -> the life that was asked
+
+    async def start(self) -> None:
+        """Returns when everybody who is registered is known. Raises Unavailable."""
+        subjects, subscribe = self._subjects, self._connection.subscribe
+        for subject, callback in (
+            (f"{self._snapshots}*", self._on_snapshot),
+            (subjects.events_all(), self._on_events),
+            (subjects.milestones_all(), self._on_milestones),
+            (subjects.placement_bookings(), self._on_bookings),
+        ):
+            self._subscriptions.append(await subscribe(subject, self._guard(callback)))
+        if self._system is not None:
+            self._subscriptions.append(await self._system.subscribe(DISCONNECTS, self._guard(self._on_disconnect)))
+        await self.members.start()
+
+    async def stop(self) -> None:
+        """Never raises."""
+        for subscription in self._subscriptions:
+            try:
+                await asyncio.wait_for(subscription.unsubscribe(), 1.0)
+            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
+                log.debug("placement: while stopping: %r", error)
+        await self.members.stop()
+
+    # ------------------------------------------------------------------ snapshots
+
+    async def pull(self, worker: str, epoch: str) -> None:
+        """Ask a worker for all it holds. Raises Unavailable; whoever is not there is told of as SnapshotRefused."""
+        self._pulling[worker] = epoch
+        question = codec.encode(SnapshotRequest())
+        await self._connection.publish(self._subjects.blocks(worker), question, reply=self._snapshots + worker)
+
+    async def _on_snapshot(self, message: Message) -> None:
+        worker = message.subject.removeprefix(self._snapshots)
+        if is_no_responders(message):
+            self._tell(SnapshotRefused(worker, self._pulling.get(worker, "")))
+            return
+        part = self._read(message, lambda: codec.decode(Snapshot, message.data))
+        if part is not None:
+            self._tell(SnapshotHeard(worker, part))
+
+    # ------------------------------------------------------------------ workers
+
+    async def _on_events(self, message: Message) -> None:
+        changes = self._read(message, lambda: read_changes(message.data))
+        if changes is not None:  # what cannot be read is a gap, which the next event shows
+            self._tell(BlocksChanged(_last_token(message), changes))
+
+    async def _on_milestones(self, message: Message) -> None:
+        milestones = self._read(message, lambda: codec.decode(Milestones, message.data))
+        if milestones is not None and milestones.worker == _last_token(message):
+            self._tell(MilestonesHeard(milestones))
+
+    def _on_member(self, change: Change, view: WorkerView) -> None:
+        if not is_token(view.record.id):
+            return  # no subject reaches it
+        match change:
+            case Change.LEFT:
+                self._tell(WorkerLeft(view.record.id))
+            case Change.JOINED:
+                self._tell(WorkerJoined(self._known_state(view), view.heartbeat))
+            case Change.NEW_EPOCH:
+                self._tell(WorkerNewEpoch(self._known_state(view)))
+            case Change.UPDATED:
+                self._tell(WorkerUpdated(self._known_state(view)))
+
+    def _known_state(self, view: WorkerView) -> WorkerRecord:
+        return self.members.view.with_state(view.record.id) or view.record
+
+    async def _on_disconnect(self, message: Message) -> None:
+        worker = intake.read_disconnect(message.data)
+        if worker is not None:
+            self._tell(WorkerDisconnected(worker))
+
+    # ------------------------------------------------------------------ replicas
+
+    async def _on_bookings(self, message: Message) -> None:
+        batch = self._read(message, lambda: codec.decode(BookedBatch, message.data))
+        if batch is not None:
+            self._tell(BookingsShared(batch))
+
+    def _read(self, message: Message, read: Callable[[], Heard]) -> Heard | None:
+        try:
+            return read()
+        except CodecError as error:
+            self.malformed_total += 1
+            log.debug("placement: a message on %s is unreadable: %s", message.subject, error)
+            return None
+
+
+def _last_token(message: Message) -> str:
+    return message.subject.rsplit(".", 1)[-1]

@@ -1,0 +1,56 @@
+"""Adapter: decisions of requests that have ended, as JSON lines that `kvfleet simulate` reads as a trace.
+
+A line is a request of the Mooncake format (`timestamp` in ms since the first line, `input_length`, `output_length`,
+`hash_ids`) with what else is known beside it. Hashes name tokens to nobody who has not the fleet key.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from services.placement.actions import Record
+
+log = logging.getLogger(__name__)
+
+
+class LedgerFile:
+    """Owned by the placement loop. A disk that is full costs lines, never decisions."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be written."""
+        self._file = path.open("a", buffering=1)
+        self._first_unix_ms: int | None = None
+        self.lost_total = 0
+
+    def write(self, record: Record) -> None:
+        decision = record.decision
+        if self._first_unix_ms is None:
+            self._first_unix_ms = decision.unix_ms
+        actual = decision.actual
+        line = {
+            "timestamp": max(decision.unix_ms - self._first_unix_ms, 0),
+            "input_length": decision.prompt_tokens,
+            "output_length": max(actual.output_tokens, 1),
+            "hash_ids": [record.hashes[at : at + 16].hex() for at in range(0, len(record.hashes), 16)],
+            "block_tokens": record.block_size,
+            "unix_ms": decision.unix_ms,
+            "tenant": decision.tenant,
+            "request": decision.request,
+            "attempt": decision.attempt,
+            "policy": decision.policy,
+            "worker": decision.worker,
+            "expected_tokens": sum(decision.expected_hit.values()),
+            "cached_tokens": None if actual.cached is None else sum(actual.cached.values()),
+            "ttft_s": actual.ttft_s,
+            "code": actual.code,
+        }
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self.lost_total += 1
+            log.warning("the ledger's line is lost: %s", error)
+
+    async def close(self) -> None:
+        self._file.close()
