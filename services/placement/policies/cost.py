@@ -16,7 +16,9 @@ The two constants have no unit. On the conversation trace of benchmarks/trace_hi
 a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
 second the load of a minute varies twice as much, without the first a twentieth of the hits is lost near capacity.
 
-Among those whose costs are nearly equal the ring decides: what nobody holds meets on one worker, whoever decides.
+Among those whose costs are nearly equal, whoever holds most of a prompt that is mostly held keeps it, so that no
+conversation wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one
+worker, whoever decides.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ class Cost:
         costs = sum(terms.values(), np.zeros(len(columns)))
         best = float(costs.min())
         near = costs <= best * (1 + NEAR) + NEAR_S
+        held = np.where(near, question.matched[-1], 0.0)
+        if 2 * held.max() >= question.prompt_tokens > 0:
+            near &= held == held.max()
         number = int(costs.argmin())
         if near.sum() > 1:
             names = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(near)}
