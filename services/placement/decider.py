@@ -16,6 +16,7 @@ from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Worker
+from services.placement.heat import Heat
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.ledger import Ledger, best_candidates
@@ -34,6 +35,12 @@ class Matched:
     believed: Floats  # of them, what experience with the worker lets one expect
     hashes: Hashes  # of the first candidate's address space
     block_size: int
+
+    @property
+    def last_block(self) -> bytes | None:
+        """The last block of the prompt that anybody has."""
+        depth = int(self.believed[-1].max(initial=0)) // self.block_size
+        return self.hashes[depth - 1].tobytes() if 0 < depth <= len(self.hashes) else None
 
 
 class Decider:
@@ -63,6 +70,7 @@ class Decider:
         self._ledger = ledger
         self._policies = policies
         self._workloads: Workloads = fleet.workloads
+        self._heat = Heat()
         self._booked: list[Booked] = []
         self._policy(default)
 
@@ -81,6 +89,7 @@ class Decider:
         among = Ready.of((w for w in ready.workers if w.id not in excluded), ready.ring) if excluded else ready
         tokens = self._prompts.tokens(ask)
         matched = self._match(tenant, ask, among, tokens)
+        last_block = matched.last_block
         question = Question(
             key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
             ask=ask,
@@ -92,6 +101,7 @@ class Decider:
             columns=among.columns,
             prompt_tokens=tokens,
             matched=matched.believed,
+            heat=self._heat.of(last_block, now) if last_block is not None else 0.0,
             block_size=matched.block_size,
             now=now,
         )
@@ -99,6 +109,8 @@ class Decider:
         if choice is None:
             self.no_worker_total += 1
             raise NoWorkers(f"no worker that serves {ask.model[:64]} is ready", field="model")
+        if last_block is not None:
+            self._heat.add(last_block, now)
         return self._settle(tenant, policy.name, choice, question, matched)
 
     def _settle(self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched) -> Placement:

@@ -30,6 +30,7 @@ class Question:
     columns: Columns  # of the candidates
     prompt_tokens: int
     matched: Floats  # `[tiers, candidates]` prompt tokens that one has in the tier or a faster one, as far as believed
+    heat: float  # requests of about the last minute whose longest match ended where this one's does
     block_size: int
     now: float
 

@@ -1,16 +1,20 @@
 """The cheapest worker, in seconds. Pure.
 
-    cost = queue + slot + step + fetch + prefill + harm
+    cost = queue + slot + step + fetch + prefill - copy + harm
 
 * queue, slot: until what is queued there has been prefilled, and until a slot is free;
 * step: one decode step of those who are there already goes with the first token;
 * fetch, prefill: blocks that it has in slower tiers are restored as far as that is quicker than computing them again,
   the rest is prefilled, all at the rates that it measured;
-* harm: what the prefill does to others, `prefill * (OTHERS + BUSY * u)`, u being the share of the last minute that the
+* harm: what the prefill does to others, `lasting * (OTHERS + BUSY * u)`, u being the share of the last minute that the
   worker was given to do. A second of prefill that a cache could have saved delays those who come next and pushes out
   what they would have found; the more so, the busier the worker. As the harm grows with both factors, the work that
   must be done somewhere goes where little was done, and a request whose prefix is cached pays next to nothing for going
   there, however busy it is.
+
+What is prefilled here though it is cached elsewhere is a copy for all who come after: of a prefix that h requests a
+minute begin with, one part in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half a
+second of it (`copy` is what is taken off): no more is asked of one for the others' sake.
 
 The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth and of
 a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
@@ -30,6 +34,7 @@ from services.placement.workloads import TIERS, Floats
 
 OTHERS = 4.0
 BUSY = 50.0
+COPY_S = 0.5  # what a request may be made to wait so that others find a copy
 NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
 NEAR = 0.02
 
@@ -48,13 +53,18 @@ class Cost:
         loads, columns, now = question.workloads, question.columns, question.now
         rates = loads.prefill_rate(columns)
         fetch, prefill = fetch_and_prefill(question, rates)
+        least = prefill.min()
+        copied = prefill - least
+        lasting = least + copied / (1 + question.heat)
+        spared = np.minimum(copied, COPY_S) * question.heat / (1 + question.heat)
         terms = {
             "queue": loads.backlog_s(columns, rates, now),
             "slot": loads.slot_wait_s(columns),
             "step": loads.step_s(columns),
             "fetch": fetch,
             "prefill": prefill,
-            "harm": prefill * (self._others + self._busy * loads.recent_share(columns, rates, now)),
+            "copy": -spared,
+            "harm": lasting * (self._others + self._busy * loads.recent_share(columns, rates, now)),
         }
         costs = sum(terms.values(), np.zeros(len(columns)))
         best = float(costs.min())
