@@ -13,8 +13,8 @@
   there, however busy it is.
 
 What is prefilled here though it is cached elsewhere is a copy for all who come after: of a prefix that h requests a
-minute begin with, one part in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half a
-second of it (`copy` is what is taken off): no more is asked of one for the others' sake.
+minute begin with, one part in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half
+a second of it (`copy` is what is taken off): no more is asked of one for the others' sake.
 
 The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth and of
 a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the

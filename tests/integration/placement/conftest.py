@@ -16,8 +16,8 @@ from services.placement.loop import PlacementLoop
 async def start_placement(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[StartPlacement]:
     started: list[tuple[PlacementLoop, Connection]] = []
 
-    async def start(policy: str = "bounded_ring") -> PlacementLoop:
-        loop, connection = await open_placement(nats_url, fleet_buckets, policy=policy)
+    async def start(policy: str = "bounded_ring", fleet_key: bytes | None = None) -> PlacementLoop:
+        loop, connection = await open_placement(nats_url, fleet_buckets, policy=policy, fleet_key=fleet_key)
         started.append((loop, connection))
         await loop.start()
         return loop
