@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvproto.errors import CodecError
 from kvproto.messages import Heartbeat, Snapshot, Tier
 from services.placement.index.changes import TIERS, read_changes
 from services.placement.index.follower import Follower, Follows
-from services.placement.index.prefix_index import Hashes, PrefixIndex, pack
+from services.placement.index.prefix_index import Hashes, PrefixIndex, unpack
 
 MAX_BLOCKS = 1_000_000
 HOLDERS_PER_WORKER = 2  # what it holds, and the snapshot that will replace it
@@ -36,6 +39,9 @@ class KvIndexer:
         self.malformed_total = 0
         self.unknown_total = 0  # events of workers, or lives, that are no members
         self._followers: dict[str, Follower] = {}
+        self._generation = -1  # of the index, when these were noted:
+        self._names: list[str] = []
+        self._holders = np.empty(0, dtype=np.intp)
 
     # ------------------------------------------------------------------ workers
 
@@ -94,15 +100,32 @@ class KvIndexer:
 
     def find_matches(self, block_hashes: Sequence[bytes], tier: Tier = TIERS[-1]) -> dict[str, int]:
         """How many blocks from the start of the chain each worker has in `tier` or a faster one; those that have none
-        are left out."""
-        depths = self.index.find(pack(list(block_hashes)))[TIERS.index(tier)].tolist()
-        return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
+        are left out. Raises ValueError if the hashes do not have 16 bytes each."""
+        # Their lengths one by one, as `pack` checks them, would take as long as all else together: in a question, a
+        # wrong one costs its asker an answer and nobody else anything.
+        hashes = unpack(b"".join(block_hashes))
+        if len(hashes) != len(block_hashes):
+            raise ValueError("block hashes have 16 bytes")
+        depths = self.index.find(hashes)[TIERS.index(tier)]
+        names, holders = self._who()
+        return {name: depth for name, depth in zip(names, depths.take(holders).tolist(), strict=True) if depth}
 
-    def matches_by_tier(self, hashes: Hashes, workers: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
-        """Of each worker, for each tier, how many blocks of the chain it has there or in a faster one."""
-        depths = self.index.find(hashes).T.tolist()
-        followers = self._followers
-        return {name: tuple(depths[followers[name].holder]) for name in workers if name in followers}
+    def matches_by_tier(self, hashes: Hashes, workers: Iterable[str] | None = None) -> Mapping[str, tuple[int, ...]]:
+        """Of each worker, or of those of `workers` that are known, for each tier, how many blocks of the chain it has
+        there or in a faster one."""
+        depths = self.index.find(hashes)
+        names, holders = self._who()
+        # Whole rows at once: a loop over workers and tiers would take longer than the look-up.
+        found = dict(zip(names, zip(*depths.take(holders, axis=1).tolist(), strict=True), strict=True))
+        return found if workers is None else {name: found[name] for name in workers if name in found}
+
+    def _who(self) -> tuple[list[str], npt.NDArray[np.intp]]:
+        """Workers, and the holders that stand for them."""
+        if self._generation != self.index.generation:
+            self._generation = self.index.generation
+            self._names = list(self._followers)
+            self._holders = np.array([one.holder for one in self._followers.values()], dtype=np.intp)
+        return self._names, self._holders
 
     def state_of(self, worker: str) -> Follows | None:
         follower = self._followers.get(worker)
