@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from fake_fleet import BareProducer, FakeWorker, StartPlacement, StartWorker, open_placement
 
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
+from services.placement.index.warm_up import warm_up
 from services.placement.loop import PlacementLoop
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels() -> None:
+    warm_up()
 
 
 @pytest_asyncio.fixture
