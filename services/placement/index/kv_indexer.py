@@ -44,7 +44,8 @@ class KvIndexer:
         self._generation = -1  # of the index, when these were noted:
         self._names: list[str] = []
         self._holders = np.empty(0, dtype=np.intp)
-        self._at: dict[str, int] = {}
+        self._asked: tuple[str, ...] = ()  # of `depths`, and the holders that it found:
+        self._asked_holders = self._holders
 
     # ------------------------------------------------------------------ workers
 
@@ -126,15 +127,16 @@ class KvIndexer:
         names, holders = self._who()
         return {name: depth for name, depth in zip(names, depths.take(holders).tolist(), strict=True) if depth}
 
-    def depths(self, hashes: Hashes, workers: Sequence[str]) -> Depths:
+    def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
         """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one."""
         found = self.index.find(hashes)
-        self._who()
-        at = self._at
-        holders = [at.get(name, -1) for name in workers]
-        depths = found.take(holders, axis=1)
-        if min(holders, default=0) < 0:
-            depths[:, [number for number, holder in enumerate(holders) if holder < 0]] = 0
+        if workers is not self._asked or self._generation != self.index.generation:  # a decision asks as the last did
+            self._who()
+            at = {name: one.holder for name, one in self._followers.items()}
+            self._asked = workers
+            self._asked_holders = np.array([at.get(name, -1) for name in workers], dtype=np.intp)
+        depths = found.take(self._asked_holders, axis=1)
+        depths[:, self._asked_holders < 0] = 0
         return depths
 
     def matches_by_tier(self, hashes: Hashes, workers: Iterable[str] | None = None) -> Mapping[str, tuple[int, ...]]:
@@ -152,7 +154,6 @@ class KvIndexer:
             self._generation = self.index.generation
             self._names = list(self._followers)
             self._holders = np.array([one.holder for one in self._followers.values()], dtype=np.intp)
-            self._at = {name: one.holder for name, one in self._followers.items()}
         return self._names, self._holders
 
     def state_of(self, worker: str) -> Follows | None:

@@ -15,12 +15,13 @@ import numpy as np
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
-from services.placement.index import kernels, reading
+from services.placement.index import hash_kernel, kernels, reading
 from services.placement.index.changes import read_changes
+from services.placement.index.hashing import chain
 from services.placement.index.prefix_index import PrefixIndex, pack
 
-SOURCES = (Path(kernels.__file__), Path(reading.__file__))
-CALLED = (kernels.store, kernels.remove, kernels.forget, kernels.compact, kernels.find, reading.read)
+SOURCES = (Path(kernels.__file__), Path(reading.__file__), Path(hash_kernel.__file__))
+CALLED = (kernels.store, kernels.remove, kernels.forget, kernels.compact, kernels.find, reading.read, hash_kernel.chain)
 
 
 @cache
@@ -52,5 +53,6 @@ def _call_all() -> None:
         index.compact()
         index.retire(holder)
         index.clean(8)
+    assert len(chain(blocks[0], range(64), 16)) == 4
     assert not len(index)
     assert np.array_equal(own, pack(blocks))

@@ -279,7 +279,7 @@ def test_16_and_count_one_anothers_load() -> None:
     second = rig.place("r1", tokens(1, 8000), replica=1)
     assert first.worker != second.worker
     for core in rig.cores:
-        assert sorted(core.workloads.requests(core.fleet.ready("demo").columns).tolist()) == [1, 1]
+        assert sorted(core.workloads.view(core.fleet.ready("demo").columns, 0.0).requests.tolist()) == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------- bad events

@@ -51,13 +51,11 @@ def question(
         excluded=frozenset(),
         candidates=ready.workers,
         alive=fleet.workers,
-        workloads=fleet.workloads,
-        columns=ready.columns,
+        loads=fleet.workloads.view(ready.columns, 0.0),
         prompt_tokens=prompt,
         matched=np.array(rows, dtype=float),
         heat=heat,
         block_size=16,
-        now=0.0,
     )
 
 
@@ -69,7 +67,7 @@ def test_restoring_is_chosen_as_far_as_it_is_quicker_than_computing() -> None:
     host, vault = 100 * 1e6, 1 * 1e6  # a block in 10 ms, in 1 s; it is prefilled in 2 ms... at 8,000 tokens/s
     slow = Rates(800.0, restore_bytes_per_s={"host": host, "vault": vault})  # a block is prefilled in 20 ms
     asked = question([[160, 160], [800, 160], [1600, 1600]], 1616, rates=[slow, slow])
-    fetch, prefill = fetch_and_prefill(asked, np.array([800.0, 800.0]))
+    fetch, prefill = fetch_and_prefill(asked)
     assert fetch.tolist() == pytest.approx([40 * 0.01, 0.0])
     assert prefill.tolist() == pytest.approx([816 / 800, 1456 / 800])
 
@@ -77,7 +75,7 @@ def test_restoring_is_chosen_as_far_as_it_is_quicker_than_computing() -> None:
 def test_restoring_slower_than_computing_is_not_chosen_and_unmeasured_tiers_are_none() -> None:
     quick = Rates(RATE, restore_bytes_per_s={"host": 1e6})
     asked = question([[160, 160], [800, 800]], 1600, rates=[quick, Rates(RATE)])
-    fetch, prefill = fetch_and_prefill(asked, np.array([RATE, RATE]))
+    fetch, prefill = fetch_and_prefill(asked)
     assert fetch.tolist() == [0, 0]
     assert prefill.tolist() == [1440 / RATE] * 2
 

@@ -14,8 +14,7 @@ def at(*columns: int) -> np.ndarray:
 
 
 def backlog(loads: Workloads, column: int, now: float) -> float:
-    columns = at(column)
-    return float(loads.backlog_s(columns, loads.prefill_rate(columns), now)[0])
+    return float(loads.view(at(column), now).backlog_s[0])
 
 
 def a_worker(loads: Workloads, rate: float = 1000.0, **load: int) -> int:
@@ -43,7 +42,7 @@ def test_a_report_sets_it_right_but_for_what_it_cannot_have_seen() -> None:
     loads.give(column, 5000, 0.1)
     loads.report(column, Load(queued_prefill_tokens=700, waiting=1, running=2), Rates(1000.0), 300, 1, 0.2)
     assert backlog(loads, column, 0.2) == pytest.approx(1.0)
-    assert loads.requests(at(column)).tolist() == [4]
+    assert loads.view(at(column), 1.0).requests.tolist() == [4]
 
 
 def test_what_is_taken_back_never_leaves_less_than_nothing() -> None:
@@ -52,7 +51,7 @@ def test_what_is_taken_back_never_leaves_less_than_nothing() -> None:
     loads.give(column, 100, 0.0)
     loads.take(column, 5000, 0.0)
     loads.take(column, 5000, 0.0)
-    assert loads.requests(at(column)).tolist() == [0]
+    assert loads.view(at(column), 1.0).requests.tolist() == [0]
     assert backlog(loads, column, 0.0) == 0.0
     loads.check_integrity()
 
@@ -60,18 +59,17 @@ def test_what_is_taken_back_never_leaves_less_than_nothing() -> None:
 def test_who_has_not_measured_is_taken_for_the_mean_of_those_who_have() -> None:
     loads = Workloads()
     columns = at(a_worker(loads, 1000.0), a_worker(loads, 3000.0), a_worker(loads, 0.0))
-    assert loads.prefill_rate(columns).tolist() == [1000, 3000, 2000]
-    assert loads.prefill_rate(at(2)).tolist() == [UNMEASURED_RATE]
+    assert loads.view(columns, 0.0).prefill_rate.tolist() == [1000, 3000, 2000]
+    assert loads.view(at(2), 0.0).prefill_rate.tolist() == [UNMEASURED_RATE]
 
 
 def test_what_was_given_lately_fades() -> None:
     loads = Workloads()
     column = a_worker(loads)
     loads.give(column, 6000, 0.0)
-    rates = loads.prefill_rate(at(column))
-    now = loads.recent_share(at(column), rates, 0.0)[0]
+    now = loads.view(at(column), 0.0).recent_share[0]
     assert now == pytest.approx(6 / RECENT_S)
-    assert loads.recent_share(at(column), rates, RECENT_S)[0] == pytest.approx(now / np.e)
+    assert loads.view(at(column), RECENT_S).recent_share[0] == pytest.approx(now / np.e)
 
 
 def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
@@ -79,14 +77,14 @@ def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
     free, full = a_worker(loads, slots=4, running=3), a_worker(loads, slots=4, running=4, waiting=1)
     for column in (free, full):
         loads.stayed(column, 8.0)
-    assert loads.slot_wait_s(at(free, full)).tolist() == [0.0, 2 * 8.0 / 4]
+    assert loads.view(at(free, full), 0.0).slot_wait_s.tolist() == [0.0, 2 * 8.0 / 4]
 
 
 def test_a_restore_that_was_never_measured_is_no_choice() -> None:
     loads = Workloads()
     columns = at(a_worker(loads), a_worker(loads))
     loads.report(1, Load(), Rates(1000.0, restore_bytes_per_s={"host": 1e6, "no tier": 5.0}), 0, 0, 1.0)
-    assert loads.restore_s_per_block(1, columns).tolist() == [np.inf, 1024 / 1e6]
+    assert loads.view(columns, 1.0).restore_s_per_block(1).tolist() == [np.inf, 1024 / 1e6]
 
 
 def test_columns_are_used_again_and_remember_nothing() -> None:
@@ -98,5 +96,5 @@ def test_columns_are_used_again_and_remember_nothing() -> None:
     again = loads.add(0, 1.0)
     assert again == 41
     assert loads.of(again, 1.0).requests == 0
-    assert loads.credit(at(41)).tolist() == [1.0]
+    assert loads.view(at(41), 1.0).credit.tolist() == [1.0]
     loads.check_integrity()
