@@ -21,6 +21,7 @@ Columns: TypeAlias = npt.NDArray[np.int64]
 TIERS: tuple[Tier, ...] = tuple(Tier)
 UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
 RECENT_S = 60.0  # what a worker was given counts as recent for about so long
+FORGIVEN_S = 120.0  # after so long without a new measurement, two thirds of a low rate are forgotten
 FIRST_COLUMNS = 64
 
 
@@ -43,8 +44,8 @@ class View:
         self._restore = restore
         self.now = now
         self.requests: Floats = values[_REQUESTS]
-        self.prefill_rate = _measured_or_mean(values[_RATE])
-        """Tokens/s; who has not measured is taken for the mean of those who have."""
+        self.prefill_rate = _hopeful(values[_RATE], values[_RATE_AT], now)
+        """Tokens/s: see `_hopeful`."""
 
     @property
     def credit(self) -> Floats:
@@ -108,12 +109,20 @@ class View:
         return np.where(known, size / np.where(known, rates, 1.0), np.inf)
 
 
-def _measured_or_mean(rates: Floats) -> Floats:
+def _hopeful(rates: Floats, measured_at: Floats, now: float) -> Floats:
+    """Rates as measured. Who has not measured is taken for the mean of those who have; and whoever measured less long
+    ago is taken for that little by little: one bad measurement would else keep all work, and so any better one, away.
+    """
     measured = rates > 0
-    if measured.all():
+    if not measured.any():
+        return np.full(len(rates), UNMEASURED_RATE)
+    mean = float(rates.mean(where=measured))
+    below = mean - rates
+    if below.max() <= 0.1 * mean:
         return rates
-    mean = float(rates[measured].mean()) if measured.any() else UNMEASURED_RATE
-    return np.where(measured, rates, mean)
+    hope = np.where(measured, 1 - np.exp((measured_at - now) / FORGIVEN_S), 1.0)
+    hoped: Floats = rates + np.maximum(below, 0.0) * hope
+    return hoped
 
 
 class Workloads:
@@ -155,7 +164,8 @@ class Workloads:
         """A heartbeat; `unseen` is what was booked and cannot be in it yet."""
         values = self._values
         self._drain(column, now)
-        values[_RATE, column] = rates.prefill_tokens_per_s
+        if rates.prefill_tokens_per_s != values[_RATE, column]:
+            values[_RATE, column], values[_RATE_AT, column] = rates.prefill_tokens_per_s, now
         values[_BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
         values[_REQUESTS, column] = load.waiting + load.running + unseen_requests
         values[_SLOTS, column] = load.slots
@@ -222,9 +232,21 @@ class Workloads:
         assert (self._values[_NEVER_NEGATIVE] >= 0).all()
 
 
-_FIELDS = range(12)
-_RATE, _BACKLOG, _AT, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT, _BLOCK_BYTES, _BLOCKS_USED, _BLOCKS, _TOKEN_S = (
-    _FIELDS
-)
+_FIELDS = range(13)
+(
+    _RATE,
+    _BACKLOG,
+    _AT,
+    _REQUESTS,
+    _SLOTS,
+    _STAY,
+    _RECENT,
+    _CREDIT,
+    _BLOCK_BYTES,
+    _BLOCKS_USED,
+    _BLOCKS,
+    _TOKEN_S,
+    _RATE_AT,
+) = _FIELDS
 _NEVER_NEGATIVE = [_RATE, _BACKLOG, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT]
 _TIER_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}

@@ -63,6 +63,17 @@ def test_who_has_not_measured_is_taken_for_the_mean_of_those_who_have() -> None:
     assert loads.view(at(2), 0.0).prefill_rate.tolist() == [UNMEASURED_RATE]
 
 
+def test_one_bad_measurement_is_forgotten_if_nothing_better_comes() -> None:
+    loads = Workloads()
+    columns = at(a_worker(loads, 9000.0), a_worker(loads, 9000.0), a_worker(loads, 90.0))
+    slow = [loads.view(columns, now).prefill_rate[2] for now in (0.0, 60.0, 120.0, 1200.0)]
+    assert slow[0] == 90
+    assert slow == sorted(slow)
+    assert slow[3] == pytest.approx(6030, rel=0.01)
+    loads.report(2, Load(), Rates(91.0), 0, 0, 1200.0)  # it is slow
+    assert loads.view(columns, 1200.0).prefill_rate.tolist() == [9000, 9000, 91]
+
+
 def test_what_was_given_lately_fades() -> None:
     loads = Workloads()
     column = a_worker(loads)
