@@ -37,10 +37,23 @@ class Matched:
     block_size: int
 
     @property
+    def depth(self) -> int:
+        """Blocks from the start that anybody has."""
+        return min(int(self.believed[-1].max(initial=0)) // self.block_size, len(self.hashes))
+
+    @property
     def last_block(self) -> bytes | None:
         """The last block of the prompt that anybody has."""
-        depth = int(self.believed[-1].max(initial=0)) // self.block_size
-        return self.hashes[depth - 1].tobytes() if 0 < depth <= len(self.hashes) else None
+        depth = self.depth
+        return self.hashes[depth - 1].tobytes() if depth else None
+
+    @property
+    def parting(self) -> str | None:
+        """The first block that nobody has, or the last one."""
+        if not len(self.hashes):
+            return None
+        block: bytes = self.hashes[min(self.depth, len(self.hashes) - 1)].tobytes()
+        return block.hex()
 
 
 class Decider:
@@ -93,8 +106,10 @@ class Decider:
         loads = self._workloads.view(among.columns, now)
         matched = self._match(tenant, ask, among, tokens, loads)
         last_block = matched.last_block
+        key = ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt)
         question = Question(
-            key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
+            key=key,
+            parting=key if ask.session else matched.parting or key,
             ask=ask,
             ring=ready.ring,
             excluded=excluded,

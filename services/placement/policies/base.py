@@ -20,7 +20,8 @@ from services.placement.workloads import Floats, View
 class Question:
     """One request to place."""
 
-    key: str  # its place on the ring: session, else prefix
+    key: str  # its place on the ring: session, else the first tokens of its prompt
+    parting: str  # another one: session, else the first block that nobody has, where prompts part ways
     ask: PlaceRequest
     ring: HashRing  # over all ready workers of the model, excluded ones too
     excluded: frozenset[str]

@@ -20,8 +20,8 @@ The two constants have no unit. On the conversation trace of benchmarks/trace_hi
 a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
 second the load of a minute varies twice as much, without the first a twentieth of the hits is lost near capacity.
 
-Among those whose costs are nearly equal, whoever holds most of a prompt that is mostly held keeps it, so that no
-conversation wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one
+Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that none
+wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one
 worker, whoever decides.
 """
 
@@ -35,6 +35,7 @@ from services.placement.workloads import TIERS, Floats
 OTHERS = 4.0
 BUSY = 50.0
 COPY_S = 0.5  # what a request may be made to wait so that others find a copy
+IN_DEMAND = 3.0  # requests a minute: what ends where so many do is no conversation
 NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
 NEAR = 0.02
 
@@ -70,12 +71,12 @@ class Cost:
         near = costs <= best * (1 + NEAR) + NEAR_S
         held = question.matched[-1] * near
         most = held.max()
-        if 2 * most >= question.prompt_tokens > 0:
+        if heat < IN_DEMAND and 2 * most >= question.prompt_tokens > 0:
             near &= held == most
         number, equals = int(costs.argmin()), np.flatnonzero(near).tolist()
         if len(equals) > 1:
             names = {question.candidates[equal].id: equal for equal in equals}
-            number = next(names[name] for name in question.ring.walk(question.key) if name in names)
+            number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
         return Choice(question.candidates[number].id, _why(question, terms, number, len(equals)), terms, costs)
 
 

@@ -42,6 +42,21 @@ def test_1_a_shared_system_prompt_does_not_send_all_load_to_one_worker() -> None
     assert hit >= 0.95 * 2000 * len(late)
 
 
+def test_1_nor_on_workers_so_fast_that_nothing_costs_anything() -> None:
+    rig = Rig()
+    for worker in EIGHT:
+        rig.join(worker)
+        rig.beat(worker, rate=1e8)
+    placements = []
+    for number in range(400):
+        ids = SYSTEM + tokens(number + 1, 100)
+        placements.append(rig.place(f"r{number}", ids))
+        rig.pass_(placements[-1].worker, f"r{number}", Passed.ACCEPTED, Passed.ENDED)
+        rig.wait(0.5)
+    assert len({placement.worker for placement in placements[100:]}) == 8
+    assert spread(placements[100:]) <= 1.5
+
+
 def test_2_short_single_turn_requests_leave_no_worker_idle() -> None:
     """dynamo#7836: of five, three took all."""
     rig = Rig(*EIGHT[:5])

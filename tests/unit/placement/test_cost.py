@@ -45,7 +45,8 @@ def question(
     ready: Ready = fleet.ready("demo")
     rows = matched + [matched[-1]] * (3 - len(matched))
     return Question(
-        key="k",
+        key="key",
+        parting="parting",
         ask=None,  # type: ignore[arg-type]
         ring=HashRing(f"w{number}" for number in range(count)),
         excluded=frozenset(),
@@ -114,7 +115,7 @@ def test_of_equals_the_ring_decides() -> None:
     asked = question([[0, 0, 0, 0]], 100)
     choice = Cost().choose(asked)
     assert choice is not None
-    assert choice.worker == asked.ring.owner("k")
+    assert choice.worker == asked.ring.owner("parting")
 
 
 def test_dynamos_example_is_reproduced() -> None:
