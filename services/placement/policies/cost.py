@@ -20,9 +20,9 @@ The two constants have no unit. On the conversation trace of benchmarks/trace_hi
 a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
 second the load of a minute varies twice as much, without the first a twentieth of the hits is lost near capacity.
 
-Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that none
-wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one
-worker, whoever decides.
+Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that
+none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
+whoever decides.
 """
 
 from __future__ import annotations
