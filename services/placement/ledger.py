@@ -162,13 +162,13 @@ def best_candidates(workers: Sequence[Worker], choice: Choice, matched: Floats) 
         order[-1:] = [number for number, worker in enumerate(workers) if worker.id == choice.worker] or order[-1:]
     listed = (terms[:, order] * 1000).round(3).T.tolist()
     sums = (costs[order] * 1000).round(3).tolist()
-    depths = matched[:, order].T.tolist()
+    own = np.diff(np.trunc(matched[:, order]), axis=0, prepend=0).T.tolist()  # in a tier beyond what faster ones have
     return tuple(
         Candidate(
             workers[number].id,
             cost,
             dict(zip(names, row, strict=True)),
-            {tier.value: int(depth) for tier, depth in zip(TIERS, held, strict=True) if depth},
+            {tier.value: int(tokens) for tier, tokens in zip(TIERS, held, strict=True) if tokens},
         )
-        for number, cost, row, held in zip(order, sums, listed, depths, strict=True)
+        for number, cost, row, held in zip(order, sums, listed, own, strict=True)
     )
