@@ -133,4 +133,4 @@ def _tiers(tables: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _ms(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:,.1f}"
+    return UNKNOWN if value is None else f"{round(value, 1) + 0.0:,.1f}"  # never -0.0

@@ -92,7 +92,7 @@ class PlacementCore:
         self.promises = Promises()
         self.feedback = Feedback()
         self.metrics = MetricsAggregator(self.bookings.requests_at)
-        self.ledger = Ledger(placement, unix_ms, keeps_hashes=keeps_hashes)
+        self.ledger = Ledger(keeps_hashes=keeps_hashes)
         self.decider = Decider(
             placement,
             self.fleet,
@@ -101,6 +101,7 @@ class PlacementCore:
             self.promises,
             prompts,
             self.ledger,
+            unix_ms,
             policies or build_policies(chance),
             policy,
         )
@@ -211,7 +212,7 @@ class PlacementCore:
                 predicted, found = sum(entry.indexed.values()), sum(one.cached.values())
                 self._trust(worker.id, self.feedback.observe(worker.id, predicted, found, now))
             elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
-                actions.append(Record(entry.decision, entry.hashes, entry.block_size))
+                actions.append(Record(entry.decision(), entry.hashes, entry.block_size))
         return actions
 
     def _account(self, worker: str, one: Milestone, now: float) -> None:

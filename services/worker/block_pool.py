@@ -23,6 +23,7 @@ Four rules keep it simple:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,10 @@ class BlockPool:
         parent = parent_of(root, hashes, full)
         donor, donor_tokens = self._index.longest_child(parent, ids[start : min(start + size, limit)])
         return Match(blocks, donor, donor_tokens, start + donor_tokens)
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many full blocks of a chain are cached; few looks, as whatever is cached has all before it cached."""
+        return bisect_left(range(len(hashes)), True, key=lambda at: self._index.find(hashes[at]) is None)
 
     # ------------------------------------------------------------------ holding
 

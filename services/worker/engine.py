@@ -270,7 +270,9 @@ class Engine:
     def load(self) -> Load:
         """Requests, blocks and tokens now; `*_total` count since the start."""
         scheduler, pool = self.scheduler, self.pool
-        queued = sum(len(s.ids) for s in scheduler.waiting if s is s.siblings[0])  # choices share their prompt
+        queued = sum(  # choices share their prompt
+            max(len(s.ids) - pool.depth(s.hashes) * pool.block_size, 1) for s in scheduler.waiting if s is s.siblings[0]
+        )
         queued += sum(s.remaining for s in scheduler.running if s.remaining > 1)
         return Load(
             waiting=len(scheduler.waiting),

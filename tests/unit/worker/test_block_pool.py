@@ -79,6 +79,7 @@ class Pair:
         hashes = block_hash.chain(ROOT, ids, SIZE)
         match = self.pool.match(ROOT, hashes, ids, limit=len(ids))
         assert match.tokens == self.twin.match(ids)
+        assert self.pool.depth(hashes) == len(match.blocks)
         assert match.tokens == len(match.blocks) * SIZE + match.donor_tokens
         if match.donor is not None:
             before, held = self.twin.content[match.donor]
