@@ -28,7 +28,10 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: names `[n]`, terms `[names of terms, n]` in seconds, tokens `[tiers, n]`."""
+    """The best candidates, cheapest first: names `[n]`, terms `[names of terms, n]` in seconds, tokens `[tiers, n]`.
+
+    Tokens are those that one has in the tier or a faster one.
+    """
 
     workers: tuple[str, ...]
     names: tuple[str, ...]
@@ -37,14 +40,15 @@ class Considered:
 
     def listed(self) -> tuple[Candidate, ...]:
         rows = (self.terms * 1000).round(3).T.tolist()
+        own = np.diff(np.trunc(self.matched), axis=0, prepend=0).T.tolist()  # in a tier beyond what faster ones have
         return tuple(
             Candidate(
                 worker,
                 round(sum(row), 3),
                 dict(zip(self.names, row, strict=True)),
-                {tier.value: int(depth) for tier, depth in zip(TIERS, held, strict=True) if depth},
+                {tier.value: int(tokens) for tier, tokens in zip(TIERS, held, strict=True) if tokens},
             )
-            for worker, row, held in zip(self.workers, rows, self.matched.T.tolist(), strict=True)
+            for worker, row, held in zip(self.workers, rows, own, strict=True)
         )
 
 
