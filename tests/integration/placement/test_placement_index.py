@@ -28,7 +28,7 @@ PROMPT = tuple(range(1, 641))
 async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
     fleet = FakeFleet(nats_url, fleet_buckets)
     for worker in ("w0", "w1", "w2"):
-        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=2000.0)
+        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=200.0)
     yield fleet
     await fleet.stop()
 
