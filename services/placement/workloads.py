@@ -21,6 +21,7 @@ Columns: TypeAlias = npt.NDArray[np.int64]
 TIERS: tuple[Tier, ...] = tuple(Tier)
 UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
 RECENT_S = 60.0  # what a worker was given counts as recent for about so long
+ALIKE = 0.25  # rates that differ from their mean by less than this share do so by chance
 FORGIVEN_S = 120.0  # after so long without a new measurement, two thirds of a low rate are forgotten
 FIRST_COLUMNS = 64
 
@@ -110,18 +111,22 @@ class View:
 
 
 def _hopeful(rates: Floats, measured_at: Floats, now: float) -> Floats:
-    """Rates as measured. Who has not measured is taken for the mean of those who have; and whoever measured less long
-    ago is taken for that little by little: one bad measurement would else keep all work, and so any better one, away.
+    """Rates as measured, made comparable.
+
+    Those within a quarter of their mean are taken for the mean: between equal machines that is how measurements differ,
+    and the idle one that happened to be slower last time must not stay idle for it. Who has not measured is taken for
+    the mean too. Whoever measured much less, long ago, comes up to it little by little: one bad measurement would else
+    keep all work, and so any better one, away.
     """
     measured = rates > 0
     if not measured.any():
         return np.full(len(rates), UNMEASURED_RATE)
     mean = float(rates.mean(where=measured))
-    below = mean - rates
-    if below.max() <= 0.1 * mean:
-        return rates
+    alike = np.abs(rates - mean) <= ALIKE * mean
+    if alike.all():
+        return np.full(len(rates), mean)
     hope = np.where(measured, 1 - np.exp((measured_at - now) / FORGIVEN_S), 1.0)
-    hoped: Floats = rates + np.maximum(below, 0.0) * hope
+    hoped: Floats = np.where(alike, mean, rates + np.maximum(mean - rates, 0.0) * hope)
     return hoped
 
 

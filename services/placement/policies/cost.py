@@ -63,7 +63,7 @@ class Cost:
             "step": loads.step_s,
             "fetch": fetch,
             "prefill": prefill,
-            "copy": -spared,
+            "copy": 0.0 - spared,
             "harm": (least + copied / (1 + heat)) * (self._others + self._busy * loads.recent_share),
         }
         costs = sum(terms.values(), np.zeros(len(prefill)))

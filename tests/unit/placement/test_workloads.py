@@ -63,6 +63,12 @@ def test_who_has_not_measured_is_taken_for_the_mean_of_those_who_have() -> None:
     assert loads.view(at(2), 0.0).prefill_rate.tolist() == [UNMEASURED_RATE]
 
 
+def test_rates_that_differ_by_chance_are_alike() -> None:
+    loads = Workloads()
+    columns = at(*(a_worker(loads, rate) for rate in (900.0, 1000.0, 1100.0)))
+    assert loads.view(columns, 0.0).prefill_rate.tolist() == [1000] * 3
+
+
 def test_one_bad_measurement_is_forgotten_if_nothing_better_comes() -> None:
     loads = Workloads()
     columns = at(a_worker(loads, 9000.0), a_worker(loads, 9000.0), a_worker(loads, 90.0))
