@@ -12,12 +12,14 @@ and without a prefill 1 / d(n) steps/s.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+import math
 from dataclasses import dataclass, field
 
 from kvproto.messages import Load, Rates
 from services.placement.simulate.attainable import LruCache
-from services.placement.simulate.trace import Arrival
+from services.placement.simulate.waiting import Job, Waiting
+
+ROUNDING = 1e-6  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,61 +37,56 @@ class Speed:
 
 
 @dataclass(slots=True)
-class Job:
-    """One attempt at one request."""
-
-    arrival: Arrival
-    attempt: int
-    accepted_at: float
-    cached_tokens: int = 0
-    left: float = 0.0  # prompt tokens still to be prefilled
-    new: list[int] = field(default_factory=list)  # blocks that its prefill adds
-
-
-@dataclass(slots=True)
 class Progress:
     """What happened up to now, for the simulation to tell placement and to count."""
 
     started: list[Job] = field(default_factory=list)
     first_token: list[Job] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
-    removed: list[int] = field(default_factory=list)
+    changes: list[tuple[bool, list[int]]] = field(default_factory=list)  # (removed, blocks), in their order
+
+    def stored(self, blocks: list[int]) -> None:
+        if blocks:
+            self.changes.append((False, blocks))
+
+    def removed(self, blocks: list[int]) -> None:
+        if blocks:
+            self.changes.append((True, blocks))
 
 
 class SimWorker:
     """Time never goes back. After each call `next_at` says when something happens by itself."""
 
-    def __init__(self, name: str, speed: Speed, cache_blocks: int, block_tokens: int) -> None:
+    def __init__(self, name: str, speed: Speed, cache_blocks: int, block_tokens: int, now: float = 0.0) -> None:
         self.name = name
         self.epoch = "e1"
         self.cache = LruCache(cache_blocks)
         self.event_seq = 0
         self.prefilled: dict[int, float] = {}  # minute -> tokens
-        self.changed = True  # since the last heartbeat
         self._speed = speed
         self._block_tokens = block_tokens
-        self._now = 0.0
-        self._waiting: deque[Job] = deque()
+        self._now = now
+        self._waiting = Waiting(self.cache, block_tokens)
         self._prefilling: Job | None = None
         self._decoding: list[tuple[float, int, int, Job]] = []  # heap of (step it ends with, number, attempt, job)
         self._steps = 0.0
+        self._prefill_rate = self._step_rate = 0.0
+        self._prefill_ends = self._decode_ends = math.inf
+        self._plan()
 
     # ------------------------------------------------------------------ events
 
     def submit(self, job: Job, now: float) -> Progress:
         progress = self.advance(now)
         self._waiting.append(job)
-        self._admit(progress)
+        if self._admit(progress):
+            self._plan()
         return progress
 
     def advance(self, now: float) -> Progress:
         """Everything up to `now`."""
         progress = Progress()
-        while True:
-            at = self.next_at()
-            if at is None or at > now:
-                break
+        while (at := min(self._prefill_ends, self._decode_ends)) <= now:
             self._flow(at)
             self._happen(progress)
         self._flow(now)
@@ -97,24 +94,19 @@ class SimWorker:
 
     def abandon(self) -> list[Job]:
         """The worker dies: what it was doing."""
-        jobs = [*self._waiting, *([self._prefilling] if self._prefilling else []), *(job for *_, job in self._decoding)]
-        self._waiting.clear()
+        jobs = [*self._waiting.clear(), *([self._prefilling] if self._prefilling else [])]
+        jobs += [job for *_, job in sorted(self._decoding, key=lambda one: one[:3])]
         self._prefilling, self._decoding = None, []
+        self._plan()
         return jobs
 
     def next_at(self) -> float | None:
-        at = None
-        if self._prefilling is not None:
-            at = self._now + self._prefilling.left / self._prefill_rate()
-        if self._decoding:
-            ends = self._now + max(self._decoding[0][0] - self._steps, 0.0) / self._step_rate()
-            at = ends if at is None else min(at, ends)
-        return at
+        at = min(self._prefill_ends, self._decode_ends)
+        return None if at == math.inf else at
 
     # ------------------------------------------------------------------ what a heartbeat says
 
     def load(self) -> Load:
-        waiting = sum(max(job.arrival.prompt_tokens - self._found(job), 1) for job in self._waiting)
         left = self._prefilling.left if self._prefilling else 0.0
         return Load(
             waiting=len(self._waiting),
@@ -122,11 +114,11 @@ class SimWorker:
             slots=self._speed.slots,
             blocks_used=self.cache.held,
             blocks_total=self.cache.blocks,
-            queued_prefill_tokens=int(waiting + left),
+            queued_prefill_tokens=int(self._waiting.tokens + left),
         )
 
     def rates(self) -> Rates:
-        return Rates(self._prefill_rate(), self._step_rate(), self._step_rate() * len(self._decoding))
+        return Rates(self._prefill_rate, self._step_rate, self._step_rate * len(self._decoding))
 
     @property
     def running(self) -> int:
@@ -134,67 +126,74 @@ class SimWorker:
 
     # ------------------------------------------------------------------ inside
 
-    def _found(self, job: Job) -> int:
-        return min(self.cache.match(job.arrival.ids) * self._block_tokens, job.arrival.prompt_tokens - 1)
-
-    def _prefill_rate(self) -> float:
-        speed = self._speed
+    def _plan(self) -> None:
+        """What is being done has changed: the rates until it changes again, and when it does."""
+        speed, job, decoding = self._speed, self._prefilling, len(self._decoding)
         chunk_s = speed.chunk_tokens / speed.prefill_tokens_per_s
-        decode_s = speed.decode_s(len(self._decoding)) if self._decoding else 0.0
-        return speed.chunk_tokens / (chunk_s + decode_s)
-
-    def _step_rate(self) -> float:
-        speed = self._speed
-        chunk_s = speed.chunk_tokens / speed.prefill_tokens_per_s if self._prefilling else 0.0
-        return 1 / (chunk_s + speed.decode_s(len(self._decoding)))
+        decode_s = speed.decode_s(decoding)
+        self._prefill_rate = speed.chunk_tokens / (chunk_s + (decode_s if decoding else 0.0))
+        self._step_rate = 1 / (decode_s + (chunk_s if job else 0.0))
+        self._prefill_ends = self._decode_ends = math.inf
+        if job is not None:
+            self._prefill_ends = self._now + job.left / self._prefill_rate
+        if decoding:
+            self._decode_ends = self._now + max(self._decoding[0][0] - self._steps, 0.0) / self._step_rate
 
     def _flow(self, now: float) -> None:
         seconds = now - self._now
         if seconds > 0:
-            self.changed = self.changed or bool(self.running)
             if self._prefilling is not None:
-                done = min(seconds * self._prefill_rate(), self._prefilling.left)
+                done = min(seconds * self._prefill_rate, self._prefilling.left)
                 self._prefilling.left -= done
                 self._count(done, now)
             if self._decoding:
-                self._steps += seconds * self._step_rate()
+                self._steps += seconds * self._step_rate
         self._now = now
 
     def _count(self, tokens: float, now: float) -> None:
         """Spread over the minutes it took."""
-        began = self._now
-        while began < now:
-            minute = int(began // 60)
-            ends = min(now, (minute + 1) * 60.0)
-            self.prefilled[minute] = self.prefilled.get(minute, 0.0) + tokens * (ends - began) / (now - self._now)
-            began = ends
+        began, minute, last = self._now, int(self._now // 60), int(now // 60)
+        for each in range(minute, last + 1):
+            share = (min(now, (each + 1) * 60.0) - max(began, each * 60.0)) / (now - began) if minute < last else 1.0
+            self.prefilled[each] = self.prefilled.get(each, 0.0) + tokens * share
 
     def _happen(self, progress: Progress) -> None:
-        self.changed = True
+        """What was planned for now; by the clock, as what is left after rounding is never quite nothing."""
         job = self._prefilling
-        if job is not None and job.left <= 1e-6:
+        decoded = self._decode_ends <= self._now
+        if job is not None and self._prefill_ends <= self._now:
+            minute = int(self._now // 60)
+            self.prefilled[minute] = self.prefilled.get(minute, 0.0) + job.left
+            job.left = 0.0
             self._prefilling = None
             progress.first_token.append(job)
-            progress.stored += job.new
+            progress.stored(job.new)
             last = self._steps + job.arrival.output_tokens - 1
             heapq.heappush(self._decoding, (last, job.arrival.number, job.attempt, job))
-        while self._decoding and self._decoding[0][0] <= self._steps + 1e-6:
+        if decoded:
+            self._steps = max(self._steps, self._decoding[0][0])
+        while self._decoding and self._decoding[0][0] <= self._steps + ROUNDING:
             job = heapq.heappop(self._decoding)[-1]
             progress.ended.append(job)
-            progress.removed += self.cache.let_go(job.arrival.ids)
+            gone = self.cache.let_go(job.arrival.ids)
+            progress.removed(gone)
+            self._waiting.on_changed(gone)
         self._admit(progress)
+        self._plan()
 
-    def _admit(self, progress: Progress) -> None:
-        """First come, first served, one prompt at a time."""
+    def _admit(self, progress: Progress) -> bool:
+        """First come, first served, one prompt at a time; whether one was."""
         if self._prefilling is not None or not self._waiting or self.running >= self._speed.slots:
-            return
-        if not self.cache.fits(self._waiting[0].arrival.ids):
-            return
+            return False
+        if not self.cache.fits(self._waiting.first.arrival.ids):
+            return False
         job = self._waiting.popleft()
-        self.changed = True
-        job.cached_tokens = self._found(job)
-        job.left = float(job.arrival.prompt_tokens - job.cached_tokens)
+        prompt = job.arrival.prompt_tokens
+        job.cached_tokens = min(job.depth * self._block_tokens, prompt - 1)
+        job.left = float(prompt - job.cached_tokens)
         job.new, gone = self.cache.hold(job.arrival.ids)
-        progress.removed += gone
+        self._waiting.on_changed((*job.new, *gone))
+        progress.removed(gone)
         progress.started.append(job)
         self._prefilling = job
+        return True

@@ -1,4 +1,4 @@
-"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between them. No clock, no sockets.
+"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between. No clock, no sockets.
 
     arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
 
@@ -9,6 +9,7 @@ its worker is placed again, as a Client does.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,12 +44,14 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.policies import Policy, build_policies
 from services.placement.prompts import AddressSpace
-from services.placement.simulate.sim_worker import Job, Progress, SimWorker, Speed
+from services.placement.simulate.sim_worker import Progress, SimWorker, Speed
 from services.placement.simulate.trace import Arrival, Trace
+from services.placement.simulate.waiting import Job
 
 MODEL = "simulated"
 HEARTBEAT_S = 0.5
-TICK_S = 0.5
+TICK_S = 0.5  # of a small fleet; it only lets old things go, but looks at every worker
+WORKERS_PER_TICK_S = 500
 ATTEMPTS = 10
 
 
@@ -91,12 +94,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Run:
-    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn."""
+    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
+    of all attempts, lost ones too."""
 
     outcomes: list[Outcome]
     prefilled: dict[str, dict[int, float]]
+    lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
     changes: list[float]
     fed_tokens: int = 0
+    ended_s: float = 0.0  # when the last request was done
 
 
 class TracePrompts:
@@ -130,10 +136,10 @@ class Simulation:
         self._count = 0
         self._workers: dict[str, SimWorker] = {}
         self._joined = 0
-        self._by_number: dict[int, Arrival] = {}
+        self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
         self._hash_of = _hashes_by_id(trace)
         self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
-        self._run = Run(self._outcomes, {}, [])
+        self._run = Run(self._outcomes, {}, {}, [])
         self._wakes: dict[str, float] = {}
         self._left = len(trace.arrivals)
         prompts = TracePrompts(trace)
@@ -165,6 +171,7 @@ class Simulation:
         while self._left and self._queue:
             self._now, _, what = heapq.heappop(self._queue)
             what()
+        self._run.ended_s = self._now
         return self._run
 
     # ------------------------------------------------------------------ requests
@@ -228,8 +235,9 @@ class Simulation:
             self._left -= 1
         if told:
             self._tell(worker, told)
-        if progress.stored or progress.removed:
+        if progress.changes:
             self._publish(worker, progress)
+        self._news[worker.name] = worker
         self._wake(worker)
 
     def _wake(self, worker: SimWorker) -> None:
@@ -258,10 +266,7 @@ class Simulation:
 
     def _publish(self, worker: SimWorker, progress: Progress) -> None:
         worker.event_seq += 1
-        changes = []
-        for removed, ids in ((True, progress.removed), (False, progress.stored)):
-            if ids:
-                changes.append(Change(0, removed, self._hash_of[ids]))
+        changes = [Change(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
         event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
         self._to_all(self._shape.delays.event_s, event)
 
@@ -293,30 +298,31 @@ class Simulation:
 
     def _beat(self) -> None:
         """Of workers that have something new to say: silence of idle ones is no news in a simulation."""
-        for worker in list(self._workers.values()):
+        news, self._news = self._news, {}
+        for worker in news.values():
+            if worker.name not in self._workers:
+                continue
             self._take(worker, worker.advance(self._now))
-            if worker.changed:
-                worker.changed = False
-                beat = Heartbeat(
-                    worker.name, worker.epoch, State.READY, worker.load(), worker.rates(), worker.event_seq
-                )
-                self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
+            if not worker.running:
+                del self._news[worker.name]
+            beat = Heartbeat(worker.name, worker.epoch, State.READY, worker.load(), worker.rates(), worker.event_seq)
+            self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
         self._after(HEARTBEAT_S, self._beat)
 
     def _tick(self) -> None:
         for core in self.cores:
             core.handle(Tick(), self._now)
-        self._after(TICK_S, self._tick)
+        self._after(max(TICK_S, self._shape.workers / WORKERS_PER_TICK_S), self._tick)
 
     # ------------------------------------------------------------------ workers come and go
 
     def _join(self) -> None:
         name = f"w{self._joined}"
         self._joined += 1
-        worker = SimWorker(name, self._shape.speed, self._shape.cache_blocks, self._trace.block_tokens)
-        worker.advance(self._now)
+        worker = SimWorker(name, self._shape.speed, self._shape.cache_blocks, self._trace.block_tokens, self._now)
         self._workers[name] = worker
         self._run.prefilled[name] = worker.prefilled
+        self._run.lives[name] = self._now, math.inf
         record = WorkerRecord(
             id=name,
             epoch=worker.epoch,
@@ -341,6 +347,7 @@ class Simulation:
         for core in self.cores:
             core.handle(WorkerLeft(name), self._now)
         self._run.changes.append(self._now)
+        self._run.lives[name] = self._run.lives[name][0], self._now
         self._join()
         for job in worker.abandon():
             self._again(job.arrival, job.attempt, (name,))
