@@ -3,7 +3,7 @@
     arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
 
 Messages take the time they take in `Delays`; chance comes from a seed, so a run can be repeated. A request that loses
-its worker is placed again, as a Client does.
+its worker is placed again, after the tokens it has, as a Client does.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Simulation:
         for _ in range(self._shape.workers):
             self._join()
         for arrival in self._trace.arrivals:
-            self._at(arrival.at_s, partial(self._place, arrival, 0, ()))
+            self._at(arrival.at_s, partial(self._place, arrival))
         self._at(0.0, self._beat)
         self._at(TICK_S, self._tick)
         if self._shape.churn_s:
@@ -176,7 +176,7 @@ class Simulation:
 
     # ------------------------------------------------------------------ requests
 
-    def _place(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+    def _place(self, arrival: Arrival, attempt: int = 0, excluded: tuple[str, ...] = (), generated: int = 0) -> None:
         core = self.cores[int(self._random.random() * len(self.cores))]
         ask = PlaceRequest(
             request=str(arrival.number),
@@ -184,7 +184,7 @@ class Simulation:
             session=arrival.session,
             attempt=attempt,
             excluded=excluded,
-            max_tokens=arrival.output_tokens,
+            max_tokens=arrival.output_tokens - generated,
         )
         for action in core.handle(PlaceAsked("", "public", ask), self._now):
             if isinstance(action, Answer):
@@ -194,23 +194,23 @@ class Simulation:
                 if not attempt:
                     outcome.worker = placement.worker
                     outcome.expected_tokens = sum(placement.expected_hit.values())
-                submit = partial(self._submit, placement.worker, arrival, attempt, excluded)
+                submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
                 self._after(self._shape.delays.place_s, submit)
             elif isinstance(action, Share):
                 self._share(core, BookedBatch(core.placement, action.booked))
 
-    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
         worker = self._workers.get(name)
         if worker is None:  # nobody listens
-            self._again(arrival, attempt, (*excluded, name))
+            self._again(arrival, attempt, (*excluded, name), generated)
             return
-        job = Job(arrival, attempt, self._now)
+        job = Job(arrival, attempt, self._now, generated)
         self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
         self._take(worker, worker.submit(job, self._now))
 
-    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
         if attempt + 1 < ATTEMPTS:
-            self._after(self._shape.delays.place_s, lambda: self._place(arrival, attempt + 1, excluded))
+            self._after(self._shape.delays.place_s, partial(self._place, arrival, attempt + 1, excluded, generated))
         else:
             self._left -= 1
 
@@ -222,8 +222,9 @@ class Simulation:
         for job in progress.started:
             told.append(self._milestone(job, Passed.STARTED))
             outcome = self._outcomes[job.arrival.number]
-            outcome.cached_tokens = job.cached_tokens
-            self._run.fed_tokens += job.arrival.prompt_tokens - job.cached_tokens
+            if outcome.ttft_s is None:  # what a later attempt finds of its own stream is no hit
+                outcome.cached_tokens = job.cached_tokens
+            self._run.fed_tokens += job.tokens - job.cached_tokens
         for job in progress.first_token:
             told.append(self._milestone(job, Passed.FIRST_TOKEN))
             outcome = self._outcomes[job.arrival.number]
@@ -259,9 +260,9 @@ class Simulation:
             job.attempt,
             passed,
             max(self._now - job.accepted_at, 0.0),
-            job.arrival.prompt_tokens if passed is Passed.STARTED else 0,
+            job.tokens if passed is Passed.STARTED else 0,
             {"device": job.cached_tokens} if passed is Passed.STARTED and job.cached_tokens else {},
-            job.arrival.output_tokens if passed is Passed.ENDED else 0,
+            job.output_tokens if passed is Passed.ENDED else 0,
         )
 
     def _publish(self, worker: SimWorker, progress: Progress) -> None:
@@ -349,8 +350,8 @@ class Simulation:
         self._run.changes.append(self._now)
         self._run.lives[name] = self._run.lives[name][0], self._now
         self._join()
-        for job in worker.abandon():
-            self._again(job.arrival, job.attempt, (name,))
+        for job, generated in worker.abandon():
+            self._again(job.arrival, job.attempt, (name,), generated)
         self._after(self._shape.churn_s, self._churn)
 
     # ------------------------------------------------------------------ time

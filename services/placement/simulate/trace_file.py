@@ -29,7 +29,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             return parse_trace(lines, limit)
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"not a trace: {error}", field="trace") from None
+        raise InvalidRequest(f"not a trace: {error}") from None
 
 
 def parse_trace(lines: Iterable[str], limit: int | None = None) -> Trace:
@@ -47,17 +47,16 @@ def parse_trace(lines: Iterable[str], limit: int | None = None) -> Trace:
             attempt = _count(value.get("attempt", 0))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             said = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise InvalidRequest(f"line {number} is no request of a trace: {said[:200]}", field="trace") from None
+            raise InvalidRequest(f"line {number} is no request of a trace: {said[:200]}") from None
         block_tokens = block_tokens or block
         if block != block_tokens:
             raise InvalidRequest(
                 f"line {number} has blocks of {block} tokens, those before it of {block_tokens}: simulate each alone",
-                field="trace",
             )
         if key not in rows or rows[key][0] <= attempt:
             rows[key] = attempt, row
     if not rows:
-        raise InvalidRequest("the trace is empty", field="trace")
+        raise InvalidRequest("the trace is empty")
     ordered = sorted((row for _, row in rows.values()), key=lambda row: row.at_s)
     return make_trace(ordered[:limit], block_tokens)
 

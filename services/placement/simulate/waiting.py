@@ -16,15 +16,26 @@ from services.placement.simulate.trace import Arrival
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One attempt at one request."""
+    """One attempt at one request. What earlier ones generated is fed with the prompt: the stream goes on from there."""
 
     arrival: Arrival
     attempt: int
     accepted_at: float
+    generated: int = 0  # tokens, before this attempt
     cached_tokens: int = 0
     left: float = 0.0  # prompt tokens still to be prefilled
     new: list[int] = field(default_factory=list)  # blocks that its prefill adds
     depth: int = 0  # while it waits: blocks of it that are there
+
+    @property
+    def tokens(self) -> int:
+        """What its first new token needs."""
+        return self.arrival.prompt_tokens + self.generated
+
+    @property
+    def output_tokens(self) -> int:
+        """Still to be generated."""
+        return self.arrival.output_tokens - self.generated
 
 
 class Waiting:
@@ -86,7 +97,7 @@ class Waiting:
         return job.arrival.ids[max(job.depth - 1, 0) : job.depth + 1]
 
     def _to_feed(self, job: Job) -> int:
-        return max(job.arrival.prompt_tokens - job.depth * self._block_tokens, 1)
+        return max(job.tokens - job.depth * self._block_tokens, 1)
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
