@@ -58,6 +58,11 @@ def flags() -> argparse.ArgumentParser:
         "--trace", type=Path, required=True, help="JSON lines, Mooncake's format or a ledger; may be .gz"
     )
     trace.add_argument("--limit", type=_count, help="only the first so many requests")
+    trace.add_argument(
+        "--spread",
+        action="store_true",
+        help="requests of one moment evenly over the time to the next: for coarse clocks",
+    )
     pace = trace.add_mutually_exclusive_group()
     pace.add_argument("--speed", type=_positive, help="times as fast as recorded; default: 1")
     pace.add_argument("--load", type=_positive, help="share of what the fleet could just do, instead of a speed")
@@ -124,6 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         if asked.plot is not None:
             asked.plot.open("a").close()  # before minutes of work, not after them
         trace = read_trace(asked.trace, asked.limit)
+        trace = trace.spread() if asked.spread else trace
         study = simulate(asked, trace)
         if asked.plot is not None:
             asked.plot.write_text(plot(study))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,20 @@ class Trace:
     def at_speed(self, speed: float) -> Trace:
         """The same requests, so many times as dense."""
         return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
+
+    def spread(self) -> Trace:
+        """Requests of one moment evenly over the time to the next: where a coarse clock has gathered them."""
+        times = sorted({arrival.at_s for arrival in self.arrivals})
+        following = dict(zip(times, [*times[1:], times[-1] if times else 0.0], strict=True))
+        count = Counter(arrival.at_s for arrival in self.arrivals)
+        turn: Counter[float] = Counter()
+        spread = []
+        for arrival in self.arrivals:
+            began = arrival.at_s
+            at_s = began + (following[began] - began) * turn[began] / count[began]
+            turn[began] += 1
+            spread.append(replace(arrival, at_s=at_s))
+        return replace(self, arrivals=tuple(spread))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,11 @@ class TestMooncake:
         asked = lines({"timestamp": 9000}, {"timestamp": 0}, {"timestamp": 4000})
         assert [arrival.at_s for arrival in parse_trace(asked, 2).arrivals] == [0.0, 4.0]
 
+    def test_what_a_coarse_clock_gathered_can_be_spread(self) -> None:
+        trace = parse_trace(lines(*({"timestamp": at} for at in (0, 0, 0, 3000, 3000, 4000, 4000)))).spread()
+        assert [arrival.at_s for arrival in trace.arrivals] == [0.0, 1.0, 2.0, 3.0, 3.5, 4.0, 4.0]
+        assert [arrival.number for arrival in trace.arrivals] == list(range(7))
+
     def test_turns_of_a_conversation_are_one_session(self) -> None:
         paths = [[0, 1, 2, 3], [0, 7, 8, 9], [0, 1, 2, 4, 5], [0, 7, 8, 10], [11, 12, 13]]
         asked = lines(*({"timestamp": n, "hash_ids": path} for n, path in enumerate(paths)))
