@@ -41,20 +41,23 @@ app.command("explain")(explain.explain)
 app.command("kv-size")(kv_size.kv_size)
 
 
-def _service_command(service: str) -> None:
+def _service_command(command: str, module: str, told: str) -> None:
     @app.command(
-        service,
-        help=f"Run one {service} process (settings: --help).",
+        command,
+        help=told,
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
     def start(context: typer.Context) -> None:
         # The service's own settings class parses the flags: they cannot drift from what it reads.
-        os.execv(sys.executable, [sys.executable, "-m", f"services.{service}.main", *context.args])
+        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
 
 
 for _service in SERVICES:
-    _service_command(_service)
+    _service_command(_service, f"services.{_service}.main", f"Run one {_service} process (settings: --help).")
+_service_command(
+    "simulate", "services.placement.simulate.main", "Replay a trace or a ledger with other policies (flags: --help)."
+)
 
 
 def main() -> None:

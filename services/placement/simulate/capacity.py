@@ -5,6 +5,8 @@ from __future__ import annotations
 from services.placement.simulate.sim_worker import Speed
 from services.placement.simulate.trace import Trace
 
+FASTEST = 1e9  # times: nothing that is to be done takes any time
+
 
 def capacity_speed(trace: Trace, workers: int, speed: Speed, attainable: int) -> float:
     """How many times as fast as recorded the trace may come at most, if all that is attainable is hit.
@@ -24,11 +26,13 @@ def capacity_speed(trace: Trace, workers: int, speed: Speed, attainable: int) ->
         # n = o (c + b + e n), so n = o (c + b) / (1 - o e)
         rate = outputs * times
         decoding = rate * (chunk_s + speed.decode_base_s) / (1 - rate * speed.decode_each_s)
+        if decoding > speed.slots:
+            return float("inf")
         step_s = chunk_s + speed.decode_s(round(decoding))
         return tokens * times * step_s / speed.chunk_tokens
 
     low, high = 0.0, 1.0
-    while busy(high) < 1:
+    while busy(high) < 1 and high < FASTEST:
         low, high = high, 2 * high
     for _ in range(50):
         middle = (low + high) / 2

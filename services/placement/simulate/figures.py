@@ -2,71 +2,96 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from services.placement.simulate.simulation import Run
 from services.placement.simulate.trace import Trace
+from services.placement.workloads import Floats
 
 SLO_TTFT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """`load_cov`: mean over whole minutes of the coefficient of variation of prefilled tokens over workers."""
+    """`load_cov`: mean over whole minutes of the coefficient of variation of prefilled tokens over workers. Times are
+    infinite if nobody ever got a token."""
 
     policy: str
     requests: int
     failed: int
-    hit_rate: float
+    hit_rate: float  # prompt tokens found in a cache, of all
     hit_of_attainable: float
+    ttft_mean_s: float
     ttft_p50_s: float
     ttft_p99_s: float
     load_cov: float
-    load_max_over_mean: float  # of prefilled tokens in the whole run
-    requests_max_over_mean: float
+    load_max_over_mean: float  # of tokens prefilled per second of a worker's life
+    requests_max_over_mean: float  # the same of requests
     goodput_per_s: float  # requests with a first token within the objective, per second of the trace
     moved: float  # turns that went to another worker than the turn before, of all turns that had one before
     moved_per_change: float | None  # see `moved_per_change`
 
 
 def figures(policy: str, trace: Trace, run: Run, attainable: int, slo_s: float = SLO_TTFT_S) -> Figures:
-    prompt = sum(arrival.prompt_tokens for arrival in trace.arrivals)
     found = sum(outcome.cached_tokens for outcome in run.outcomes)
-    waits = np.array([outcome.ttft_s for outcome in run.outcomes if outcome.ttft_s is not None])
-    duration = max(trace.duration_s, 1.0)
-    served = np.array([sum(minutes.values()) for minutes in run.prefilled.values()])
-    placed: dict[str, int] = dict.fromkeys(run.prefilled, 0)
+    waits = ttfts(run)
+    served = {name: sum(minutes.values()) for name, minutes in run.prefilled.items()}
+    placed = dict.fromkeys(run.prefilled, 0.0)
     for outcome in run.outcomes:
-        placed[outcome.worker] = placed.get(outcome.worker, 0) + 1
-    counts = np.array(list(placed.values()), dtype=float)
+        placed[outcome.worker] = placed.get(outcome.worker, 0.0) + 1
     moved, turns = moves(run)
     return Figures(
         policy,
         len(run.outcomes),
         sum(not outcome.ended for outcome in run.outcomes),
-        found / max(prompt, 1),
-        found / max(attainable, 1),
-        float(np.quantile(waits, 0.5)) if len(waits) else float("nan"),
-        float(np.quantile(waits, 0.99)) if len(waits) else float("nan"),
+        found / max(trace.prompt_tokens, 1),
+        found / attainable if attainable else 1.0,
+        float(np.mean(waits)) if len(waits) else math.inf,
+        float(np.quantile(waits, 0.5)) if len(waits) else math.inf,
+        float(np.quantile(waits, 0.99)) if len(waits) else math.inf,
         load_cov(run, trace.duration_s),
-        float(served.max() / served.mean()) if served.sum() else 1.0,
-        float(counts.max() / counts.mean()),
-        sum(wait <= slo_s for wait in waits.tolist()) / duration,
+        _max_over_mean(run, served),
+        _max_over_mean(run, placed),
+        float((waits <= slo_s).sum()) / max(trace.duration_s, 1.0),
         moved / max(turns, 1),
         moved_per_change(run),
     )
 
 
+def ttfts(run: Run) -> Floats:
+    """Seconds, of those who got a first token, in order of arrival."""
+    return np.array([outcome.ttft_s for outcome in run.outcomes if outcome.ttft_s is not None], dtype=np.float64)
+
+
+def minutes_of(run: Run, duration_s: float) -> list[Floats]:
+    """Of each whole minute of the trace, or the one that it is shorter than: tokens prefilled by each worker that
+    lived all through it; workers that had nothing to do count as well."""
+    found = []
+    for minute in range(max(int(duration_s // 60), 1)):
+        began, ends = 60.0 * minute, min(60.0 * (minute + 1), max(duration_s, 60.0 * minute))
+        lived = [name for name, (came, went) in run.lives.items() if came <= began and went >= ends]
+        found.append(np.array([run.prefilled[name].get(minute, 0.0) for name in lived]))
+    return found
+
+
 def load_cov(run: Run, duration_s: float) -> float:
-    """Over the whole minutes in which anything was prefilled; workers that never worked count as well."""
-    covs = []
-    for minute in range(int(duration_s // 60)):
-        tokens = np.array([minutes.get(minute, 0.0) for minutes in run.prefilled.values()])
-        if tokens.any():
-            covs.append(tokens.std() / tokens.mean())
+    """Over the minutes in which anything was prefilled."""
+    covs = [float(tokens.std() / tokens.mean()) for tokens in minutes_of(run, duration_s) if tokens.any()]
     return float(np.mean(covs)) if covs else 0.0
+
+
+def _max_over_mean(run: Run, amounts: dict[str, float]) -> float:
+    rates = np.array(
+        [
+            amounts[name] / max(min(went, run.ended_s) - came, 1e-9)
+            for name, (came, went) in run.lives.items()
+            if came < run.ended_s
+        ]
+    )
+    return float(rates.max() / rates.mean()) if rates.any() else 1.0
 
 
 def moves(run: Run) -> tuple[int, int]:
@@ -83,8 +108,9 @@ def moves(run: Run) -> tuple[int, int]:
 
 
 def moved_per_change(run: Run) -> float | None:
-    """The share of sessions that one change of the fleet moves: the h at which, of turns with c changes since the turn
-    before, 1 - (1 - h)^c are expected to move, as many as did. None without changes."""
+    """The share of sessions that one change of the fleet, a worker that leaves and another one that joins, moves: the h
+    at which, of turns with c > 0 changes since the turn before, 1 - (1 - h)^c are expected to move, as many as did.
+    None without changes. What moves for its load's sake counts as well, so it is rather too much than too little."""
     if not run.changes:
         return None
     changes = np.array(run.changes)
@@ -94,8 +120,9 @@ def moved_per_change(run: Run) -> float | None:
         before = at.get(outcome.arrival.session)
         now = outcome.arrival.at_s
         if before is not None:
-            counts.append(int(np.searchsorted(changes, now) - np.searchsorted(changes, before[1])))
-            moved += before[0] != outcome.worker
+            count = int(np.searchsorted(changes, now) - np.searchsorted(changes, before[1]))
+            counts.append(count)
+            moved += bool(count) and before[0] != outcome.worker
         at[outcome.arrival.session] = (outcome.worker, now)
     low, high = 0.0, 1.0
     exponents = np.array(counts)

@@ -3,12 +3,13 @@
     arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
 
 Messages take the time they take in `Delays`; chance comes from a seed, so a run can be repeated. A request that loses
-its worker is placed again, as a Client does.
+its worker is placed again, after the tokens it has, as a Client does.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,12 +44,14 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.policies import Policy, build_policies
 from services.placement.prompts import AddressSpace
-from services.placement.simulate.sim_worker import Job, Progress, SimWorker, Speed
+from services.placement.simulate.sim_worker import Progress, SimWorker, Speed
 from services.placement.simulate.trace import Arrival, Trace
+from services.placement.simulate.waiting import Job
 
 MODEL = "simulated"
 HEARTBEAT_S = 0.5
-TICK_S = 0.5
+TICK_S = 0.5  # of a small fleet; it only lets old things go, but looks at every worker
+WORKERS_PER_TICK_S = 500
 ATTEMPTS = 10
 
 
@@ -91,12 +94,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Run:
-    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn."""
+    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
+    of all attempts, lost ones too."""
 
     outcomes: list[Outcome]
     prefilled: dict[str, dict[int, float]]
+    lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
     changes: list[float]
     fed_tokens: int = 0
+    ended_s: float = 0.0  # when the last request was done
 
 
 class TracePrompts:
@@ -130,10 +136,10 @@ class Simulation:
         self._count = 0
         self._workers: dict[str, SimWorker] = {}
         self._joined = 0
-        self._by_number: dict[int, Arrival] = {}
+        self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
         self._hash_of = _hashes_by_id(trace)
         self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
-        self._run = Run(self._outcomes, {}, [])
+        self._run = Run(self._outcomes, {}, {}, [])
         self._wakes: dict[str, float] = {}
         self._left = len(trace.arrivals)
         prompts = TracePrompts(trace)
@@ -157,7 +163,7 @@ class Simulation:
         for _ in range(self._shape.workers):
             self._join()
         for arrival in self._trace.arrivals:
-            self._at(arrival.at_s, partial(self._place, arrival, 0, ()))
+            self._at(arrival.at_s, partial(self._place, arrival))
         self._at(0.0, self._beat)
         self._at(TICK_S, self._tick)
         if self._shape.churn_s:
@@ -165,11 +171,12 @@ class Simulation:
         while self._left and self._queue:
             self._now, _, what = heapq.heappop(self._queue)
             what()
+        self._run.ended_s = self._now
         return self._run
 
     # ------------------------------------------------------------------ requests
 
-    def _place(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+    def _place(self, arrival: Arrival, attempt: int = 0, excluded: tuple[str, ...] = (), generated: int = 0) -> None:
         core = self.cores[int(self._random.random() * len(self.cores))]
         ask = PlaceRequest(
             request=str(arrival.number),
@@ -177,7 +184,7 @@ class Simulation:
             session=arrival.session,
             attempt=attempt,
             excluded=excluded,
-            max_tokens=arrival.output_tokens,
+            max_tokens=arrival.output_tokens - generated,
         )
         for action in core.handle(PlaceAsked("", "public", ask), self._now):
             if isinstance(action, Answer):
@@ -187,23 +194,23 @@ class Simulation:
                 if not attempt:
                     outcome.worker = placement.worker
                     outcome.expected_tokens = sum(placement.expected_hit.values())
-                submit = partial(self._submit, placement.worker, arrival, attempt, excluded)
+                submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
                 self._after(self._shape.delays.place_s, submit)
             elif isinstance(action, Share):
                 self._share(core, BookedBatch(core.placement, action.booked))
 
-    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
         worker = self._workers.get(name)
         if worker is None:  # nobody listens
-            self._again(arrival, attempt, (*excluded, name))
+            self._again(arrival, attempt, (*excluded, name), generated)
             return
-        job = Job(arrival, attempt, self._now)
+        job = Job(arrival, attempt, self._now, generated)
         self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
         self._take(worker, worker.submit(job, self._now))
 
-    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...]) -> None:
+    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
         if attempt + 1 < ATTEMPTS:
-            self._after(self._shape.delays.place_s, lambda: self._place(arrival, attempt + 1, excluded))
+            self._after(self._shape.delays.place_s, partial(self._place, arrival, attempt + 1, excluded, generated))
         else:
             self._left -= 1
 
@@ -215,8 +222,9 @@ class Simulation:
         for job in progress.started:
             told.append(self._milestone(job, Passed.STARTED))
             outcome = self._outcomes[job.arrival.number]
-            outcome.cached_tokens = job.cached_tokens
-            self._run.fed_tokens += job.arrival.prompt_tokens - job.cached_tokens
+            if outcome.ttft_s is None:  # what a later attempt finds of its own stream is no hit
+                outcome.cached_tokens = job.cached_tokens
+            self._run.fed_tokens += job.tokens - job.cached_tokens
         for job in progress.first_token:
             told.append(self._milestone(job, Passed.FIRST_TOKEN))
             outcome = self._outcomes[job.arrival.number]
@@ -228,8 +236,9 @@ class Simulation:
             self._left -= 1
         if told:
             self._tell(worker, told)
-        if progress.stored or progress.removed:
+        if progress.changes:
             self._publish(worker, progress)
+        self._news[worker.name] = worker
         self._wake(worker)
 
     def _wake(self, worker: SimWorker) -> None:
@@ -251,17 +260,14 @@ class Simulation:
             job.attempt,
             passed,
             max(self._now - job.accepted_at, 0.0),
-            job.arrival.prompt_tokens if passed is Passed.STARTED else 0,
+            job.tokens if passed is Passed.STARTED else 0,
             {"device": job.cached_tokens} if passed is Passed.STARTED and job.cached_tokens else {},
-            job.arrival.output_tokens if passed is Passed.ENDED else 0,
+            job.output_tokens if passed is Passed.ENDED else 0,
         )
 
     def _publish(self, worker: SimWorker, progress: Progress) -> None:
         worker.event_seq += 1
-        changes = []
-        for removed, ids in ((True, progress.removed), (False, progress.stored)):
-            if ids:
-                changes.append(Change(0, removed, self._hash_of[ids]))
+        changes = [Change(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
         event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
         self._to_all(self._shape.delays.event_s, event)
 
@@ -293,30 +299,31 @@ class Simulation:
 
     def _beat(self) -> None:
         """Of workers that have something new to say: silence of idle ones is no news in a simulation."""
-        for worker in list(self._workers.values()):
+        news, self._news = self._news, {}
+        for worker in news.values():
+            if worker.name not in self._workers:
+                continue
             self._take(worker, worker.advance(self._now))
-            if worker.changed:
-                worker.changed = False
-                beat = Heartbeat(
-                    worker.name, worker.epoch, State.READY, worker.load(), worker.rates(), worker.event_seq
-                )
-                self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
+            if not worker.running:
+                del self._news[worker.name]
+            beat = Heartbeat(worker.name, worker.epoch, State.READY, worker.load(), worker.rates(), worker.event_seq)
+            self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
         self._after(HEARTBEAT_S, self._beat)
 
     def _tick(self) -> None:
         for core in self.cores:
             core.handle(Tick(), self._now)
-        self._after(TICK_S, self._tick)
+        self._after(max(TICK_S, self._shape.workers / WORKERS_PER_TICK_S), self._tick)
 
     # ------------------------------------------------------------------ workers come and go
 
     def _join(self) -> None:
         name = f"w{self._joined}"
         self._joined += 1
-        worker = SimWorker(name, self._shape.speed, self._shape.cache_blocks, self._trace.block_tokens)
-        worker.advance(self._now)
+        worker = SimWorker(name, self._shape.speed, self._shape.cache_blocks, self._trace.block_tokens, self._now)
         self._workers[name] = worker
         self._run.prefilled[name] = worker.prefilled
+        self._run.lives[name] = self._now, math.inf
         record = WorkerRecord(
             id=name,
             epoch=worker.epoch,
@@ -341,9 +348,10 @@ class Simulation:
         for core in self.cores:
             core.handle(WorkerLeft(name), self._now)
         self._run.changes.append(self._now)
+        self._run.lives[name] = self._run.lives[name][0], self._now
         self._join()
-        for job in worker.abandon():
-            self._again(job.arrival, job.attempt, (name,))
+        for job, generated in worker.abandon():
+            self._again(job.arrival, job.attempt, (name,), generated)
         self._after(self._shape.churn_s, self._churn)
 
     # ------------------------------------------------------------------ time

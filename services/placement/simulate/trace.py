@@ -1,26 +1,14 @@
-"""What is simulated: requests with their arrival, lengths and block hashes. Pure but for reading one file.
-
-Two forms of JSON lines are read, plain or gzipped:
-
-* Mooncake (FAST'25): `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per block of 512 tokens, each
-  standing for its block and all before it;
-* a ledger that placement recorded: the same, with `hash_ids` as hex strings and `block_tokens` beside them.
-"""
+"""What is simulated: requests with their arrival, lengths and block hashes. Pure."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvproto.errors import InvalidRequest
 from services.placement.index.prefix_index import Hashes, unpack
-
-MOONCAKE_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,61 +36,58 @@ class Trace:
         return self.arrivals[-1].at_s if self.arrivals else 0.0
 
     @property
+    def prompt_tokens(self) -> int:
+        return sum(arrival.prompt_tokens for arrival in self.arrivals)
+
+    @property
     def distinct_blocks(self) -> int:
         return len({block for arrival in self.arrivals for block in arrival.ids})
 
     def at_speed(self, speed: float) -> Trace:
         """The same requests, so many times as dense."""
-        return Trace(
-            tuple(
-                Arrival(a.number, a.at_s / speed, a.prompt_tokens, a.output_tokens, a.ids, a.hashes, a.session)
-                for a in self.arrivals
-            ),
-            self.block_tokens,
-        )
+        return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
+
+    def spread(self) -> Trace:
+        """Requests of one moment evenly over the time to the next: where a coarse clock has gathered them."""
+        times = sorted({arrival.at_s for arrival in self.arrivals})
+        following = dict(zip(times, [*times[1:], times[-1] if times else 0.0], strict=True))
+        count = Counter(arrival.at_s for arrival in self.arrivals)
+        turn: Counter[float] = Counter()
+        spread = []
+        for arrival in self.arrivals:
+            began = arrival.at_s
+            at_s = began + (following[began] - began) * turn[began] / count[began]
+            turn[began] += 1
+            spread.append(replace(arrival, at_s=at_s))
+        return replace(self, arrivals=tuple(spread))
 
 
-def read_trace(path: Path) -> Trace:
-    """Raises InvalidRequest that names the line if it cannot be read."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        return make_trace(_rows(lines))
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A request as it was recorded. `blocks` are names, each of its block and all before it."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: Sequence[str]
 
 
-def _rows(lines: Iterable[str]) -> list[tuple[float, int, int, list[str], int]]:
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            hashes = [str(one) for one in row["hash_ids"]]
-            tokens, outputs = int(row["input_length"]), int(row["output_length"])
-            block = int(row.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
-            rows.append((float(row["timestamp"]) / 1000, tokens, outputs, hashes, block))
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidRequest(f"line {number} is no request of a trace: {error!r}", field="trace") from None
-    if not rows:
-        raise InvalidRequest("the trace is empty", field="trace")
-    return rows
-
-
-def make_trace(rows: Sequence[tuple[float, int, int, Sequence[str], int]]) -> Trace:
-    """From (seconds, prompt tokens, output tokens, names of blocks, tokens of a block)."""
+def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
     numbers: dict[str, int] = {}
-    for *_, names, _ in rows:
-        for name in names:
+    for row in rows:
+        for name in row.blocks:
             numbers.setdefault(name, len(numbers))
     hashes = _hashes_of(len(numbers))
-    first = min(row[0] for row in rows)
+    first = min((row.at_s for row in rows), default=0.0)
     arrivals: list[Arrival] = []
     sessions = Sessions()
-    for at, tokens, outputs, names, _ in sorted(rows, key=lambda row: row[0]):
-        ids = tuple(numbers[name] for name in names)
-        session = sessions.of(ids)
-        arrivals.append(
-            Arrival(len(arrivals), at - first, tokens, max(outputs, 1), ids, hashes[list(ids)], f"s{session}")
-        )
-    return Trace(tuple(arrivals), rows[0][4])
+    for row in sorted(rows, key=lambda row: row.at_s):
+        ids = tuple(numbers[name] for name in row.blocks)
+        session = f"s{sessions.of(ids)}"
+        prompt, output = max(row.prompt_tokens, 1), max(row.output_tokens, 1)
+        found = hashes[np.array(ids, dtype=np.int64)]
+        arrivals.append(Arrival(len(arrivals), row.at_s - first, prompt, output, ids, found, session))
+    return Trace(tuple(arrivals), block_tokens)
 
 
 def _hashes_of(count: int) -> Hashes:
@@ -121,13 +106,13 @@ class Sessions:
         self._count = 0
 
     def of(self, ids: Sequence[int]) -> int:
-        tail = ids[-2] if len(ids) > 1 else ids[-1] if ids else -1
+        """A prompt without blocks, as text has that nobody tokenised, goes on with nothing."""
         for block in reversed(ids):
             session = self._by_tail.get(block)
             if session is not None:
                 break
         else:
             session, self._count = self._count, self._count + 1
-        if len(ids) > 2 or not ids:  # one or two blocks may be what all requests begin with
-            self._by_tail[tail] = session
+        if len(ids) > 2:  # one or two blocks may be what all requests begin with
+            self._by_tail[ids[-2]] = session
         return session

@@ -1,0 +1,202 @@
+"""Wiring of `kvfleet simulate`: a trace and flags in; a table, one line of JSON, a picture out.
+
+Stdout has results only, stderr says how far it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from kvproto.errors import InvalidRequest
+from kvservice.settings import die
+from services.placement.policies import DEFAULT_POLICY
+from services.placement.simulate.plot import plot
+from services.placement.simulate.report import as_values, headline, loads_table, seconds, table
+from services.placement.simulate.sim_worker import Speed
+from services.placement.simulate.simulation import Delays, FleetShape
+from services.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
+from services.placement.simulate.trace import Trace
+from services.placement.simulate.trace_file import read_trace
+
+PROGRAM = "kvfleet simulate"
+MOST_WORKERS = 4096
+SPEED, DELAYS, SHAPE = Speed(), Delays(), FleetShape()
+
+
+class Flags(argparse.ArgumentParser):
+    """Says what is wrong in one line, as the other commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        die(f"{PROGRAM}: {message}", 2)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the defaults that are numbers; the others are told in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_number = type(action.default) in (int, float)
+        return super()._get_help_string(action) if is_number else action.help
+
+
+def flags() -> argparse.ArgumentParser:
+    made = Flags(
+        PROGRAM,
+        description="Replays a trace, or a ledger that placement recorded, through the real placement on simulated "
+        "workers: what would each policy have hit, and how long would everybody have waited? One core, no model.",
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    trace = made.add_argument_group("what comes")
+    trace.add_argument(
+        "--trace", type=Path, required=True, help="JSON lines, Mooncake's format or a ledger; may be .gz"
+    )
+    trace.add_argument("--limit", type=_count, help="only the first so many requests")
+    trace.add_argument(
+        "--spread",
+        action="store_true",
+        help="requests of one moment evenly over the time to the next: for coarse clocks",
+    )
+    pace = trace.add_mutually_exclusive_group()
+    pace.add_argument("--speed", type=_positive, help="times as fast as recorded; default: 1")
+    pace.add_argument("--load", type=_positive, help="share of what the fleet could just do, instead of a speed")
+    trace.add_argument("--loads", type=_loads, default=(), help="goodput at these loads too, such as 0.3,0.5,0.7,0.9")
+    fleet = made.add_argument_group("the fleet")
+    fleet.add_argument("--workers", type=_workers, required=True, help="how many")
+    fleet.add_argument("--policy", type=_policies, default=(DEFAULT_POLICY,), help=f"{', '.join(POLICIES)}, or all")
+    fleet.add_argument("--cache-blocks", type=_count, help="of each worker; default: a tenth of the trace's blocks")
+    fleet.add_argument("--replicas", type=_count, default=SHAPE.replicas, help="of placement")
+    fleet.add_argument("--churn-s", type=_positive, help="so often one worker leaves and another one joins")
+    worker = made.add_argument_group("a worker")
+    worker.add_argument("--prefill-tokens-per-s", type=_positive, default=SPEED.prefill_tokens_per_s, help="alone")
+    worker.add_argument("--chunk-tokens", type=_count, default=SPEED.chunk_tokens, help="of a prompt in one step")
+    worker.add_argument("--decode-ms", type=_positive, default=1e3 * SPEED.decode_base_s, help="a decode step")
+    worker.add_argument("--decode-each-ms", type=_positive, default=1e3 * SPEED.decode_each_s, help="more per sequence")
+    worker.add_argument("--slots", type=_count, default=SPEED.slots, help="sequences that run at once")
+    wire = made.add_argument_group("what lies between")
+    wire.add_argument("--event-delay-ms", type=_delay, default=1e3 * DELAYS.event_s, help="how late block events come")
+    wire.add_argument("--share-bookings", action=argparse.BooleanOptionalAction, default=True, help="among replicas")
+    said = made.add_argument_group("what is said")
+    said.add_argument("--slo-ttft-s", type=_positive, default=5.0, help="a first token within this is good")
+    said.add_argument("--seed", type=int, default=SHAPE.seed, help="of all chance")
+    said.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    said.add_argument("--plot", type=Path, help="draw it into this file, as SVG")
+    return made
+
+
+def simulate(asked: argparse.Namespace, trace: Trace) -> Study:
+    """All runs. Raises ValueError if a load is asked for where there is none."""
+    study = make_study(trace, _shape(asked, trace), speed=asked.speed, load=asked.load, slo_s=asked.slo_ttft_s)
+    if asked.loads and study.full_speed is None:
+        raise ValueError("all requests of the trace come at once: there is no rate to change")
+    began = time.monotonic()
+    for result in study.run(asked.policy):
+        one = result.figures
+        _progress(f"{one.policy}: TTFT p99 {seconds(one.ttft_p99_s)} ({time.monotonic() - began:.0f} s)")
+    for at in study.run_loads(asked.policy, asked.loads) if asked.loads else ():
+        one = at.figures
+        _progress(f"{one.policy} at {at.load:g}: goodput {one.goodput_per_s:.2f}/s ({time.monotonic() - began:.0f} s)")
+    return study
+
+
+def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
+    return FleetShape(
+        workers=asked.workers,
+        cache_blocks=asked.cache_blocks or default_cache_blocks(trace),
+        replicas=asked.replicas,
+        speed=Speed(
+            prefill_tokens_per_s=asked.prefill_tokens_per_s,
+            chunk_tokens=asked.chunk_tokens,
+            decode_base_s=asked.decode_ms / 1e3,
+            decode_each_s=asked.decode_each_ms / 1e3,
+            slots=asked.slots,
+        ),
+        delays=Delays(event_s=asked.event_delay_ms / 1e3, booking_s=DELAYS.booking_s if asked.share_bookings else None),
+        churn_s=asked.churn_s or 0.0,
+        seed=asked.seed,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    asked = flags().parse_args(argv)
+    try:
+        if asked.plot is not None:
+            asked.plot.open("a").close()  # before minutes of work, not after them
+        trace = read_trace(asked.trace, asked.limit)
+        trace = trace.spread() if asked.spread else trace
+        study = simulate(asked, trace)
+        if asked.plot is not None:
+            asked.plot.write_text(plot(study))
+            _progress(f"drawn into {asked.plot}")
+    except (InvalidRequest, ValueError) as error:
+        die(f"{PROGRAM}: {asked.trace}: {error}")
+    except OSError as error:
+        die(f"{PROGRAM}: {error.filename or asked.trace}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    lines = [*headline(study), "", *table(study)]
+    if study.at_loads:
+        lines += ["", *loads_table(study)]
+    if asked.json:
+        lines = [json.dumps(as_values(study), allow_nan=False)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _progress(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+# ------------------------------------------------------------------ what flags may be
+
+
+def _number(text: str, kind: Callable[[str], float], least: float, what: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not (least <= value < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> int:
+    return int(_number(text, int, 1, "a number of 1 or more"))
+
+
+def _workers(text: str) -> int:
+    count = _count(text)
+    if count > MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"{count:,} workers are more than {MOST_WORKERS:,}")
+    return count
+
+
+def _positive(text: str) -> float:
+    return _number(text, float, 1e-9, "a number above 0")
+
+
+def _delay(text: str) -> float:
+    return _number(text, float, 0, "a number of 0 or more")
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    return tuple(_positive(one) for one in text.split(",") if one.strip())
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return POLICIES
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name[:64]!r} is none of {', '.join(POLICIES)}, all")
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""One question, all its runs: a trace, a fleet, some policies, at one speed and at several loads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from services.placement.policies import build_policies
+from services.placement.simulate.attainable import attainable_tokens
+from services.placement.simulate.capacity import capacity_speed
+from services.placement.simulate.figures import SLO_TTFT_S, Figures, figures
+from services.placement.simulate.simulation import FleetShape, Run, Simulation
+from services.placement.simulate.trace import Trace
+
+# `direct` needs a worker that the request names, and no trace names one.
+POLICIES = tuple(name for name in build_policies(lambda: 0.0) if name != "direct")
+CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one policy: its figures, and what happened."""
+
+    figures: Figures
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class AtLoad:
+    """One policy at one share of capacity."""
+
+    load: float
+    figures: Figures
+
+
+@dataclass(slots=True)
+class Study:
+    """`trace` at the speed that is simulated; `full_speed` is how many times as fast it would be at capacity, None if
+    all its requests come at once."""
+
+    trace: Trace
+    shape: FleetShape
+    attainable: int
+    full_speed: float | None
+    slo_s: float = SLO_TTFT_S
+    results: list[Result] = field(default_factory=list)
+    at_loads: list[AtLoad] = field(default_factory=list)
+
+    @property
+    def load(self) -> float | None:
+        """Share of capacity."""
+        return None if self.full_speed is None else 1 / self.full_speed
+
+    @property
+    def attainable_rate(self) -> float:
+        return self.attainable / max(self.trace.prompt_tokens, 1)
+
+    def run(self, policies: Sequence[str]) -> Iterator[Result]:
+        """One after the other."""
+        for policy in policies:
+            run = Simulation(self.trace, self.shape, policy).run()
+            result = Result(figures(policy, self.trace, run, self.attainable, self.slo_s), run)
+            self.results.append(result)
+            yield result
+
+    def run_loads(self, policies: Sequence[str], loads: Sequence[float]) -> Iterator[AtLoad]:
+        """At each share of capacity; there must be one."""
+        if self.full_speed is None:
+            raise ValueError("no load without a rate")
+        for load in loads:
+            trace = self.trace.at_speed(self.full_speed * load)
+            for policy in policies:
+                run = Simulation(trace, self.shape, policy).run()
+                found = AtLoad(load, figures(policy, trace, run, self.attainable, self.slo_s))
+                self.at_loads.append(found)
+                yield found
+
+
+def make_study(
+    trace: Trace, shape: FleetShape, *, speed: float | None = None, load: float | None = None, slo_s: float = SLO_TTFT_S
+) -> Study:
+    """At `speed` times the trace's own, or at a share `load` of capacity; else as it was recorded. Raises ValueError if
+    all its requests come at once and a load was asked for."""
+    attainable = attainable_tokens(trace, shape.workers * shape.cache_blocks)
+    full = capacity_speed(trace, shape.workers, shape.speed, attainable) if trace.duration_s > 0 else None
+    if load is not None:
+        if full is None:
+            raise ValueError("all requests of the trace come at once: there is no rate to change")
+        speed = full * load
+    if speed is not None:
+        trace = trace.at_speed(speed)
+        full = None if full is None else full / speed
+    return Study(trace, shape, attainable, full, slo_s)
+
+
+def default_cache_blocks(trace: Trace) -> int:
+    return max(trace.distinct_blocks // CACHE_SHARE, 1)
