@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 
 KEPT = 65_536
-COOLS_S = 60.0
+COOLS_S = 1800.0
 
 
 class Heat:
