@@ -89,7 +89,7 @@ class PlacementCore:
         self.indexer = indexer or KvIndexer()
         self.promises = Promises()
         self.feedback = Feedback()
-        self.ledger = Ledger(placement, unix_ms, keeps_hashes=keeps_hashes)
+        self.ledger = Ledger(unix_ms, keeps_hashes=keeps_hashes)
         self.decider = Decider(
             placement,
             self.fleet,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvproto.messages import Candidate, Decision, Milestone, Passed, Placement, PlaceRequest
+from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement, PlaceRequest
 from services.placement.fleet import Worker
 from services.placement.index.prefix_index import Hashes
 from services.placement.policies import Choice
@@ -24,16 +24,70 @@ CANDIDATES_KEPT = 8
 
 Key = tuple[str, str]  # tenant, request
 
+NOTHING_YET, ACCEPTED = Actual(), Actual(accepted=True)
+
+
+@dataclass(slots=True)
+class Considered:
+    """The best candidates in numbers, cheapest first; one array each, for no object more is made than must be."""
+
+    workers: tuple[str, ...]
+    names: tuple[str, ...]  # of the terms
+    terms: Floats  # `[terms, workers]` seconds
+    matched: Floats  # `[tiers, workers]` tokens
+
+    def listed(self) -> tuple[Candidate, ...]:
+        rows = (self.terms * 1000).round(3).T.tolist()
+        sums = (self.terms.sum(axis=0) * 1000).round(3).tolist()
+        return tuple(
+            Candidate(
+                worker,
+                cost,
+                dict(zip(self.names, row, strict=True)),
+                {tier.value: int(depth) for tier, depth in zip(TIERS, held, strict=True) if depth},
+            )
+            for worker, cost, row, held in zip(self.workers, sums, rows, self.matched.T.tolist(), strict=True)
+        )
+
 
 @dataclass(slots=True)
 class Entry:
-    """One decision as it is kept: written out only when somebody asks."""
+    """One decision as it is kept: written out only when somebody asks. Thousands of them stay, so they are few objects:
+    each one more is one more for every full garbage collection to visit, and decisions wait meanwhile."""
 
-    decision: Decision
+    tenant: str
+    model: str
+    unix_ms: int
+    answer: Placement
+    prompt_tokens: int
     indexed: dict[str, int]  # by tier, what the index said, believed or not
     attainable: int
+    considered: Considered
+    candidates_total: int
     hashes: bytes  # of the prompt's blocks, back to back; only where the ledger keeps them
     block_size: int
+    actual: Actual = NOTHING_YET
+
+    @property
+    def decision(self) -> Decision:
+        answer = self.answer
+        return Decision(
+            request=answer.request,
+            attempt=answer.attempt,
+            tenant=self.tenant,
+            model=self.model,
+            unix_ms=self.unix_ms,
+            policy=answer.policy,
+            worker=answer.worker,
+            why=answer.why,
+            prompt_tokens=self.prompt_tokens,
+            expected_hit=answer.expected_hit,
+            expected_ttft_s=answer.expected_ttft_s,
+            candidates=self.considered.listed(),
+            candidates_total=self.candidates_total,
+            placement=answer.placement,
+            actual=self.actual,
+        )
 
 
 @dataclass(slots=True)
@@ -49,12 +103,9 @@ class HitTokens:
 class Ledger:
     """Owned by the core. `unix_ms` tells the time that people read; hashes are kept only for a ledger's file."""
 
-    def __init__(
-        self, placement: str, unix_ms: Callable[[], int], *, kept: int = KEPT, keeps_hashes: bool = False
-    ) -> None:
+    def __init__(self, unix_ms: Callable[[], int], *, kept: int = KEPT, keeps_hashes: bool = False) -> None:
         self.keeps_hashes = keeps_hashes
         self.hits = HitTokens()
-        self._placement = placement
         self._unix_ms = unix_ms
         self._kept = kept
         self._entries: OrderedDict[tuple[str, str, int], Entry] = OrderedDict()
@@ -72,33 +123,27 @@ class Ledger:
         prompt_tokens: int,
         indexed: dict[str, int],
         attainable: int,
-        candidates: tuple[Candidate, ...],
+        candidates: Considered,
         candidates_total: int,
         hashes: Hashes,
         block_size: int,
     ) -> None:
-        decision = Decision(
-            request=ask.request,
-            attempt=ask.attempt,
-            tenant=tenant,
-            model=ask.model,
-            unix_ms=self._unix_ms(),
-            policy=placement.policy,
-            worker=placement.worker,
-            why=placement.why,
-            prompt_tokens=prompt_tokens,
-            expected_hit=placement.expected_hit,
-            expected_ttft_s=placement.expected_ttft_s,
-            candidates=candidates,
-            candidates_total=candidates_total,
-            placement=self._placement,
-        )
         key = tenant, ask.request, ask.attempt
         if key not in self._entries:
             self._attempts.setdefault(key[:2], []).append(ask.attempt)
         self._entries.pop(key, None)
         self._entries[key] = Entry(
-            decision, indexed, attainable, hashes.tobytes() if self.keeps_hashes else b"", block_size
+            tenant=tenant,
+            model=ask.model,
+            unix_ms=self._unix_ms(),
+            answer=placement,
+            prompt_tokens=prompt_tokens,
+            indexed=indexed,
+            attainable=attainable,
+            considered=candidates,
+            candidates_total=candidates_total,
+            hashes=hashes.tobytes() if self.keeps_hashes else b"",
+            block_size=block_size,
         )
         while len(self._entries) > self._kept:
             self._forget_oldest()
@@ -106,21 +151,20 @@ class Ledger:
     def on_milestone(self, worker: str, milestone: Milestone) -> Entry | None:
         """What happened to a decision of this replica: its entry, else None."""
         entry = self._entries.get((milestone.tenant, milestone.request, milestone.attempt))
-        if entry is None or entry.decision.worker != worker:
+        if entry is None or entry.answer.worker != worker:
             return None
-        before = entry.decision.actual
+        before = entry.actual
         match milestone.passed:
             case Passed.ACCEPTED:
-                actual = replace(before, accepted=True)
+                entry.actual = ACCEPTED if before is NOTHING_YET else replace(before, accepted=True)
             case Passed.STARTED:
-                actual = replace(before, accepted=True, cached=milestone.cached, queue_s=milestone.seconds)
+                entry.actual = replace(before, accepted=True, cached=milestone.cached, queue_s=milestone.seconds)
                 if before.cached is None:
                     self._count(entry, milestone)
             case Passed.FIRST_TOKEN:
-                actual = replace(before, ttft_s=milestone.seconds)
+                entry.actual = replace(before, ttft_s=milestone.seconds)
             case Passed.ENDED:
-                actual = replace(before, ended=True, output_tokens=milestone.output_tokens, code=milestone.code)
-        entry.decision = replace(entry.decision, actual=actual)
+                entry.actual = replace(before, ended=True, output_tokens=milestone.output_tokens, code=milestone.code)
         return entry
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
@@ -150,25 +194,15 @@ class Ledger:
         assert len(self._entries) <= self._kept
 
 
-def best_candidates(workers: Sequence[Worker], choice: Choice, matched: Floats) -> tuple[Candidate, ...]:
+def best_candidates(workers: Sequence[Worker], choice: Choice, matched: Floats) -> Considered:
     """The cheapest few, cheapest first, the chosen one among them."""
-    if not workers:
-        return ()
-    names = list(choice.terms)
-    terms = np.stack([choice.terms[name] for name in names]) if names else np.zeros((0, len(workers)))
-    costs = terms.sum(axis=0)
-    order = np.argsort(costs, kind="stable")[:CANDIDATES_KEPT].tolist()
-    if not any(workers[number].id == choice.worker for number in order):
-        order[-1:] = [number for number, worker in enumerate(workers) if worker.id == choice.worker] or order[-1:]
-    listed = (terms[:, order] * 1000).round(3).T.tolist()
-    sums = (costs[order] * 1000).round(3).tolist()
-    depths = matched[:, order].T.tolist()
-    return tuple(
-        Candidate(
-            workers[number].id,
-            cost,
-            dict(zip(names, row, strict=True)),
-            {tier.value: int(depth) for tier, depth in zip(TIERS, held, strict=True) if depth},
-        )
-        for number, cost, row, held in zip(order, sums, listed, depths, strict=True)
-    )
+    names = tuple(choice.terms)
+    terms = np.array([choice.terms[name] for name in names]) if names else np.zeros((0, len(workers)))
+    order = terms.sum(axis=0).argsort(kind="stable")[:CANDIDATES_KEPT]
+    listed = tuple([workers[number].id for number in order.tolist()])
+    if listed and choice.worker not in listed:
+        chosen = next((number for number, worker in enumerate(workers) if worker.id == choice.worker), None)
+        if chosen is not None:
+            order[-1] = chosen
+            listed = *listed[:-1], choice.worker
+    return Considered(listed, names, terms.take(order, axis=1), matched.take(order, axis=1))
