@@ -60,7 +60,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 BENCHMARKS := engine_throughput engine_vs_vllm engine_vs_llamacpp decode_step prefill single_stream ttft_reuse \
-              itl_under_prefill attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance
+              itl_under_prefill attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance \
+              placement_decisions placement_scale token_fan_in
 bench: $(VENV)/.dev
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(if $(QUICK),--quick) || [ $$? -eq 75 ] || exit 1; done
 

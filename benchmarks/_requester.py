@@ -43,6 +43,7 @@ class Asked:
     by_replica: Counter[str] = field(default_factory=Counter)
     workers: Counter[str] = field(default_factory=Counter)
     refused: int = 0
+    nobody: int = 0  # listened
     hit_tokens: int = 0  # expected, of prompts that somebody has
     hit_requests: int = 0
     took_s: float = 0.0
@@ -58,8 +59,9 @@ class Asked:
         return {
             "asked": self.sent,
             "answers_per_s": round(self.rate),
-            "unanswered": self.sent - len(self.seconds) - self.refused,
+            "unanswered": self.sent - len(self.seconds) - self.refused - self.nobody,
             "refused": self.refused,
+            "nobody_listened": self.nobody,
             "p50_ms": self.percentile_ms(50),
             "p99_ms": self.percentile_ms(99),
             "mean_expected_hit": round(self.hit_tokens / max(1, self.hit_requests) / TOKENS, 3),
@@ -179,6 +181,11 @@ class Requester:
         if sent is None:
             return
         sent_at, hits, answered = sent
+        if not message.data:
+            self._asked.nobody += 1
+            if answered is not None and not answered.done():
+                answered.set_result(None)
+            return
         answer = msgpack.unpackb(message.data[1:])
         if answered is not None:
             if not answered.done():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ class ScaleBench:
     nats_pid: int
     workers: int
     blocks: int
+    logs: Path
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ processes
@@ -64,8 +66,14 @@ class ScaleBench:
         module = ["services.placement.main"] if room is None else ["benchmarks._sized_placement", *map(str, room)]
         flags = [f"--nats-url={self.url}", f"--id={name}", f"--fleet-key={prompts.FLEET_KEY}", "--log-level=warning"]
         began = time.perf_counter()
-        self.processes[name] = subprocess.Popen([sys.executable, "-m", *module, *flags], text=True)
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen([sys.executable, "-m", *module, *flags], stderr=log, text=True)
         return began
+
+    def faults(self, name: str) -> list[str]:
+        """Exceptions that a replica's log tells of: their last lines."""
+        lines = (self.logs / f"{name}.log").read_text().splitlines()
+        return [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception)\b", line)]
 
     def end(self, name: str) -> None:
         process = self.processes.pop(name)
@@ -173,7 +181,7 @@ async def scale_bench(workers: int, blocks: int) -> AsyncIterator[ScaleBench]:
     """A nats-server with buckets; everything that was started ends with the block."""
     with tempfile.TemporaryDirectory() as folder:
         nats = embedded_nats.start(Path(folder), Path(folder) / "nats.log")
-        bench = ScaleBench(nats.url, nats.child.process.pid, workers, blocks)
+        bench = ScaleBench(nats.url, nats.child.process.pid, workers, blocks, Path(folder))
         try:
             await create_buckets(nats.url, "kvf")
             yield bench
