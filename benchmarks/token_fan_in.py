@@ -3,8 +3,8 @@
     python -m benchmarks.token_fan_in [--quick]
 
 Every ingress has 64 streams, as many as can be from different workers: a worker's message to an ingress carries all the
-sequences that the two share, so a large fleet's messages carry one token each. The parts of one worker and of 8 have the
-same streams in fewer messages. Workers send frames encoded beforehand as fast as NATS takes them; an ingress is
+sequences that the two share, so a large fleet's messages carry one token each. The parts of one worker and of 8 have
+the same streams in fewer messages. Workers send frames encoded beforehand as fast as NATS takes them; an ingress is
 `kvproto.Client`, which reads, orders and counts; in the last part it is a real one, read over HTTP, whose ring gives
 some workers several streams and some none.
 
