@@ -104,7 +104,10 @@ class TokenSource:
         together: dict[tuple[str, str], list[GenerateRequest]] = {}
         for name, request in batch:
             together.setdefault((name, request.inbox), []).append(request)
-        ways = [(inbox, self._frames(name, requests)) for (name, inbox), requests in together.items()]
+        ways = []
+        for (name, inbox), requests in together.items():
+            ways.append((inbox, self._frames(name, requests)))
+            await asyncio.sleep(0)  # the server asks now and then whether we are there
         await asyncio.sleep(SETTLE_S)
         sent = 0
         for step in range(self._tokens + 2):

@@ -62,6 +62,7 @@ class Spent:
 
     read: list[float] = field(default_factory=list)  # bytes to event
     decide: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # of `decide`, what no other process's work can add to
     answer: list[float] = field(default_factory=list)  # action to bytes
     pass_on: list[float] = field(default_factory=list)  # all its milestones
 
@@ -79,7 +80,9 @@ def decide(full: FullCore, tokens: TokenLoad, count: int, first: int, profile: c
         assert isinstance(event, PlaceAsked)
         if profile is not None:
             profile.enable()
+        c1 = time.thread_time()
         actions = core.handle(event, full.now)
+        spent.cpu.append(time.thread_time() - c1)
         if profile is not None:
             profile.disable()
         t2 = clock()
@@ -142,6 +145,7 @@ def in_process(count: int) -> dict[str, Any]:
         "decisions_per_s": round(1e6 / us),
         "decision_us": {
             "mean": round(us, 1),
+            "mean_cpu": round(mean(spent.cpu) * 1e6, 1),
             "p50": round(quantiles(spent.decide, n=100)[49] * 1e6, 1),
             "p99": round(quantiles(spent.decide, n=100)[98] * 1e6, 1),
         },

@@ -103,7 +103,8 @@ async def events(bench: ScaleBench, requester: Requester, seconds: float) -> lis
 
 def us_per_event(several: list[dict[str, Any]]) -> float:
     """What one event more costs placement, from the lowest rate to the highest that was taken in."""
-    first, *_, last = [one for one in several if one["taken_in"]] or several
+    counted = [one for one in several if one["taken_in"]] or several
+    first, last = counted[0], counted[-1]
     more = last["events_per_s"] - first["events_per_s"]
     return round((last["cores"]["p0"] - first["cores"]["p0"]) / more * 1e6, 1) if more else 0.0
 
@@ -111,7 +112,9 @@ def us_per_event(several: list[dict[str, Any]]) -> float:
 async def decisions(bench: ScaleBench, requester: Requester, seconds: float) -> dict[str, Any]:
     meter = bench.meter()
     asked = await requester.saturated(AT_ONCE, seconds)
-    report = asked.report() | {"cores": meter.cores(), "workers_chosen": len(asked.workers)}
+    cores = meter.cores()
+    us = round(cores["p0"] / asked.rate * 1e6)
+    report = asked.report() | {"cores": cores, "cpu_us_per_request": us, "workers_chosen": len(asked.workers)}
     progress(f"{bench.workers} workers, decisions: {report}")
     return report
 
