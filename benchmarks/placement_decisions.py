@@ -18,6 +18,7 @@ import gc
 import pstats
 import time
 from dataclasses import dataclass, field
+from random import Random
 from statistics import mean, quantiles
 from typing import Any
 
@@ -38,6 +39,7 @@ FLOOR = 5_000.0  # decisions/s
 P50_MS, P99_MS = 1.0, 5.0
 RATE = 500.0
 DISTINCT = 8
+LENGTHS = (16, 128, 512, 2_048)  # blocks
 BETWEEN_BEATS = 500  # decisions
 SUBJECT = f"kvf.place.{load.TENANT}.{load.MODEL}"
 
@@ -108,6 +110,26 @@ def decide(full: FullCore, tokens: TokenLoad, count: int, first: int, profile: c
     return spent
 
 
+def by_length(full: FullCore, count: int) -> dict[str, dict[str, float]]:
+    """Mean microseconds of CPU by blocks of the prompt, of prompts that nobody has: to read it, and to decide."""
+    chance, found = Random(3), {}
+    for blocks in LENGTHS:
+        read, decided = [], []
+        for number in range(count):
+            ids = tuple(chance.choices(range(load.VOCABULARY), k=blocks * load.BLOCK_SIZE))
+            data = codec.encode(PlaceRequest(f"l{blocks}-{number}", load.MODEL, ids))
+            c0 = time.thread_time()
+            event = intake.read_place(SUBJECT, "_ing.x", data)
+            c1 = time.thread_time()
+            assert isinstance(event, PlaceAsked)
+            full.core.handle(event, full.now)
+            read.append(c1 - c0)
+            decided.append(time.thread_time() - c1)
+        found[str(blocks)] = {"read_us": round(mean(read) * 1e6, 1), "decide_us": round(mean(decided) * 1e6, 1)}
+    progress(f"by blocks of a prompt: {found}")
+    return found
+
+
 def shares(profile: cProfile.Profile) -> dict[str, float]:
     """Of a decision's time, what each part takes; `rest` is what no part does."""
     stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
@@ -155,6 +177,7 @@ def in_process(count: int) -> dict[str, Any]:
         "milestones_us": round(mean(spent.pass_on) * 1e6, 1),
         "requests_per_s_from_bytes_to_last_milestone": round(1e6 / whole),
         "longest_collection_ms": round(max(pauses, default=0.0) * 1e3, 1),
+        "cpu_by_prompt_blocks": by_length(full, 50),
     }
 
 

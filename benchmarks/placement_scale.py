@@ -27,6 +27,7 @@ import uvloop
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._requester import Requester
 from benchmarks._scale_bench import ScaleBench, rss_mb, scale_bench
+from services.placement.index.kv_indexer import KvIndexer
 
 FLOOR_S = 5.0  # until a fresh replica knows 64 workers of 16,384 blocks
 HALF, WHOLE = 64, 128  # blocks of a worker's own chain that it holds before and after it has grown
@@ -72,7 +73,7 @@ async def base(bench: ScaleBench, seconds: float) -> dict[str, Any]:
 
 
 async def events(bench: ScaleBench, requester: Requester, seconds: float) -> list[dict[str, Any]]:
-    """Growing rates until one is not taken in."""
+    """Growing rates until one is too much."""
     found: list[dict[str, Any]] = []
     for rate in EVENT_RATES:
         before = await bench.tell_fleet(requester, rate=rate)
@@ -96,8 +97,8 @@ async def events(bench: ScaleBench, requester: Requester, seconds: float) -> lis
         }
         progress(f"{bench.workers} workers, events: {report}")
         found.append(report)
-        if not taken_in:
-            break
+        if pulled or asked.report()["unanswered"]:
+            break  # more of it would only be waited out
     return found
 
 
@@ -169,6 +170,12 @@ async def as_it_comes(workers: int, blocks: int) -> dict[str, Any]:
     return report
 
 
+def index_mb() -> dict[str, int]:
+    """Of an index of a million blocks, by the workers it has room for; three tiers."""
+    rooms = (64, 256, 1_000, 10_000)
+    return {str(workers): round(KvIndexer(1_000_000, workers).index.nbytes / 1e6) for workers in rooms}
+
+
 async def replicas(count: int, seconds: float) -> dict[str, Any]:
     async with scale_bench(64, 16_384) as bench:
         await bench.start_fleet()
@@ -220,6 +227,7 @@ def main() -> None:
         workers_1000=large,
         as_it_comes=plain,
         replicas=several,
+        index_mb_by_workers=index_mb(),
     )
 
 
