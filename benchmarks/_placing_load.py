@@ -29,6 +29,7 @@ from kvproto.messages import Load as WorkerLoad
 from services.placement.core import PlacementCore
 from services.placement.events import HeartbeatHeard, MilestonesHeard, Tick, WorkerJoined
 from services.placement.index.changes import TIERS
+from services.placement.index.warm_up import warm_up
 from services.placement.prompts import HashedPrompts
 
 LENGTH, BLOCK_SIZE, VOCABULARY = 128, 16, 128_256
@@ -69,6 +70,7 @@ class FullCore:
     """A core that has heard all of `load.fill()`, and hears heartbeats and milestones as time goes on."""
 
     def __init__(self, load: TokenLoad) -> None:
+        warm_up()
         self.core = PlacementCore(
             "p0", "_plc.p0", Random(1).random, prompts=HashedPrompts(FLEET_KEY), unix_ms=lambda: 0
         )

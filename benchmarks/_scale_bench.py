@@ -62,12 +62,14 @@ class ScaleBench:
             assert line == "ready\n", f"the fake fleet {name} did not start"
 
     def start_placement(self, name: str, *, room: tuple[int, int] | None = None) -> float:
-        """Start a replica; `room` in its index for (workers, blocks), else what it has by itself. Returns when."""
-        module = ["services.placement.main"] if room is None else ["benchmarks._sized_placement", *map(str, room)]
+        """Start a replica, with `room` for (workers, blocks) in its index or as much as it comes with. Returns when."""
         flags = [f"--nats-url={self.url}", f"--id={name}", f"--fleet-key={prompts.FLEET_KEY}", "--log-level=warning"]
+        if room is not None:
+            flags += [f"--max-workers={room[0]}", f"--index-blocks={room[1]}"]
+        command = [sys.executable, "-m", "services.placement.main", *flags]
         began = time.perf_counter()
         with (self.logs / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen([sys.executable, "-m", *module, *flags], stderr=log, text=True)
+            self.processes[name] = subprocess.Popen(command, stderr=log, text=True)
         return began
 
     def faults(self, name: str) -> list[str]:

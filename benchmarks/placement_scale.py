@@ -10,8 +10,8 @@
 * decisions: as many requests as are answered, 32 at a time;
 * replicas: 1, 2 and 4 of them at one rate of requests and events: who answered how much, cores and knowledge of each.
 
-The 1,000 workers hold 1,000 blocks each, and there placement's index is made large enough for all of them, which its
-settings do not offer: as it comes, the part `as it comes` says, it has room for 64. A rate of events is taken in if
+The 1,000 workers hold 1,000 blocks each, and placement is set to follow all of them (`--max-workers`); as it comes it
+has room for fewer, which the part `as it comes` counts. A rate of events is taken in if
 afterwards each worker's last event is known with no snapshot pulled for it, and no request waited 50 ms.
 
 The value is the seconds of `start`.

@@ -19,12 +19,13 @@ from kvproto import codec
 from kvproto.block_hash import pack_ids
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, Unavailable, from_code
+from kvproto.explanations import Explanations
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.generation import Counters, Generation, draw_seed
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_request_id
 from kvproto.inbox import Inbox
 from kvproto.members import Members
-from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Bundle, Sampling
+from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Bundle, Decision, Sampling
 from kvproto.request_driver import RequestDriver, read_placement
 from kvproto.schema import read_map, to_map
 from kvproto.stream import Signal, Stream
@@ -47,6 +48,7 @@ class Client:
         self.counters = Counters()
         self.inbox = Inbox(connection)
         self._driver = RequestDriver(connection, subjects, members, self.inbox, self.counters)
+        self._explanations = Explanations(connection, subjects, members)
         self._streams: dict[str, Stream] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._owns_connection = False
@@ -194,6 +196,14 @@ class Client:
             total, digest = reply.parts, reply.digest
             parts.append(reply.data)
         return b"".join(parts)
+
+    async def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
+        """Why a request's attempts were placed as they were and what became of them, oldest attempt first.
+
+        `tenant`: only if it is this one's. NATS lets ingresses and operators ask, not producers. Raises InvalidRequest
+        for what is no id, NotFound if no replica has decided about it, Unavailable if none answers.
+        """
+        return await self._explanations.ask(request, tenant)
 
     async def bundle(self, worker: str) -> Bundle:
         """Tokenizer, template and defaults of the model this worker serves."""

@@ -656,6 +656,12 @@ class PlacementStats:
     no_worker_total: Count
     forwarded_total: Count
     booked: Count
+    prompt_tokens_total: Count = 0  # of requests that it placed and that started
+    attained_tokens_total: Count = 0  # of them, found in a cache
+    attainable_tokens_total: Count = 0  # what the best candidate had
+    lost_tokens_total: Count = 0  # attainable but not attained, request by request
+    index_blocks: Count = 0
+    workers_exact: Count = 0  # workers whose events are followed without a gap
 
 
 @dataclass(frozen=True, slots=True)

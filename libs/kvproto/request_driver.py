@@ -22,6 +22,7 @@ from kvproto.errors import (
     Cancelled,
     CodecError,
     DeadlineExceeded,
+    InvalidRequest,
     KvfleetError,
     ModelNotFound,
     NotFound,
@@ -45,6 +46,7 @@ from kvproto.messages import (
     Placement,
     PlaceRequest,
     ResendRequest,
+    State,
 )
 from kvproto.stream import Signal, Stream
 from kvproto.subjects import Subjects
@@ -52,6 +54,8 @@ from kvproto.subjects import Subjects
 log = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 0.05
+POLICY_TIMEOUT_S = 1.0  # where nobody else can decide as the request wants it
+DIRECT, RING = "direct", "ring"  # policies that a client can follow by itself
 ACK_TIMEOUT_S = 2.0
 DEAF_S = 10.0  # a worker that heartbeats but answers no question for this long is given up
 RETRY_WAIT_S = 0.2
@@ -142,27 +146,32 @@ class RequestDriver:
             attempt=stream.attempts,
             excluded=tuple(excluded),
             max_tokens=generation.sampling.max_tokens * generation.sampling.n,
-            policy=generation.policy,
+            policy=_policy(generation),
             worker=generation.worker,
         )
+        # A stream that has begun goes on by the ring, whatever policy it asked for; one that has not can still be
+        # refused, rather than be placed as it did not ask for.
+        insists = question.policy not in (None, RING, DIRECT) and not stream.attempts
         subject = self.subjects.place(generation.tenant, generation.model)
         try:
-            reply = await self.connection.request(subject, codec.encode(question), PLACE_TIMEOUT_S)
+            timeout_s = POLICY_TIMEOUT_S if insists else PLACE_TIMEOUT_S
+            reply = await self.connection.request(subject, codec.encode(question), timeout_s)
             placement = read_placement(reply.data)
             self.counters.placed_total += 1
             return placement
         except (TimeoutError, WorkerLost, Unavailable, CodecError) as error:
             if isinstance(error, NoWorkers):
                 raise
+            if insists:
+                what = f"placement does not answer, and only it can decide by the policy {question.policy!r}"
+                raise Unavailable(what, field="policy", retry_after_s=1.0) from None
             self.counters.fallback_total += 1
             log.info("request %s: placement is silent (%s), placed by the ring", stream.request, error)
             return self._ring_placement(question, generation)
 
     def _ring_placement(self, question: PlaceRequest, generation: Generation) -> Placement:
-        if generation.worker is not None:
-            if not self.members.view.is_alive(generation.worker):
-                raise NotFound(f"worker {generation.worker!r} is not alive", field="worker")
-            return Placement(question.request, generation.worker, question.attempt, policy="direct")
+        if question.policy == DIRECT:
+            return self._direct_placement(question)
         key = ring_key(
             generation.tenant,
             session=generation.session,
@@ -179,7 +188,21 @@ class RequestDriver:
             if generation.model not in {view.record.model for view in self.members.view.workers.values()}:
                 raise ModelNotFound(f"no worker serves {generation.model!r}", field="model")
             raise NoWorkers(f"no worker of {generation.model!r} is ready", retry_after_s=2.0)
-        return Placement(question.request, worker, question.attempt, policy="ring", why="placement did not answer")
+        return Placement(question.request, worker, question.attempt, policy=RING, why="placement did not answer")
+
+    def _direct_placement(self, question: PlaceRequest) -> Placement:
+        """The named worker or an error, as placement would say it."""
+        worker = question.worker
+        if not worker:
+            raise InvalidRequest("the policy direct needs a worker", field="worker")
+        record = self.members.view.with_state(worker)
+        if record is None or record.state is State.DEAD:
+            raise NotFound(f"no worker {worker[:64]!r} is alive", field="worker")
+        if record.model != question.model:
+            raise NotFound(f"worker {worker} serves {record.model}, not {question.model[:64]}", field="worker")
+        if record.state is not State.READY:
+            raise Unavailable(f"worker {worker} is {record.state.value}", field="worker")
+        return Placement(question.request, worker, question.attempt, policy=DIRECT, why="placement did not answer")
 
     async def _attempt(self, stream: Stream, generation: Generation, worker: str, deadline: float) -> None:
         """One worker, until its terminal frame. Raises what ended it otherwise; `retryable` says whether to go on."""
@@ -300,6 +323,11 @@ class RequestDriver:
             self.subjects.worker_pause(worker),
             codec.encode(PauseRequest(stream.request, stream.assembly.attempt, paused)),
         )
+
+
+def _policy(generation: Generation) -> str | None:
+    """Who names a worker and no policy wants that worker."""
+    return generation.policy or (DIRECT if generation.worker is not None else None)
 
 
 def read_placement(data: bytes) -> Placement:

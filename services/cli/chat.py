@@ -12,7 +12,18 @@ import typer
 
 from services.cli import sse
 from services.cli.console import err, fail, out
-from services.cli.generate import DEFAULT_URL, ContextOverflow, Key, MinP, RepetitionPenalty, Url, given, headers
+from services.cli.generate import (
+    DEFAULT_URL,
+    ContextOverflow,
+    Key,
+    MinP,
+    Policy,
+    RepetitionPenalty,
+    Url,
+    Worker,
+    given,
+    headers,
+)
 
 with contextlib.suppress(ImportError):  # where Python has it, importing it gives input() line editing and history
     import readline  # noqa: F401
@@ -28,6 +39,8 @@ def chat(
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     context_overflow: ContextOverflow = None,
+    policy: Policy = None,
+    worker: Worker = None,
     api_key: Key = None,
 ) -> None:
     """Talk to a model. Empty line or Ctrl-D ends; /new starts over."""
@@ -39,6 +52,8 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         context_overflow=context_overflow,
+        policy=policy,
+        worker=worker,
     )
     with httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False, headers=headers(api_key)) as http:
         model = model or _first_model(http, url)

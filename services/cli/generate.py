@@ -20,6 +20,8 @@ ContextOverflow = Annotated[
     str | None,
     typer.Option(help="what does not fit the context: error, truncate_left, truncate_generation or sliding"),
 ]
+Policy = Annotated[str | None, typer.Option(help="placement policy; an API key must permit it")]
+Worker = Annotated[str | None, typer.Option(help="this worker and no other: the policy direct")]
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -56,6 +58,8 @@ def generate(
         int | None, typer.Option(min=0, max=20, help="list each token's log probability and so many alternatives")
     ] = None,
     context_overflow: ContextOverflow = None,
+    policy: Policy = None,
+    worker: Worker = None,
     api_key: Key = None,
 ) -> None:
     """Continue a text; the session's id, cached tokens and TTFT go to stderr, and log probabilities where asked for."""
@@ -72,6 +76,8 @@ def generate(
         min_tokens=min_tokens,
         logprobs=logprobs,
         context_overflow=context_overflow,
+        policy=policy,
+        worker=worker,
     )
     scored: list[dict[str, Any]] = []
     began = time.monotonic()
@@ -83,11 +89,11 @@ def generate(
         ):
             if response.status_code != 200:
                 fail(sse.error_text(response))
-            cached = 0
+            cached, request = 0, ""
             for event in sse.events(response):
                 if event["type"] == "start":
                     cached = event["cached_tokens"]
-                    seq_id = event["seq_id"]
+                    seq_id, request = event["seq_id"], event["request_id"]
                 elif event["type"] == "token":
                     first = first or time.monotonic()
                     out.print(event["token"], end="", markup=False)
@@ -101,7 +107,7 @@ def generate(
                     ttft = 1000 * ((first or time.monotonic()) - began)
                     err.print(
                         f"[dim]seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "
-                        f"TTFT {ttft:.0f} ms · {event['finish_reason']}[/dim]"
+                        f"TTFT {ttft:.0f} ms · {event['finish_reason']} · request {request}[/dim]"
                     )
     except httpx.HTTPError as error:
         fail(f"{url}: {error or type(error).__name__}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import chat, generate, init, kv_size, up
+from services.cli import chat, explain, generate, init, kv_size, up
 
 SERVICES = ("worker", "ingress", "placement")
 
@@ -37,6 +37,7 @@ app.command("up")(up.up)
 app.command("init")(init.init)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("explain")(explain.explain)
 app.command("kv-size")(kv_size.kv_size)
 
 

@@ -47,6 +47,7 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("GET", "/sessions/{seq_id:path}/kv", routes.session_kv, "session_kv"),
             route("GET", "/sessions/{seq_id:path}", routes.session, "session_get"),
             route("DELETE", "/sessions/{seq_id:path}", routes.delete_session, "session_delete"),
+            route("GET", "/v1/placements/{id:path}", routes.placements, "placements"),
             route("GET", "/livez", routes.livez, "health"),
             route("GET", "/readyz", routes.readyz, "health"),
             route("GET", "/health", routes.health, "health"),

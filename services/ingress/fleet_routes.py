@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, workers, sums, sessions and where their blocks are, health, metrics.
+"""The routes that generate nothing: models, workers, sums, placements, sessions and where their blocks are, health.
 
 Sessions of other tenants do not exist here, for admins neither: their keys carry the caller's own tenant.
 """
@@ -15,13 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.client import Client
-from kvproto.errors import KvfleetError, ModelNotFound, NoWorkers, Unavailable
+from kvproto.errors import KvfleetError, ModelNotFound, NotFound, NoWorkers, Unavailable
 from kvproto.messages import AdminCommand, AdminRequest, Inspection, Role, SessionHead
 from services.ingress.config import IngressConfig
 from services.ingress.fleet_report import models_report, stats_report, workers_report
 from services.ingress.http_exchange import Exchange, integer_query
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
+from services.ingress.placement_report import placements_report, read_request_id
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Session, Sessions
 from services.ingress.tenancy import ApiKey, Tenancy, require_admin
@@ -91,6 +92,23 @@ class FleetRoutes:
             "lost_attempts_total": counters.lost_total,
         }
         await _json(exchange, {**stats_report(self._client.members.view), "ingress": own})
+
+    async def placements(self, exchange: Exchange) -> None:
+        """GET /v1/placements/{id}: why a request was placed as it was, and what became of it.
+
+        Those of other tenants are not found, so that nobody learns which ids exist; an admin key finds all.
+        """
+        caller = self._authenticate(exchange)
+        request = read_request_id(exchange.path_value("id"))
+        try:
+            decisions = await self._client.explain(request, None if caller.admin else caller.tenant)
+        except NotFound:
+            # The text is the same for what is nobody's and what is somebody else's.
+            raise NotFound(
+                f"no decision about {request!r} is known: it may be too old, or placed while placement was away",
+                field="id",
+            ) from None
+        await _json(exchange, placements_report(request, decisions))
 
     # ------------------------------------------------------------------ sessions
 

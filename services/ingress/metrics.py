@@ -22,6 +22,7 @@ ROUTES = (
     "session_get",
     "session_kv",
     "session_delete",
+    "placements",
     "health",
     "metrics",
     "other",

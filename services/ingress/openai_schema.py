@@ -11,6 +11,7 @@ from typing import Any
 
 from kvproto.errors import InvalidRequest
 from services.ingress.fields import Body, boolean, expected, integer, required_text, text
+from services.ingress.placement_ask import ANYWHERE, PlacementAsk, read_placement_ask
 from services.ingress.sampling_ask import MAX_CHOICES, SamplingAsk, read_sampling
 
 MAX_MODEL_CHARS = 256
@@ -67,6 +68,7 @@ class ChatAsk:
     stream: bool = False
     include_usage: bool = False
     seq_id: str | None = None
+    placement: PlacementAsk = ANYWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class CompletionAsk:
     sampling: SamplingAsk
     stream: bool = False
     include_usage: bool = False
+    placement: PlacementAsk = ANYWHERE
 
 
 def read_chat(body: Body) -> ChatAsk:
@@ -93,6 +96,7 @@ def read_chat(body: Body) -> ChatAsk:
         stream=stream,
         include_usage=include_usage,
         seq_id=read_seq_id(body),
+        placement=read_placement_ask(body),
     )
 
 
@@ -112,6 +116,7 @@ def read_completion(body: Body) -> CompletionAsk:
         sampling=sampling,
         stream=stream,
         include_usage=include_usage,
+        placement=read_placement_ask(body),
     )
 
 

@@ -30,6 +30,7 @@ from services.ingress.native_events import NativeEvents
 from services.ingress.native_schema import DEFAULT_MAX_TOKENS, read_generate
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
 from services.ingress.openai_schema import check_vocabulary, read_chat, read_completion
+from services.ingress.placement_ask import PlacementAsk
 from services.ingress.prompts import Prompts, conversation_of
 from services.ingress.sampling_ask import SamplingAsk
 from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
@@ -44,7 +45,7 @@ from services.ingress.sse import (
     placement_headers,
     relay,
 )
-from services.ingress.tenancy import ApiKey, Tenancy
+from services.ingress.tenancy import ApiKey, Tenancy, require_policy
 from services.ingress.token_spelling import TokenSpelling
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class RequestFlow:
         """POST /v1/chat/completions. Of several choices the first is the one that is remembered as the turn."""
         arrived_at, caller = _now(), self.authenticate(exchange)
         ask = read_chat(parse_body(await exchange.read_body(self._config.max_body_bytes)))
+        require_policy(caller, ask.placement.policy)
         with self._admitted(caller):
             model = await self._models.get(ask.model)
             session = await self._offered_session(caller, ask.seq_id)
@@ -102,7 +104,7 @@ class RequestFlow:
             self._tally.spliced_tokens += prompt.spliced
             sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
             conversation = session.key if session is not None else conversation_of(ask.messages)
-            generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation)
+            generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation, ask.placement)
             head = _answer_head(exchange, model, sampling, chat=True)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
             job = Job("chat_completions", generation, arrived_at, form)
@@ -120,6 +122,7 @@ class RequestFlow:
         """POST /v1/completions."""
         arrived_at, caller = _now(), self.authenticate(exchange)
         ask = read_completion(parse_body(await exchange.read_body(self._config.max_body_bytes)))
+        require_policy(caller, ask.placement.policy)
         with self._admitted(caller):
             model = await self._models.get(ask.model)
             if ask.prompt is not None:
@@ -128,7 +131,7 @@ class RequestFlow:
             else:
                 check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
             sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
-            generation = self._generation(exchange, caller, model, ids, sampling, None)
+            generation = self._generation(exchange, caller, model, ids, sampling, None, ask.placement)
             head = _answer_head(exchange, model, sampling, chat=False)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
             job = Job("completions", generation, arrived_at, form)
@@ -142,6 +145,7 @@ class RequestFlow:
         """
         arrived_at, caller = _now(), self.authenticate(exchange)
         ask = read_generate(parse_body(await exchange.read_body(self._config.max_body_bytes)))
+        require_policy(caller, ask.placement.policy)
         with self._admitted(caller):
             session = await self._session_of(caller, ask.seq_id)
             model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
@@ -152,7 +156,7 @@ class RequestFlow:
             self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
             if session.head is None:
                 await self._session_index.admit(caller.tenant)
-            generation = self._generation(exchange, caller, model, ids, sampling, session.key)
+            generation = self._generation(exchange, caller, model, ids, sampling, session.key, ask.placement)
             form = NativeEvents(exchange.request_id, session.seq_id, ask.prompt, _spelling(model, sampling))
             job = Job("generate", generation, arrived_at, form)
             async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
@@ -202,6 +206,7 @@ class RequestFlow:
         ids: tuple[int, ...],
         sampling: Sampling,
         conversation: str | None,
+        placement: PlacementAsk,
     ) -> Generation:
         return Generation(
             model=model.name,
@@ -211,6 +216,8 @@ class RequestFlow:
             session=conversation,
             deadline_s=self._config.request_deadline_s,
             patience_s=self._config.patience_s,
+            policy=placement.policy,
+            worker=placement.worker,
             request=exchange.request_id,
             traceparent=_traceparent(exchange),
         )

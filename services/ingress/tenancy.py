@@ -10,6 +10,7 @@ or JSON:
     admin = false
     max_concurrent = 64
     requests_per_minute = 600
+    policies = ["ring", "direct"]
 
 No keys: the ingress is open, everybody is the tenant `public` and may do what an admin may.
 """
@@ -28,12 +29,15 @@ from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenie
 from kvproto.ids import DEFAULT_TENANT, is_token
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_KNOWN = {"name", "sha256", "tenant", "admin", "max_concurrent", "requests_per_minute"}
+_KNOWN = {"name", "sha256", "tenant", "admin", "max_concurrent", "requests_per_minute", "policies"}
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One configured key; 0 means no limit. `name` is what logs and limits call it."""
+    """One configured key; 0 means no limit. `name` is what logs and limits call it.
+
+    `policies` of placement may be named by its requests; an admin's may name any.
+    """
 
     name: str
     sha256: str
@@ -41,6 +45,7 @@ class ApiKey:
     admin: bool = False
     max_concurrent: int = 0
     requests_per_minute: float = 0.0
+    policies: tuple[str, ...] = ()
 
 
 OPEN = ApiKey(name="open", sha256="", admin=True)
@@ -98,7 +103,15 @@ def _read_key(entry: Any, field: str) -> ApiKey:
         admin=admin,
         max_concurrent=int(entry.get("max_concurrent", 0)),
         requests_per_minute=float(entry.get("requests_per_minute", 0)),
+        policies=_read_policies(entry.get("policies", []), f"{field}.policies"),
     )
+
+
+def _read_policies(value: Any, field: str) -> tuple[str, ...]:
+    """Names as placement has them; which there are only placement knows."""
+    if not isinstance(value, list) or not all(isinstance(name, str) and is_token(name) for name in value):
+        raise InvalidRequest("must be a list of names", field=field)
+    return tuple(value)
 
 
 def hash_key(key: str) -> str:
@@ -137,3 +150,11 @@ def require_admin(caller: ApiKey) -> None:
     """Raises PermissionDenied unless the key is an admin's."""
     if not caller.admin:
         raise PermissionDenied("an admin key is required", field="authorization")
+
+
+def require_policy(caller: ApiKey, policy: str | None) -> None:
+    """Raises PermissionDenied unless the key's requests may name this policy; None is no policy."""
+    if policy is None or caller.admin or policy in caller.policies:
+        return
+    allowed = f"one of {', '.join(caller.policies)}" if caller.policies else "none"
+    raise PermissionDenied(f"this API key may name {allowed}, got {policy[:64]!r}", field="policy")

@@ -48,8 +48,10 @@ from services.placement.events import (
 from services.placement.feedback import Feedback
 from services.placement.fleet import Fleet
 from services.placement.forwarding import Forwarding
+from services.placement.index.follower import Follows
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger import Ledger
+from services.placement.metrics_aggregator import MetricsAggregator
 from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
 from services.placement.promises import Promises
 from services.placement.prompts import Prompts
@@ -89,7 +91,8 @@ class PlacementCore:
         self.indexer = indexer or KvIndexer()
         self.promises = Promises()
         self.feedback = Feedback()
-        self.ledger = Ledger(unix_ms, keeps_hashes=keeps_hashes)
+        self.metrics = MetricsAggregator(self.bookings.requests_at)
+        self.ledger = Ledger(keeps_hashes=keeps_hashes)
         self.decider = Decider(
             placement,
             self.fleet,
@@ -98,6 +101,7 @@ class PlacementCore:
             self.promises,
             prompts,
             self.ledger,
+            unix_ms,
             policies or build_policies(chance),
             policy,
         )
@@ -131,6 +135,7 @@ class PlacementCore:
                 if self.fleet.beat(beat, now):
                     self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now)
                     self.indexer.on_heartbeat(beat, now)
+                    self.metrics.on_heartbeat(beat, now)
                 return []
             case BookingsShared(batch):
                 self._book_for_others(batch, now)
@@ -189,6 +194,7 @@ class PlacementCore:
         self.bookings.drop_worker(worker)
         self.promises.drop_worker(worker)
         self.feedback.forget(worker)
+        self.metrics.leave(worker)
 
     # ------------------------------------------------------------------ what became of what was placed
 
@@ -206,7 +212,7 @@ class PlacementCore:
                 predicted, found = sum(entry.indexed.values()), sum(one.cached.values())
                 self._trust(worker.id, self.feedback.observe(worker.id, predicted, found, now))
             elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
-                actions.append(Record(entry.decision, entry.hashes, entry.block_size))
+                actions.append(Record(entry.decision(), entry.hashes, entry.block_size))
         return actions
 
     def _account(self, worker: str, one: Milestone, now: float) -> None:
@@ -252,7 +258,17 @@ class PlacementCore:
         """When a Tick is needed at the latest to keep the promises made; None: no hurry."""
         return self.forwarding.wake_at()
 
+    def followers(self) -> dict[Follows, int]:
+        """How many workers' blocks are known how well."""
+        counts = dict.fromkeys(Follows, 0)
+        for worker in list(self.fleet.workers):
+            state = self.indexer.state_of(worker)
+            if state is not None:
+                counts[state] += 1
+        return counts
+
     def stats(self) -> PlacementStats:
+        hits = self.ledger.hits
         return PlacementStats(
             placement=self.placement,
             policy=self.decider.default,
@@ -261,6 +277,12 @@ class PlacementCore:
             no_worker_total=self.decider.no_worker_total,
             forwarded_total=self.forwarding.forwarded_total,
             booked=len(self.bookings),
+            prompt_tokens_total=hits.prompt_total,
+            attained_tokens_total=hits.attained_total,
+            attainable_tokens_total=hits.attainable_total,
+            lost_tokens_total=hits.lost_total,
+            index_blocks=len(self.indexer.index),
+            workers_exact=self.followers()[Follows.EXACT],
         )
 
     def check_integrity(self) -> None:

@@ -6,7 +6,7 @@ in the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +16,15 @@ from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Worker
+from services.placement.heat import Heat
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
-from services.placement.ledger import Ledger, best_candidates
+from services.placement.ledger import Entry, Ledger, consider
 from services.placement.policies import Choice, Policy, Question
 from services.placement.policies.cost import fetch_and_prefill
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
-from services.placement.workloads import TIERS, Floats, Workloads
+from services.placement.workloads import TIERS, Floats, View, Workloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,25 @@ class Matched:
     believed: Floats  # of them, what experience with the worker lets one expect
     hashes: Hashes  # of the first candidate's address space
     block_size: int
+
+    @property
+    def depth(self) -> int:
+        """Blocks from the start that anybody has."""
+        return min(int(self.believed[-1].max(initial=0)) // self.block_size, len(self.hashes))
+
+    @property
+    def last_block(self) -> bytes | None:
+        """The last block of the prompt that anybody has."""
+        depth = self.depth
+        return self.hashes[depth - 1].tobytes() if depth else None
+
+    @property
+    def parting(self) -> str | None:
+        """The first block that nobody has, or the last one."""
+        if not len(self.hashes):
+            return None
+        block: bytes = self.hashes[min(self.depth, len(self.hashes) - 1)].tobytes()
+        return block.hex()
 
 
 class Decider:
@@ -48,6 +68,7 @@ class Decider:
         promises: Promises,
         prompts: Prompts,
         ledger: Ledger,
+        unix_ms: Callable[[], int],
         policies: Mapping[str, Policy],
         default: str,
     ) -> None:
@@ -61,8 +82,10 @@ class Decider:
         self._promises = promises
         self._prompts = prompts
         self._ledger = ledger
+        self._unix_ms = unix_ms
         self._policies = policies
         self._workloads: Workloads = fleet.workloads
+        self._heat = Heat()
         self._booked: list[Booked] = []
         self._policy(default)
 
@@ -80,30 +103,37 @@ class Decider:
         excluded = _effective(ask.excluded, ready)
         among = Ready.of((w for w in ready.workers if w.id not in excluded), ready.ring) if excluded else ready
         tokens = self._prompts.tokens(ask)
-        matched = self._match(tenant, ask, among, tokens)
+        loads = self._workloads.view(among.columns, now)
+        matched = self._match(tenant, ask, among, tokens, loads)
+        last_block = matched.last_block
+        key = ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt)
         question = Question(
-            key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
+            key=key,
+            parting=key if ask.session else matched.parting or key,
             ask=ask,
             ring=ready.ring,
             excluded=excluded,
             candidates=among.workers,
             alive=self._fleet.workers,
-            workloads=self._workloads,
-            columns=among.columns,
+            loads=loads,
             prompt_tokens=tokens,
             matched=matched.believed,
+            heat=self._heat.of(last_block, now) if last_block is not None else 0.0,
             block_size=matched.block_size,
-            now=now,
         )
         choice = policy.choose(question)
         if choice is None:
             self.no_worker_total += 1
             raise NoWorkers(f"no worker that serves {ask.model[:64]} is ready", field="model")
-        return self._settle(tenant, policy.name, choice, question, matched)
+        if last_block is not None:
+            self._heat.add(last_block, now)
+        return self._settle(tenant, policy.name, choice, question, matched, now)
 
-    def _settle(self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched) -> Placement:
+    def _settle(
+        self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched, now: float
+    ) -> Placement:
         """Book, note and answer."""
-        ask, now = question.ask, question.now
+        ask = question.ask
         worker = self._fleet.workers[choice.worker]
         number = _number(question.candidates, worker)
         hit = _by_tier(matched.believed, number)
@@ -112,7 +142,7 @@ class Decider:
             worker=worker.id,
             attempt=ask.attempt,
             expected_hit=hit,
-            expected_ttft_s=self._expected_ttft_s(question, number),
+            expected_ttft_s=_expected_ttft_s(question, choice, worker, number),
             policy=policy,
             why=choice.why,
             placement=self._placement,
@@ -122,58 +152,71 @@ class Decider:
         self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed))
         self._promises.make((tenant, ask.request), worker.id, matched.hashes, now)
         self._ledger.note(
-            tenant,
-            ask,
-            placement,
-            prompt_tokens=question.prompt_tokens,
-            indexed=_by_tier(matched.indexed, number),
-            attainable=int(matched.indexed[-1].max()) if len(question.candidates) else 0,
-            candidates=best_candidates(question.candidates, choice, matched.believed),
-            candidates_total=len(question.candidates),
-            hashes=matched.hashes,
-            block_size=matched.block_size,
+            Entry(
+                tenant=tenant,
+                model=ask.model,
+                unix_ms=self._unix_ms(),
+                placement=placement,
+                prompt_tokens=question.prompt_tokens,
+                considered=consider(question.candidates, choice, matched.believed),
+                candidates_total=len(question.candidates),
+                indexed=_by_tier(matched.indexed, number),
+                attainable=int(matched.indexed[-1].max(initial=0)),
+                hashes=matched.hashes.tobytes() if self._ledger.keeps_hashes else b"",
+                block_size=matched.block_size,
+            )
         )
         self.decisions_total += 1
         return placement
 
-    def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int) -> Matched:
+    def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int, loads: View) -> Matched:
         indexed = np.zeros((len(TIERS), len(among.workers)))
-        promised = np.zeros(len(among.workers))
-        first, block_size = NO_HASHES, among.spaces[0][0].block_size if among.spaces else 1
-        for space, numbers in among.spaces:
-            hashes = self._prompts.hashes(space, tenant, ask)
-            if len(hashes):
-                workers = [among.workers[number].id for number in numbers]
-                depths = self._indexer.depths(hashes, workers)
-                # At least one token is always fed: its logits are what the first new token is drawn from.
-                most = max(tokens - 1, 0)
-                indexed[:, numbers] = np.minimum(depths * space.block_size, most)
-                coming = self._promises.depths(hashes, workers)
-                if coming is not None:
-                    promised[numbers] = np.minimum(coming * space.block_size, most)
-                if space is among.spaces[0][0]:
-                    first = hashes
-        believed = np.maximum(indexed * self._workloads.credit(among.columns), promised)
+        promised: Floats | None = None
+        first, block_size = NO_HASHES, among.spaces[0].address.block_size if among.spaces else 1
+        most = max(tokens - 1, 0)  # one token is always fed: its logits are what the first new one is drawn from
+        for space in among.spaces:
+            hashes = self._prompts.hashes(space.address, tenant, ask)
+            if not len(hashes):
+                continue
+            if space is among.spaces[0]:
+                first = hashes
+            size = space.address.block_size
+            depths = np.minimum(self._indexer.depths(hashes, space.names) * size, most)
+            coming = self._promises.depths(hashes, space.names)
+            if len(among.spaces) == 1:
+                indexed = depths.astype(float)
+                promised = None if coming is None else np.minimum(coming * size, most)
+                break
+            indexed[:, space.numbers] = depths
+            if coming is not None:
+                promised = np.zeros(len(among.workers)) if promised is None else promised
+                promised[space.numbers] = np.minimum(coming * size, most)
+        believed = indexed * loads.credit
+        if promised is not None:
+            believed = np.maximum(believed, promised)
         return Matched(indexed, believed, first, block_size)
-
-    def _expected_ttft_s(self, question: Question, number: int | None) -> float | None:
-        """Seconds of queue, restoring and prefill; None if nothing was measured there, or nothing is known of it."""
-        if number is None or not question.prompt_tokens:
-            return None
-        columns = question.columns[number : number + 1]
-        if not self._workloads.of(int(columns[0]), question.now).prefill_tokens_per_s:
-            return None
-        rates = self._workloads.prefill_rate(question.columns)
-        fetch, prefill = fetch_and_prefill(question, rates)
-        queue = self._workloads.backlog_s(columns, rates[number : number + 1], question.now)
-        wait = float(queue[0] + self._workloads.slot_wait_s(columns)[0])
-        return wait + float(fetch[number] + prefill[number])
 
     def _policy(self, name: str) -> Policy:
         policy = self._policies.get(name)
         if policy is None:
             raise InvalidRequest(f"{name[:64]!r} is none of {', '.join(self._policies)}", field="policy")
         return policy
+
+
+def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number: int | None) -> float | None:
+    """Seconds of queue, restoring and prefill; None if nothing was measured there, or nothing is known of it."""
+    if number is None or not question.prompt_tokens or not worker.rates.prefill_tokens_per_s:
+        return None
+    terms = choice.terms
+    if not terms:
+        fetch, prefill = fetch_and_prefill(question)
+        terms = {
+            "queue": question.loads.backlog_s,
+            "slot": question.loads.slot_wait_s,
+            "fetch": fetch,
+            "prefill": prefill,
+        }
+    return float(sum(terms[name][number] for name in ("queue", "slot", "fetch", "prefill")))
 
 
 def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:

@@ -46,13 +46,22 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """Which of the ready workers, by number and name, address blocks alike."""
+
+    address: AddressSpace
+    numbers: Columns
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The ready workers of one model, by id, and the plain ring over them."""
 
     workers: tuple[Worker, ...]
     ring: HashRing
     columns: Columns  # of the workers, in their order
-    spaces: tuple[tuple[AddressSpace, Columns], ...]  # which of the workers, by number, address blocks alike
+    spaces: tuple[Space, ...]
 
     @staticmethod
     def of(workers: Iterable[Worker], ring: HashRing) -> Ready:
@@ -64,7 +73,10 @@ class Ready:
             listed,
             ring,
             np.array([worker.column for worker in listed], dtype=np.int64),
-            tuple((space, np.array(numbers)) for space, numbers in spaces.items()),
+            tuple(
+                Space(space, np.array(numbers), tuple(listed[number].id for number in numbers))
+                for space, numbers in spaces.items()
+            ),
         )
 
 

@@ -57,7 +57,9 @@ class Hearing:
     ) -> None:
         self.members = Members(connection, subjects, on_heartbeat=lambda beat: tell(HeartbeatHeard(beat)))
         self.members.listeners.append(self._on_member)
-        self.malformed_total = 0
+        self.malformed_total = 0  # of all that was heard
+        self.malformed_events_total = 0
+        self.snapshots_asked_total = 0
         self._connection = connection
         self._subjects = subjects
         self._snapshots = f"{inbox_prefix}.s."
@@ -95,6 +97,7 @@ class Hearing:
     async def pull(self, worker: str, epoch: str) -> None:
         """Ask a worker for all it holds. Raises Unavailable; whoever is not there is told of as SnapshotRefused."""
         self._pulling[worker] = epoch
+        self.snapshots_asked_total += 1
         question = codec.encode(SnapshotRequest())
         await self._connection.publish(self._subjects.blocks(worker), question, reply=self._snapshots + worker)
 
@@ -111,7 +114,9 @@ class Hearing:
 
     async def _on_events(self, message: Message) -> None:
         changes = self._read(message, lambda: read_changes(message.data))
-        if changes is not None:  # what cannot be read is a gap, which the next event shows
+        if changes is None:  # a gap, which the next event shows
+            self.malformed_events_total += 1
+        else:
             self._tell(BlocksChanged(_last_token(message), changes))
 
     async def _on_milestones(self, message: Message) -> None:

@@ -8,84 +8,84 @@ lost        attainable but not attained, request by request
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement, PlaceRequest
+from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
 from services.placement.fleet import Worker
-from services.placement.index.prefix_index import Hashes
 from services.placement.policies import Choice
 from services.placement.workloads import TIERS, Floats
 
 KEPT = 4096
 CANDIDATES_KEPT = 8
 
+NOTHING_YET = Actual()
+
 Key = tuple[str, str]  # tenant, request
 
-NOTHING_YET, ACCEPTED = Actual(), Actual(accepted=True)
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates in numbers, cheapest first; one array each, for no object more is made than must be."""
+    """The best candidates, cheapest first: names `[n]`, terms `[names of terms, n]` in seconds, tokens `[tiers, n]`.
+
+    Tokens are those that one has in the tier or a faster one.
+    """
 
     workers: tuple[str, ...]
-    names: tuple[str, ...]  # of the terms
-    terms: Floats  # `[terms, workers]` seconds
-    matched: Floats  # `[tiers, workers]` tokens
+    names: tuple[str, ...]
+    terms: Floats
+    matched: Floats
 
     def listed(self) -> tuple[Candidate, ...]:
         rows = (self.terms * 1000).round(3).T.tolist()
-        sums = (self.terms.sum(axis=0) * 1000).round(3).tolist()
+        own = np.diff(np.trunc(self.matched), axis=0, prepend=0).T.tolist()  # in a tier beyond what faster ones have
         return tuple(
             Candidate(
                 worker,
-                cost,
+                round(sum(row), 3),
                 dict(zip(self.names, row, strict=True)),
-                {tier.value: int(depth) for tier, depth in zip(TIERS, held, strict=True) if depth},
+                {tier.value: int(tokens) for tier, tokens in zip(TIERS, held, strict=True) if tokens},
             )
-            for worker, cost, row, held in zip(self.workers, sums, rows, self.matched.T.tolist(), strict=True)
+            for worker, row, held in zip(self.workers, rows, own, strict=True)
         )
 
 
 @dataclass(slots=True)
 class Entry:
-    """One decision as it is kept: written out only when somebody asks. Thousands of them stay, so they are few objects:
-    each one more is one more for every full garbage collection to visit, and decisions wait meanwhile."""
+    """One decision as it is kept: written out only when somebody asks."""
 
     tenant: str
     model: str
     unix_ms: int
-    answer: Placement
+    placement: Placement
     prompt_tokens: int
-    indexed: dict[str, int]  # by tier, what the index said, believed or not
-    attainable: int
     considered: Considered
     candidates_total: int
+    indexed: dict[str, int]  # by tier, what the index said, believed or not
+    attainable: int
     hashes: bytes  # of the prompt's blocks, back to back; only where the ledger keeps them
     block_size: int
     actual: Actual = NOTHING_YET
 
-    @property
     def decision(self) -> Decision:
-        answer = self.answer
+        placement = self.placement
         return Decision(
-            request=answer.request,
-            attempt=answer.attempt,
+            request=placement.request,
+            attempt=placement.attempt,
             tenant=self.tenant,
             model=self.model,
             unix_ms=self.unix_ms,
-            policy=answer.policy,
-            worker=answer.worker,
-            why=answer.why,
+            policy=placement.policy,
+            worker=placement.worker,
+            why=placement.why,
             prompt_tokens=self.prompt_tokens,
-            expected_hit=answer.expected_hit,
-            expected_ttft_s=answer.expected_ttft_s,
+            expected_hit=placement.expected_hit,
+            expected_ttft_s=placement.expected_ttft_s,
             candidates=self.considered.listed(),
             candidates_total=self.candidates_total,
-            placement=answer.placement,
+            placement=placement.placement,
             actual=self.actual,
         )
 
@@ -101,12 +101,11 @@ class HitTokens:
 
 
 class Ledger:
-    """Owned by the core. `unix_ms` tells the time that people read; hashes are kept only for a ledger's file."""
+    """Owned by the core. Hashes are kept only for a ledger's file."""
 
-    def __init__(self, unix_ms: Callable[[], int], *, kept: int = KEPT, keeps_hashes: bool = False) -> None:
+    def __init__(self, *, kept: int = KEPT, keeps_hashes: bool = False) -> None:
         self.keeps_hashes = keeps_hashes
         self.hits = HitTokens()
-        self._unix_ms = unix_ms
         self._kept = kept
         self._entries: OrderedDict[tuple[str, str, int], Entry] = OrderedDict()
         self._attempts: dict[Key, list[int]] = {}
@@ -114,49 +113,25 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def note(
-        self,
-        tenant: str,
-        ask: PlaceRequest,
-        placement: Placement,
-        *,
-        prompt_tokens: int,
-        indexed: dict[str, int],
-        attainable: int,
-        candidates: Considered,
-        candidates_total: int,
-        hashes: Hashes,
-        block_size: int,
-    ) -> None:
-        key = tenant, ask.request, ask.attempt
+    def note(self, entry: Entry) -> None:
+        placement = entry.placement
+        key = entry.tenant, placement.request, placement.attempt
         if key not in self._entries:
-            self._attempts.setdefault(key[:2], []).append(ask.attempt)
+            self._attempts.setdefault(key[:2], []).append(placement.attempt)
         self._entries.pop(key, None)
-        self._entries[key] = Entry(
-            tenant=tenant,
-            model=ask.model,
-            unix_ms=self._unix_ms(),
-            answer=placement,
-            prompt_tokens=prompt_tokens,
-            indexed=indexed,
-            attainable=attainable,
-            considered=candidates,
-            candidates_total=candidates_total,
-            hashes=hashes.tobytes() if self.keeps_hashes else b"",
-            block_size=block_size,
-        )
+        self._entries[key] = entry
         while len(self._entries) > self._kept:
             self._forget_oldest()
 
     def on_milestone(self, worker: str, milestone: Milestone) -> Entry | None:
         """What happened to a decision of this replica: its entry, else None."""
         entry = self._entries.get((milestone.tenant, milestone.request, milestone.attempt))
-        if entry is None or entry.answer.worker != worker:
+        if entry is None or entry.placement.worker != worker:
             return None
         before = entry.actual
         match milestone.passed:
             case Passed.ACCEPTED:
-                entry.actual = ACCEPTED if before is NOTHING_YET else replace(before, accepted=True)
+                entry.actual = replace(before, accepted=True)
             case Passed.STARTED:
                 entry.actual = replace(before, accepted=True, cached=milestone.cached, queue_s=milestone.seconds)
                 if before.cached is None:
@@ -170,7 +145,7 @@ class Ledger:
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
         """Decisions about a request, one per attempt, oldest first."""
         keys = [(tenant, request)] if tenant is not None else [key for key in self._attempts if key[1] == request]
-        return tuple(self._entries[*key, attempt].decision for key in keys for attempt in self._attempts.get(key, ()))
+        return tuple(self._entries[*key, attempt].decision() for key in keys for attempt in self._attempts.get(key, ()))
 
     def _count(self, entry: Entry, started: Milestone) -> None:
         attained = sum(started.cached.values())
@@ -194,15 +169,20 @@ class Ledger:
         assert len(self._entries) <= self._kept
 
 
-def best_candidates(workers: Sequence[Worker], choice: Choice, matched: Floats) -> Considered:
-    """The cheapest few, cheapest first, the chosen one among them."""
-    names = tuple(choice.terms)
-    terms = np.array([choice.terms[name] for name in names]) if names else np.zeros((0, len(workers)))
-    order = terms.sum(axis=0).argsort(kind="stable")[:CANDIDATES_KEPT]
-    listed = tuple([workers[number].id for number in order.tolist()])
-    if listed and choice.worker not in listed:
-        chosen = next((number for number, worker in enumerate(workers) if worker.id == choice.worker), None)
-        if chosen is not None:
-            order[-1] = chosen
-            listed = *listed[:-1], choice.worker
-    return Considered(listed, names, terms.take(order, axis=1), matched.take(order, axis=1))
+def consider(workers: Sequence[Worker], choice: Choice, matched: Floats) -> Considered:
+    """What is kept of a choice: the cheapest few, cheapest first, the chosen one among them."""
+    if choice.costs is None or not len(workers):
+        kept = [number for number, worker in enumerate(workers) if worker.id == choice.worker]
+        return Considered(tuple(workers[number].id for number in kept), (), np.zeros((0, len(kept))), matched[:, kept])
+    costs = choice.costs
+    order = costs.argsort(kind="stable")[:CANDIDATES_KEPT]
+    listed = order.tolist()
+    if not any(workers[number].id == choice.worker for number in listed):
+        listed[-1:] = [number for number, worker in enumerate(workers) if worker.id == choice.worker] or listed[-1:]
+        order = np.array(listed)
+    return Considered(
+        tuple(workers[number].id for number in listed),
+        tuple(choice.terms),
+        np.array([term.take(order) for term in choice.terms.values()]),
+        matched.take(order, axis=1),
+    )

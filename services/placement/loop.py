@@ -71,6 +71,7 @@ from services.placement.events import (
     WorkerAnswered,
 )
 from services.placement.hearing import Hearing
+from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger_file import LedgerFile
 from services.placement.pinger import Pinger, Verdict
 from services.placement.policies import DEFAULT_POLICY
@@ -102,6 +103,7 @@ class PlacementLoop:
         chance: Callable[[], float],
         fleet_key: bytes | None = None,
         policy: str = DEFAULT_POLICY,
+        indexer: KvIndexer | None = None,
         ledger_file: LedgerFile | None = None,
         system: Connection | None = None,
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
@@ -114,6 +116,7 @@ class PlacementLoop:
             prompts=HashedPrompts(fleet_key),
             unix_ms=lambda: int(time.time() * 1000),
             policy=policy,
+            indexer=indexer,
             keeps_hashes=ledger_file is not None,
         )
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import sys
@@ -18,6 +19,8 @@ from kvservice.membership import member_record, open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.index.warm_up import warm_up
 from services.placement.ledger_file import LedgerFile
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
@@ -59,6 +62,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("connection", connection.close)
     record = replace(record, inbox=connection.inbox_prefix)
     await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+    await asyncio.to_thread(warm_up)  # seconds on a machine's first time: not in the first request
     system = await _system_connection(settings, member)
     if system is not None:
         life.closing("system connection", system.close)
@@ -72,6 +76,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         chance=random.random,
         fleet_key=settings.fleet_key.encode(),
         policy=settings.policy,
+        indexer=KvIndexer(settings.index_blocks, settings.max_workers),
         ledger_file=ledger_file,
         system=system,
         on_fenced=lambda error: life.fatal(str(error)),

@@ -1,13 +1,45 @@
-"""What a placement replica shows to Prometheus: readings of counters that its core keeps anyway."""
+"""What a placement replica shows to Prometheus: readings of what its core keeps anyway.
+
+The core's own names of a worker's load, those of NVIDIA Dynamo, end in units here:
+
+    request_active_slots, request_total_slots   kvfleet_request_active_slots, kvfleet_request_total_slots
+    kv_active_blocks, kv_total_blocks           kvfleet_kv_active_blocks, kvfleet_kv_total_blocks
+    num_requests_waiting                        kvfleet_waiting_requests
+    gpu_cache_usage_perc                        kvfleet_gpu_cache_usage_ratio
+    gpu_prefix_cache_hit_rate                   kvfleet_gpu_prefix_cache_hit_ratio
+
+A scrape runs on a thread beside the loop: it copies what it goes through, and values may be a moment apart. Series of
+a worker exist from its joining on, at 0, and end with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from kvproto.connection import Connection
 from kvservice.metrics import Reading
+from services.placement.core import PlacementCore
+from services.placement.feedback import Belief, Experience
 from services.placement.loop import PlacementLoop
+from services.placement.metrics_aggregator import WorkerMetrics
+
+PER_WORKER = ("worker",)
+
+Labelled = Mapping[tuple[str, ...], float]
 
 
 def readings(loop: PlacementLoop, connection: Connection) -> list[Reading]:
+    return [
+        *_of_the_loop(loop, connection),
+        *_of_hits(loop.core),
+        *_of_the_index(loop),
+        *_of_load(loop.core),
+        *_of_feedback(loop.core),
+    ]
+
+
+def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
+    core = loop.core
     return [
         Reading("kvfleet_placement_decisions_total", "requests placed", lambda: loop.decisions_total),
         Reading("kvfleet_placement_no_worker_total", "requests nobody could serve", lambda: loop.no_worker_total),
@@ -20,20 +52,31 @@ def readings(loop: PlacementLoop, connection: Connection) -> list[Reading]:
         Reading(
             "kvfleet_placement_workers_lost_total",
             "bare requests whose worker was lost after it accepted",
-            lambda: loop.core.forwarding.workers_lost_total,
+            lambda: core.forwarding.workers_lost_total,
         ),
         Reading(
             "kvfleet_placement_offers_retried_total",
             "offers made to a further worker",
-            lambda: loop.core.forwarding.retried_offers_total,
+            lambda: core.forwarding.retried_offers_total,
         ),
         Reading(
             "kvfleet_placement_late_acceptances_total",
             "acceptances by workers that had been given up on",
-            lambda: loop.core.forwarding.late_acceptances_total,
+            lambda: core.forwarding.late_acceptances_total,
         ),
         Reading("kvfleet_placement_internal_errors_total", "faults of ours", lambda: loop.internal_errors_total),
         Reading("kvfleet_placement_booked_requests", "requests booked at workers", lambda: loop.booked),
+        Reading(
+            "kvfleet_placement_running_requests",
+            "booked requests that a worker accepted and that have not ended",
+            lambda: core.bookings.running,
+        ),
+        Reading(
+            "kvfleet_placement_promised_requests",
+            "requests whose blocks are expected where they were placed",
+            lambda: len(core.promises),
+        ),
+        Reading("kvfleet_placement_ledger_decisions", "decisions that can be explained", lambda: len(core.ledger)),
         Reading(
             "kvfleet_placement_decision_seconds_total", "own time of decisions", lambda: loop.decision_seconds_total
         ),
@@ -42,4 +85,127 @@ def readings(loop: PlacementLoop, connection: Connection) -> list[Reading]:
         ),
         Reading("kvfleet_placement_messages_unsent_total", "messages NATS did not take", lambda: loop.unsent_total),
         Reading("kvfleet_nats_reconnects_total", "reconnects to NATS", lambda: connection.reconnects_total),
+    ]
+
+
+def _of_hits(core: PlacementCore) -> list[Reading]:
+    """Attained and lost add up to attainable: what is lost is lost by placing, what is not attainable is cold."""
+    hits = core.ledger.hits
+    return [
+        Reading(
+            "kvfleet_placement_prompt_tokens_total", "prompt tokens of started requests", lambda: hits.prompt_total
+        ),
+        Reading(
+            "kvfleet_placement_attained_hit_tokens_total",
+            "of them, those found in a cache",
+            lambda: hits.attained_total,
+        ),
+        Reading(
+            "kvfleet_placement_attainable_hit_tokens_total",
+            "of them, those that some candidate had cached",
+            lambda: hits.attainable_total,
+        ),
+        Reading(
+            "kvfleet_placement_lost_hit_tokens_total",
+            "attainable and not attained, request by request",
+            lambda: hits.lost_total,
+        ),
+    ]
+
+
+def _of_the_index(loop: PlacementLoop) -> list[Reading]:
+    core, hearing = loop.core, loop.hearing
+    indexer = core.indexer
+    index = indexer.index
+    return [
+        Reading("kvfleet_placement_index_blocks", "blocks known to be held by somebody", lambda: len(index)),
+        Reading("kvfleet_placement_index_capacity_blocks", "most blocks it can know", lambda: index.max_blocks),
+        Reading("kvfleet_placement_index_bytes", "memory of the index", lambda: index.nbytes),
+        Reading(
+            "kvfleet_placement_index_given_up_blocks_total",
+            "blocks left out, or taken out, for want of room",
+            lambda: index.given_up_total,
+        ),
+        Reading(
+            "kvfleet_placement_index_left_out_workers_total",
+            "workers not followed for want of room",
+            lambda: indexer.left_out_total,
+        ),
+        Reading(
+            "kvfleet_placement_snapshots_pulled_total",
+            "snapshots asked of workers",
+            lambda: hearing.snapshots_asked_total,
+        ),
+        Reading(
+            "kvfleet_placement_events_malformed_total",
+            "block events that were unreadable",
+            lambda: hearing.malformed_events_total + indexer.malformed_total,
+        ),
+        Reading(
+            "kvfleet_placement_events_unknown_total",
+            "block events of workers, or lives, that are no members",
+            lambda: indexer.unknown_total,
+        ),
+        Reading(
+            "kvfleet_placement_followed_workers",
+            "workers by how exactly their blocks are known",
+            labels=("state",),
+            read_labelled=lambda: {(state.value,): count for state, count in core.followers().items()},
+        ),
+    ]
+
+
+def _of_load(core: PlacementCore) -> list[Reading]:
+    def of(name: str, help_: str, value: Callable[[WorkerMetrics], float]) -> Reading:
+        def read() -> Labelled:
+            return {(worker,): value(core.metrics.of(worker)) for worker in list(core.fleet.workers)}
+
+        return Reading(name, help_, labels=PER_WORKER, read_labelled=read)
+
+    return [
+        of("kvfleet_request_active_slots", "slots with a request", lambda one: one.request_active_slots),
+        of("kvfleet_request_total_slots", "most requests at once", lambda one: one.request_total_slots),
+        of("kvfleet_kv_active_blocks", "KV blocks of running requests", lambda one: one.kv_active_blocks),
+        of("kvfleet_kv_total_blocks", "KV blocks", lambda one: one.kv_total_blocks),
+        of("kvfleet_waiting_requests", "requests without a slot", lambda one: one.num_requests_waiting),
+        of("kvfleet_gpu_cache_usage_ratio", "KV blocks in use, of all", lambda one: one.gpu_cache_usage_perc),
+        of(
+            "kvfleet_gpu_prefix_cache_hit_ratio",
+            "prompt tokens of the last minute found cached, of all",
+            lambda one: one.gpu_prefix_cache_hit_rate,
+        ),
+    ]
+
+
+def _of_feedback(core: PlacementCore) -> list[Reading]:
+    """What the index said of a worker against what its requests found."""
+    none = Experience()
+
+    def of(name: str, help_: str, value: Callable[[Experience], float]) -> Reading:
+        def read() -> Labelled:
+            return {(worker,): value(core.feedback.of.get(worker, none)) for worker in list(core.fleet.workers)}
+
+        return Reading(name, help_, labels=PER_WORKER, read_labelled=read)
+
+    def beliefs() -> Labelled:
+        now = {worker: core.feedback.belief(worker) for worker in list(core.fleet.workers)}
+        return {(worker, each.value): float(each is held) for worker, held in now.items() for each in Belief}
+
+    return [
+        of(
+            "kvfleet_placement_predicted_hit_tokens_total",
+            "tokens that the index said requests would find",
+            lambda one: one.predicted_tokens_total,
+        ),
+        of(
+            "kvfleet_placement_missing_hit_tokens_total",
+            "of them, those that were not there",
+            lambda one: one.missing_tokens_total,
+        ),
+        Reading(
+            "kvfleet_placement_belief",
+            "1 for how far a worker's index is believed now",
+            labels=(*PER_WORKER, "belief"),
+            read_labelled=beliefs,
+        ),
     ]

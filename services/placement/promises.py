@@ -6,8 +6,6 @@ a moment after the first token was drawn, when the blocks' own events are here; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from services.placement.index.prefix_index import Hashes, PrefixIndex
@@ -27,6 +25,9 @@ class Promises:
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
         self._index = PrefixIndex(max_blocks, max_workers, tiers=1)
         self._holders: dict[str, int] = {}
+        self._asked: tuple[str, ...] = ()  # of `depths`, and the holders that it found:
+        self._asked_holders = np.empty(0, dtype=np.intp)
+        self._generation = -1
         self._made: dict[Key, tuple[float, str, Hashes]] = {}  # oldest first
         self._kept: dict[Key, tuple[float, str, Hashes]] = {}  # fulfilled, until their events are here; oldest first
 
@@ -77,14 +78,19 @@ class Promises:
                 del table[key]
                 self._take_back(made)
 
-    def depths(self, hashes: Hashes, workers: Sequence[str]) -> Floats | None:
+    def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Floats | None:
         """Of each worker, how many blocks from the start of the chain it is computing; None: nobody is."""
         if not len(self):
             return None
         found = self._index.find(hashes)[0]
         if not found.any():
             return None
-        return np.array([found[self._holders[name]] if name in self._holders else 0 for name in workers], dtype=float)
+        if workers is not self._asked or self._generation != self._index.generation:  # a decision asks as the last did
+            self._asked, self._generation = workers, self._index.generation
+            self._asked_holders = np.array([self._holders.get(name, -1) for name in workers], dtype=np.intp)
+        depths: Floats = found.take(self._asked_holders).astype(float)
+        depths[self._asked_holders < 0] = 0
+        return depths
 
     def _take_back(self, made: tuple[float, str, Hashes]) -> None:
         _, worker, hashes = made

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from kvproto import block_hash
 from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
 from kvproto.tenant_roots import TenantRoots
-from services.placement.index.prefix_index import Hashes, pack
+from services.placement.index.hashing import chain
+from services.placement.index.prefix_index import Hashes
 
 CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet
 NO_HASHES: Hashes = np.empty((0, 2), dtype=np.uint64)
@@ -43,9 +42,8 @@ class Prompts(Protocol):
 class HashedPrompts:
     """Hashes token ids as workers do. Without the fleet key nothing can be hashed: then load alone decides."""
 
-    def __init__(self, fleet_key: bytes | None, chain: Callable[..., list[bytes]] = block_hash.chain) -> None:
+    def __init__(self, fleet_key: bytes | None) -> None:
         self._fleet_key = fleet_key
-        self._chain = chain
         self._roots: dict[AddressSpace, TenantRoots] = {}
 
     def tokens(self, ask: PlaceRequest) -> int:
@@ -61,7 +59,7 @@ class HashedPrompts:
             roots = TenantRoots(space.model_revision, space.block_size, space.public_prefixes, self._fleet_key)
             self._roots[space] = roots
         ids = ask.prompt_ids
-        return pack(self._chain(roots.of(tenant, ids), ids, space.block_size))
+        return chain(roots.of(tenant, ids), ids, space.block_size)
 
 
 MAX_SPACES = 64

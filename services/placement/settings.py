@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from kvservice.settings import ServiceSettings
+from services.placement.index.kv_indexer import MAX_BLOCKS, MAX_WORKERS
 from services.placement.policies import DEFAULT_POLICY
 
 
@@ -15,6 +16,8 @@ class PlacementSettings(ServiceSettings):
 
     policy: str = Field(DEFAULT_POLICY, description="cost, kv_load, ring, bounded_ring, random, round_robin or direct")
     fleet_key: str = Field("", description="secret from which tenants' cache salts are derived; equal in all processes")
+    index_blocks: int = Field(MAX_BLOCKS, ge=1024, description="blocks that the prefix index holds at most")
+    max_workers: int = Field(MAX_WORKERS, ge=1, description="workers whose blocks it follows; memory grows with both")
     ledger_file: Path | None = Field(None, description="append ended decisions here, for kvfleet simulate")
     system_user: str | None = Field(None, description="user of NATS's system account: dead workers are seen at once")
     system_password: str | None = Field(None, description="its password")

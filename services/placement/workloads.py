@@ -21,6 +21,7 @@ Columns: TypeAlias = npt.NDArray[np.int64]
 TIERS: tuple[Tier, ...] = tuple(Tier)
 UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
 RECENT_S = 60.0  # what a worker was given counts as recent for about so long
+FORGIVEN_S = 120.0  # after so long without a new measurement, two thirds of a low rate are forgotten
 FIRST_COLUMNS = 64
 
 
@@ -31,6 +32,97 @@ class Workload:
     requests: float
     backlog_tokens: float
     prefill_tokens_per_s: float
+
+
+class View:
+    """Some workers at one moment; everything is `[workers]`. What is asked for is worked out then."""
+
+    __slots__ = ("_restore", "_values", "now", "prefill_rate", "requests")
+
+    def __init__(self, values: Floats, restore: Floats, now: float) -> None:
+        self._values = values
+        self._restore = restore
+        self.now = now
+        self.requests: Floats = values[_REQUESTS]
+        self.prefill_rate = _hopeful(values[_RATE], values[_RATE_AT], now)
+        """Tokens/s: see `_hopeful`."""
+
+    @property
+    def credit(self) -> Floats:
+        """What share of the blocks that it is said to hold is believed."""
+        credit: Floats = self._values[_CREDIT]
+        return credit
+
+    @property
+    def backlog_s(self) -> Floats:
+        """Seconds until what is queued has been prefilled."""
+        values = self._values
+        left: Floats = values[_BACKLOG] / self.prefill_rate + (values[_AT] - self.now)
+        return np.maximum(left, 0.0, out=left)
+
+    @property
+    def recent_share(self) -> Floats:
+        """Seconds of prefill given lately, per second: 1 is a worker that is just busy all the time."""
+        values = self._values
+        fades = np.exp((values[_AT] - self.now) / RECENT_S)
+        share: Floats = values[_RECENT] * fades / (self.prefill_rate * RECENT_S)
+        return share
+
+    @property
+    def step_s(self) -> Floats:
+        """Seconds of a decode step of those who are there, as each makes it longer.
+
+        What one adds is at most the least time that a decoded token takes anywhere: with few of them most of a step
+        is not theirs.
+        """
+        each = self._values[_TOKEN_S]
+        least = float(np.min(each, initial=np.inf, where=each > 0))
+        seconds: Floats = self.requests * (least if least < np.inf else 0.0)
+        return seconds
+
+    @property
+    def slot_wait_s(self) -> Floats:
+        """Seconds until a slot is free, from how long requests stay."""
+        slots = self._values[_SLOTS]
+        ahead = self.requests - slots + 1
+        waits: Floats = np.where((slots > 0) & (ahead > 0), ahead, 0.0)
+        if waits.any():
+            waits *= self._values[_STAY] / np.maximum(slots, 1.0)
+        return waits
+
+    @property
+    def cache_usage(self) -> Floats:
+        """Share of KV blocks that running sequences hold; 0 where that is not known."""
+        usage: Floats = self._values[_BLOCKS_USED] / np.maximum(self._values[_BLOCKS], 1.0)
+        return usage
+
+    @property
+    def slot_usage(self) -> Floats:
+        """Requests, waiting ones too, as a share of slots."""
+        usage: Floats = self.requests / np.maximum(self._values[_SLOTS], 1.0)
+        return usage
+
+    def restore_s_per_block(self, tier: int) -> Floats:
+        """Seconds to bring one block to the device; infinite where nothing was measured."""
+        rates, size = self._restore[tier], self._values[_BLOCK_BYTES]
+        known = (rates > 0) & (size > 0)
+        return np.where(known, size / np.where(known, rates, 1.0), np.inf)
+
+
+def _hopeful(rates: Floats, measured_at: Floats, now: float) -> Floats:
+    """Rates as measured. Who has not measured is taken for the mean of those who have; and whoever measured less long
+    ago is taken for that little by little: one bad measurement would else keep all work, and so any better one, away.
+    """
+    measured = rates > 0
+    if not measured.any():
+        return np.full(len(rates), UNMEASURED_RATE)
+    mean = float(rates.mean(where=measured))
+    below = mean - rates
+    if below.max() <= 0.1 * mean:
+        return rates
+    hope = np.where(measured, 1 - np.exp((measured_at - now) / FORGIVEN_S), 1.0)
+    hoped: Floats = rates + np.maximum(below, 0.0) * hope
+    return hoped
 
 
 class Workloads:
@@ -72,7 +164,8 @@ class Workloads:
         """A heartbeat; `unseen` is what was booked and cannot be in it yet."""
         values = self._values
         self._drain(column, now)
-        values[_RATE, column] = rates.prefill_tokens_per_s
+        if rates.prefill_tokens_per_s != values[_RATE, column]:
+            values[_RATE, column], values[_RATE_AT, column] = rates.prefill_tokens_per_s, now
         values[_BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
         values[_REQUESTS, column] = load.waiting + load.running + unseen_requests
         values[_SLOTS, column] = load.slots
@@ -111,75 +204,18 @@ class Workloads:
         """What share of the blocks that the worker is said to hold is believed."""
         self._values[_CREDIT, column] = credit
 
-    # ------------------------------------------------------------------ questions, `[columns]` each
+    # ------------------------------------------------------------------ questions
 
-    def requests(self, columns: Columns) -> Floats:
-        return self._of(_REQUESTS, columns)
-
-    def credit(self, columns: Columns) -> Floats:
-        return self._of(_CREDIT, columns)
-
-    def prefill_rate(self, columns: Columns) -> Floats:
-        """Tokens/s; who has not measured is taken for the mean of those who have."""
-        rates = self._of(_RATE, columns)
-        measured = rates > 0
-        if measured.all():
-            return rates
-        mean = float(rates[measured].mean()) if measured.any() else UNMEASURED_RATE
-        return np.where(measured, rates, mean)
-
-    def backlog_s(self, columns: Columns, rates: Floats, now: float) -> Floats:
-        """Seconds until what is queued has been prefilled."""
-        waited = now - self._of(_AT, columns)
-        return np.maximum(self._of(_BACKLOG, columns) / rates - waited, 0.0)
-
-    def recent_share(self, columns: Columns, rates: Floats, now: float) -> Floats:
-        """Seconds of prefill given lately, per second: 1 is a worker that is just busy all the time."""
-        return self._of(_RECENT, columns) * np.exp((self._of(_AT, columns) - now) / RECENT_S) / (rates * RECENT_S)
-
-    def step_s(self, columns: Columns) -> Floats:
-        """Seconds of a decode step of those who are there, as each makes it longer.
-
-        What one adds is at most the least time that a decoded token takes anywhere: with few of them most of a step
-        is not theirs.
-        """
-        each = self._of(_TOKEN_S, columns)
-        measured = each[each > 0]
-        return self._of(_REQUESTS, columns) * (float(measured.min()) if len(measured) else 0.0)
-
-    def slot_wait_s(self, columns: Columns) -> Floats:
-        """Seconds until a slot is free, from how long requests stay."""
-        slots = np.maximum(self._of(_SLOTS, columns), 1.0)
-        ahead = self._of(_REQUESTS, columns) - self._of(_SLOTS, columns) + 1
-        waits = np.where(self._of(_SLOTS, columns) > 0, np.maximum(ahead, 0.0), 0.0)
-        return waits * self._of(_STAY, columns) / slots
-
-    def cache_usage(self, columns: Columns) -> Floats:
-        """Share of KV blocks that running sequences hold; 0 where that is not known."""
-        return self._of(_BLOCKS_USED, columns) / np.maximum(self._of(_BLOCKS, columns), 1.0)
-
-    def slot_usage(self, columns: Columns) -> Floats:
-        """Requests, waiting ones too, as a share of slots."""
-        return self._of(_REQUESTS, columns) / np.maximum(self._of(_SLOTS, columns), 1.0)
-
-    def restore_s_per_block(self, tier: int, columns: Columns) -> Floats:
-        """Seconds to bring one block to the device; infinite where nothing was measured."""
-        rates = self._restore[tier].take(columns)
-        bytes_ = self._of(_BLOCK_BYTES, columns)
-        known = (rates > 0) & (bytes_ > 0)
-        return np.where(known, bytes_ / np.where(known, rates, 1.0), np.inf)
+    def view(self, columns: Columns, now: float) -> View:
+        """These workers as they are now, in the order of `columns`."""
+        return View(self._values.take(columns, axis=1), self._restore.take(columns, axis=1), now)
 
     def of(self, column: int, now: float) -> Workload:
-        one = np.array([column])
-        rates = self.prefill_rate(one)
-        backlog = self.backlog_s(one, rates, now) * rates
-        return Workload(float(self.requests(one)[0]), float(backlog[0]), float(self._values[_RATE, column]))
+        one = self.view(np.array([column]), now)
+        backlog = one.backlog_s * one.prefill_rate
+        return Workload(float(one.requests[0]), float(backlog[0]), float(self._values[_RATE, column]))
 
     # ------------------------------------------------------------------ inside
-
-    def _of(self, row: int, columns: Columns) -> Floats:
-        values: Floats = self._values[row].take(columns)
-        return values
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values
@@ -196,9 +232,21 @@ class Workloads:
         assert (self._values[_NEVER_NEGATIVE] >= 0).all()
 
 
-_FIELDS = range(12)
-_RATE, _BACKLOG, _AT, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT, _BLOCK_BYTES, _BLOCKS_USED, _BLOCKS, _TOKEN_S = (
-    _FIELDS
-)
+_FIELDS = range(13)
+(
+    _RATE,
+    _BACKLOG,
+    _AT,
+    _REQUESTS,
+    _SLOTS,
+    _STAY,
+    _RECENT,
+    _CREDIT,
+    _BLOCK_BYTES,
+    _BLOCKS_USED,
+    _BLOCKS,
+    _TOKEN_S,
+    _RATE_AT,
+) = _FIELDS
 _NEVER_NEGATIVE = [_RATE, _BACKLOG, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT]
 _TIER_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}

@@ -69,7 +69,9 @@ class Course:
         self.spoke = False
 
     def started(self, frame: Started, now: float) -> None:
-        self._pass(Passed.STARTED, now, prompt_tokens=frame.prompt_tokens, cached=frame.cached)
+        """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
+        left_at = min(self._accepted_at + frame.queue_s, now)
+        self._pass(Passed.STARTED, left_at, prompt_tokens=frame.prompt_tokens, cached=frame.cached)
 
     def first_token(self, now: float) -> None:
         self.spoke = True

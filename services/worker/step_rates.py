@@ -7,13 +7,15 @@ from __future__ import annotations
 
 WEIGHT = 0.2  # of the newest step
 LEAST_SHARE = 0.1  # of a mixed step that counts as prefill, however quick it was
+SIZEABLE = 64  # prompt tokens: a step of fewer is mostly what any step takes, and says little of long prompts
 
 
 class StepRates:
     """Exponentially weighted means over steps; 0 until measured. A mixed step counts as prefill for what it took
-    longer than a decode step does."""
+    longer than a decode step does. Steps of few prompt tokens count only until there is one of many."""
 
     def __init__(self) -> None:
+        self._sizeable = False  # whether the prefill rate is one of steps of many tokens
         self._prefill_seconds_per_token = 0.0
         self._decode_seconds = 0.0
         self._decode_tokens = 0.0
@@ -38,6 +40,11 @@ class StepRates:
             if decode_tokens:
                 self._decode_seconds = _mean(self._decode_seconds, seconds)
                 self._decode_tokens = _mean(self._decode_tokens, float(decode_tokens))
+            return
+        sizeable = prefill_tokens >= SIZEABLE
+        if sizeable and not self._sizeable:
+            self._sizeable, self._prefill_seconds_per_token = True, 0.0
+        elif self._sizeable and not sizeable:
             return
         share = seconds * prefill_tokens / (prefill_tokens + decode_tokens)
         if decode_tokens and self._decode_seconds:

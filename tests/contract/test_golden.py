@@ -104,6 +104,7 @@ MESSAGES: dict[str, Any] = {
     "bundle": m.Bundle("m", "{}", None, "<s>", "</s>", (2,), 2048, 32_000, 0.6, special_tokens={"pad": "<pad>"}),
     "session_head": m.SessionHead("chat 1", "m", 6, 1, 1, 2, "w1", m.Turn("r", "i1", 3), "g"),
     "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
+    "placement_stats_hits": m.PlacementStats("p1", "cost", ("w1",), 10, 1, 2, 3, 1000, 600, 700, 120, 5000, 1),
     "snapshot_request_all_tiers": m.SnapshotRequest(),
     "snapshot_part_of_several": m.Snapshot("e", 99, m.Tier.HOST, 2, 3, 1, HASHES[0]),
     "worker_record_public_prefixes": replace(

@@ -86,13 +86,19 @@ class Deployment:
         flags = ["--runner=fake", f"--fake-tokens-per-s={tokens_per_s}", "--drain-s=0.5", "--workers-on-host=2"]
         return self.start("worker", name, *flags)
 
-    def wait_ready(self, workers: int, timeout_s: float = 40.0) -> None:
+    def wait_ready(self, workers: int, timeout_s: float = 60.0) -> None:
         end = time.monotonic() + timeout_s
         while True:
             try:
                 listed = httpx.get(f"{self.base}/workers", headers=self.headers).json()
                 states = [worker["state"] for worker in listed.values()]
-                if states.count("ready") >= workers and httpx.get(f"{self.base}/readyz").status_code == 200:
+                health = httpx.get(f"{self.base}/health").json()
+                placements = sum(name.startswith("p") for name in self.services)
+                if (
+                    states.count("ready") >= workers
+                    and health.get("status") == "ok"
+                    and health.get("placements", 0) >= placements
+                ):
                     return
             except (httpx.HTTPError, ValueError, AttributeError):
                 pass

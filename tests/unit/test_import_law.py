@@ -29,7 +29,9 @@ PURE = {
         "ids", "messages", "codec", "codec_types", "subjects", "block_hash", "hash_ring", "errors", "affinity",
         "fleet_view", "stream_assembly", "tenant_roots",
     )),
-    *(f"services.placement.{name}" for name in ("core", "actions", "events", "fleet", "bookings", "decider")),
+    *(f"services.placement.{name}" for name in (
+        "core", "actions", "events", "fleet", "bookings", "decider", "ledger", "metrics_aggregator",
+    )),
     *(f"services.worker.{name}" for name in (
         "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher", "milestones",
         "frames",

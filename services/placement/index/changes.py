@@ -9,10 +9,13 @@ import numpy as np
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.messages import Tier
+from services.placement.index import reading
 from services.placement.index.prefix_index import Hashes, pack
 
 TIERS: tuple[Tier, ...] = tuple(Tier)  # fastest first; the index numbers them so
 _NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}
+_FIELDS = reading.HEADER + reading.MOST_CHANGES * reading.CHANGE
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +39,36 @@ class Changes:
 
 def read_changes(data: bytes) -> Changes:
     """What `codec.decode_events` reads, without the parents. Raises CodecError."""
+    return (_read_usual(data) if len(data) <= codec.MAX_MESSAGE_BYTES else None) or _read_any(data)
+
+
+def _read_usual(data: bytes) -> Changes | None:
+    """Of the form that our workers write; None of any other."""
+    fields = np.empty(_FIELDS, dtype=np.int64)
+    hashes: Hashes = np.empty((len(data) // reading.BYTES_OF_HASH, 2), dtype=np.uint64)
+    count = reading.read(np.frombuffer(data, dtype=np.uint8), codec.VERSION, fields, hashes)
+    if count == reading.ANOTHER_FORM:
+        return None
+    epoch_start, epoch_end, seq, digest, *rest = fields[: reading.HEADER + count * reading.CHANGE].tolist()
+    changes = []
+    try:
+        for at in range(0, len(rest), reading.CHANGE):
+            tier_start, tier_end, removed, first, end = rest[at : at + reading.CHANGE]
+            tier = _NUMBER[data[tier_start:tier_end].decode()]
+            changes.append(Change(tier, bool(removed), hashes[first:end]))
+        return Changes(data[epoch_start:epoch_end].decode(), seq, tuple(changes), digest & _U64)
+    except (KeyError, UnicodeDecodeError):
+        return None  # said properly by the other reader
+
+
+def _read_any(data: bytes) -> Changes:
     epoch, seq, rows = codec.open_events(data)
     found, digest = [], 0
     try:
         for tier, removed, runs in rows:
             if type(removed) is not bool:
                 raise CodecError("wrong type", field="events.removed")
-            hashes = runs[0][1] if len(runs) == 1 else [one for _, several in runs for one in several]
-            packed = pack(hashes)
+            packed = pack([one for _, several in runs for one in several])
             if len(packed):
                 digest ^= int(np.bitwise_xor.reduce(packed[:, 0]))
             found.append(Change(_NUMBER[tier], removed, packed))

@@ -99,10 +99,10 @@ class Follower:
                 self._ahead_since = None
 
     def begin_pull(self, now: float) -> None:
-        """The snapshot is being asked for."""
+        """The snapshot is being asked for. Raises OverflowError if there is no room for it."""
+        self._pull = _Pull(self._index.add_holder(), now)
         self._pulls += 1
         self.pulls_total += 1
-        self._pull = _Pull(self._index.add_holder(), now)
         self.state = Follows.PULLING
 
     def on_snapshot(self, part: Snapshot, now: float) -> None:

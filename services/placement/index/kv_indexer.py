@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvproto.errors import CodecError
 from kvproto.messages import Heartbeat, Snapshot, Tier
 from services.placement.index.changes import TIERS, Changes, read_changes
 from services.placement.index.follower import Follower, Follows
-from services.placement.index.prefix_index import Depths, Hashes, PrefixIndex, pack
+from services.placement.index.prefix_index import Depths, Hashes, PrefixIndex, unpack
 
 MAX_BLOCKS = 1_000_000
-HOLDERS_PER_WORKER = 2  # what it holds, and the snapshot that will replace it
+MAX_WORKERS = 112
 PULLS_AT_ONCE = 8
+SPARE_HOLDERS = 2 * PULLS_AT_ONCE  # snapshots that are coming, and what they replaced until it is cleaned up
 CLEANED_PER_TICK = 20_000  # blocks of those gone: some milliseconds
 
 
@@ -31,12 +35,17 @@ class PullSnapshot:
 class KvIndexer:
     """At most `max_blocks` blocks of at most `max_workers` workers. Owned by the core."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = 64) -> None:
-        self.index = PrefixIndex(max_blocks, HOLDERS_PER_WORKER * max_workers, len(TIERS))
+    def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
+        self.index = PrefixIndex(max_blocks, max_workers + SPARE_HOLDERS, len(TIERS))
         self.malformed_total = 0
         self.unknown_total = 0  # events of workers, or lives, that are no members
         self.left_out_total = 0
         self._followers: dict[str, Follower] = {}
+        self._generation = -1  # of the index, when these were noted:
+        self._names: list[str] = []
+        self._holders = np.empty(0, dtype=np.intp)
+        self._asked: tuple[str, ...] = ()  # of `depths`, and the holders that it found:
+        self._asked_holders = self._holders
 
     # ------------------------------------------------------------------ workers
 
@@ -97,7 +106,10 @@ class KvIndexer:
         asked = []
         for _, name in sorted(due)[: max(0, PULLS_AT_ONCE - pulling)]:
             follower = self._followers[name]
-            follower.begin_pull(now)
+            try:
+                follower.begin_pull(now)
+            except OverflowError:
+                break  # no room for one more snapshot now: what is known goes on being served
             asked.append(PullSnapshot(name, follower.epoch))
         return asked
 
@@ -105,22 +117,44 @@ class KvIndexer:
 
     def find_matches(self, block_hashes: Sequence[bytes], tier: Tier = TIERS[-1]) -> dict[str, int]:
         """How many blocks from the start of the chain each worker has in `tier` or a faster one; those that have none
-        are left out."""
-        depths = self.index.find(pack(list(block_hashes)))[TIERS.index(tier)].tolist()
-        return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
+        are left out. Raises ValueError if the hashes do not have 16 bytes each."""
+        # Their lengths one by one, as `pack` checks them, would take as long as all else together: in a question, a
+        # wrong one costs its asker an answer and nobody else anything.
+        hashes = unpack(b"".join(block_hashes))
+        if len(hashes) != len(block_hashes):
+            raise ValueError("block hashes have 16 bytes")
+        depths = self.index.find(hashes)[TIERS.index(tier)]
+        names, holders = self._who()
+        return {name: depth for name, depth in zip(names, depths.take(holders).tolist(), strict=True) if depth}
 
-    def depths(self, hashes: Hashes, workers: Sequence[str]) -> Depths:
+    def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
         """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one."""
-        holders = [self._followers[name].holder if name in self._followers else -1 for name in workers]
-        found = self.index.find(hashes)[:, holders]
-        found[:, [number for number, holder in enumerate(holders) if holder < 0]] = 0
-        return found
+        found = self.index.find(hashes)
+        if workers is not self._asked or self._generation != self.index.generation:  # a decision asks as the last did
+            self._who()
+            at = {name: one.holder for name, one in self._followers.items()}
+            self._asked = workers
+            self._asked_holders = np.array([at.get(name, -1) for name in workers], dtype=np.intp)
+        depths = found.take(self._asked_holders, axis=1)
+        depths[:, self._asked_holders < 0] = 0
+        return depths
 
-    def matches_by_tier(self, hashes: Hashes, workers: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
-        """Of each worker, for each tier, how many blocks of the chain it has there or in a faster one."""
-        depths = self.index.find(hashes).T.tolist()
-        followers = self._followers
-        return {name: tuple(depths[followers[name].holder]) for name in workers if name in followers}
+    def matches_by_tier(self, hashes: Hashes, workers: Iterable[str] | None = None) -> Mapping[str, tuple[int, ...]]:
+        """Of each worker, or of those of `workers` that are known, for each tier, how many blocks of the chain it has
+        there or in a faster one."""
+        depths = self.index.find(hashes)
+        names, holders = self._who()
+        # Whole rows at once: a loop over workers and tiers would take longer than the look-up.
+        found = dict(zip(names, zip(*depths.take(holders, axis=1).tolist(), strict=True), strict=True))
+        return found if workers is None else {name: found[name] for name in workers if name in found}
+
+    def _who(self) -> tuple[list[str], npt.NDArray[np.intp]]:
+        """Workers, and the holders that stand for them."""
+        if self._generation != self.index.generation:
+            self._generation = self.index.generation
+            self._names = list(self._followers)
+            self._holders = np.array([one.holder for one in self._followers.values()], dtype=np.intp)
+        return self._names, self._holders
 
     def state_of(self, worker: str) -> Follows | None:
         follower = self._followers.get(worker)

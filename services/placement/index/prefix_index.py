@@ -1,12 +1,13 @@
 """Block hash -> who holds it, per tier; bounded. Pure.
 
-Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Memory per block is 28 bytes
-and 8 for each tier and 64 holders, and it is all taken at the start: nothing grows while requests wait. When it is full
-the holder with the most gives up what it got last, which is never a prefix of something that stays.
+Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Memory per block is 36 to 52
+bytes, and 12 for each tier and 64 holders, and it is all taken at the start: nothing grows while requests wait. When it
+is full the holder with the most gives up what it got last, which is never a prefix of something that stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -21,13 +22,13 @@ Depths: TypeAlias = npt.NDArray[np.int32]
 
 SPARE = 1024  # notes of a log that may be out of date before it is compacted
 GIVEN_UP = 1024  # blocks at once when the index is full
-DEEPEST = 66  # of a look-up's stack: it halves a chain
+CACHE_LINE = 64
 
 
-def pack(hashes: list[bytes] | tuple[bytes, ...]) -> Hashes:
+def pack(hashes: Sequence[bytes]) -> Hashes:
     """`[n, 2]`. Raises ValueError if one of them does not have 16 bytes."""
     joined = b"".join(hashes)
-    if hashes and set(map(len, hashes)) != {HASH_BYTES}:
+    if [*map(len, hashes)].count(HASH_BYTES) != len(hashes):
         raise ValueError(f"block hashes have {HASH_BYTES} bytes")
     return unpack(joined)
 
@@ -39,7 +40,7 @@ def unpack(raw: bytes) -> Hashes:
 
 @dataclass(slots=True)
 class _Holdings:
-    """What one holder got, in the order of its getting it; partly out of date."""
+    """What one holder got and in which tier, in the order of its getting it; partly out of date."""
 
     log: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(64, dtype=np.int32))
     logged: int = 0
@@ -55,22 +56,20 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.tiers = tiers
         self.given_up_total = 0
-        self._table = np.full(slots, kernels.NONE, dtype=np.int32)
-        self._keys = np.zeros((max_blocks, 2), dtype=np.uint64)
-        self._words = np.zeros((max_blocks, tiers, words), dtype=np.uint64)
+        self._table = np.full(slots, kernels.NONE, dtype=np.uint64)
+        self._rows = _aligned_zeros(max_blocks, kernels.KEY + tiers * words)
         self._free = np.arange(max_blocks - 1, -1, -1, dtype=np.int32)
         self._counters = np.zeros(kernels.COUNTERS, dtype=np.int64)
         self._counters[kernels.FREE] = max_blocks
-        self._marks = np.zeros(max_blocks, dtype=np.int32)
+        self._marks = np.zeros(max_blocks * tiers, dtype=np.int32)
         self._mark = 0
-        self._stack_at = np.zeros(DEEPEST, dtype=np.int64)
-        self._stack = np.zeros((DEEPEST, words), dtype=np.uint64)
         self._depths = np.zeros((tiers, words * 64), dtype=np.int32)
         self._holdings: dict[int, _Holdings] = {}
         self._unused = list(range(max_holders - 1, -1, -1))
         self._retired: list[int] = []
         self._anyone = np.zeros(words, dtype=np.uint64)
         self._deepest_tier = 0
+        self.generation = 0  # another one whenever a holder came or went
 
     def __len__(self) -> int:
         """Blocks that somebody holds."""
@@ -82,9 +81,7 @@ class PrefixIndex:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            array.nbytes for array in (self._table, self._keys, self._words, self._free, self._marks, self._stack)
-        )
+        return sum(array.nbytes for array in (self._table, self._rows, self._free, self._marks))
 
     # ------------------------------------------------------------------ holders
 
@@ -95,6 +92,7 @@ class PrefixIndex:
         if not self._unused:
             raise OverflowError(f"more than {len(self._depths[0])} holders")
         holder = self._unused.pop()
+        self.generation += 1
         self._holdings[holder] = _Holdings()
         self._anyone[holder >> 6] |= np.uint64(1 << (holder & 63))
         return holder
@@ -102,6 +100,7 @@ class PrefixIndex:
     def retire(self, holder: int) -> None:
         """Nobody has this number any more: no look-up finds it. What it held is taken out by `clean`, bit by bit."""
         self._anyone[holder >> 6] &= ~np.uint64(1 << (holder & 63))
+        self.generation += 1
         self._retired.append(holder)
 
     def clean(self, blocks: int) -> bool:
@@ -121,8 +120,8 @@ class PrefixIndex:
         done, holdings = 0, self._holdings[holder]
         while True:
             self._make_room_in_log(holder, holdings, len(hashes) - done)
-            noted, logged = kernels.store(
-                self._table, self._keys, self._words, self._free, self._counters, hashes[done:], tier, holder,
+            noted, logged, _ = kernels.store(
+                self._table, self._rows, self._free, self._counters, hashes[done:], self.tiers, tier, holder,
                 holdings.log, holdings.logged,
             )  # fmt: skip
             holdings.held += logged - holdings.logged
@@ -133,20 +132,15 @@ class PrefixIndex:
                 return
 
     def remove(self, holder: int, tier: int, hashes: Hashes) -> None:
-        self._holdings[holder].held -= kernels.remove(
-            self._table, self._keys, self._words, self._free, self._counters, hashes, tier, holder
+        removed, _ = kernels.remove(
+            self._table, self._rows, self._free, self._counters, hashes, self.tiers, tier, holder
         )
+        self._holdings[holder].held -= removed
 
     def find(self, hashes: Hashes) -> Depths:
         """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
         one. The array is the index's own, to be read before the next call."""
-        self._depths[:] = 0
-        for tier in range(self._deepest_tier + 1):
-            kernels.find(
-                self._table, self._keys, self._words, hashes, tier, self._anyone, self._depths[max(0, tier - 1)],
-                self._stack_at, self._stack, self._depths[tier],
-            )  # fmt: skip
-        self._depths[self._deepest_tier + 1 :] = self._depths[self._deepest_tier]
+        kernels.find(self._table, self._rows, hashes, self._deepest_tier + 1, self._anyone, self._depths)
         return self._depths
 
     # ------------------------------------------------------------------ room
@@ -160,15 +154,17 @@ class PrefixIndex:
         if largest == holder or self._holdings[largest].held <= self._holdings[holder].held:
             self.given_up_total += 1
             return False
-        self._compact(largest, self._holdings[largest])
-        self.given_up_total += self._forget(largest, GIVEN_UP)
+        before = self._holdings[largest].held
+        self._forget(largest, GIVEN_UP)
+        self.given_up_total += before - self._holdings[largest].held
         return True
 
     def _forget(self, holder: int, count: int) -> int:
+        """The last `count` notes of its log, or all; returns how many."""
         holdings = self._holdings[holder]
         count = min(count, holdings.logged)
         holdings.held -= kernels.forget(
-            self._table, self._keys, self._words, self._free, self._counters, holder, holdings.log, holdings.logged,
+            self._table, self._rows, self._free, self._counters, self.tiers, holder, holdings.log, holdings.logged,
             count,
         )  # fmt: skip
         holdings.logged -= count
@@ -185,22 +181,37 @@ class PrefixIndex:
 
     def _compact(self, holder: int, holdings: _Holdings) -> None:
         self._mark += 1
-        holdings.logged = kernels.compact(self._words, holder, holdings.log, holdings.logged, self._marks, self._mark)
+        holdings.logged = kernels.compact(
+            self._rows, self.tiers, holder, holdings.log, holdings.logged, self._marks, self._mark
+        )
+
+    def compact(self) -> None:
+        """Drop what is out of date from all logs, which otherwise happens to one when it has grown."""
+        for holder, holdings in self._holdings.items():
+            self._compact(holder, holdings)
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        live = self._table[self._table != kernels.NONE].tolist()
+        live = (self._table[self._table != kernels.NONE].astype(np.int64) & 0xFFFF_FFFF).tolist()
         assert len(set(live)) == len(live) == len(self)
         assert len(self) + self._counters[kernels.FREE] == self.max_blocks
         free = np.zeros(self.max_blocks, dtype=bool)
         free[self._free[: self._counters[kernels.FREE]]] = True
         assert not free[live].any()
+        logs = {number: set(one.log[: one.logged].tolist()) for number, one in self._holdings.items()}
         held = dict.fromkeys(self._holdings, 0)
         for entry in live:
-            assert self._words[entry].any()
-            for holder in held:
-                bits = self._words[entry, :, holder >> 6] >> np.uint64(holder & 63) & np.uint64(1)
-                held[holder] += int(bits.sum())
-                holdings = self._holdings[holder]
-                assert not bits.any() or entry in holdings.log[: holdings.logged]
+            bits = self._rows[entry, kernels.KEY :].reshape(self.tiers, -1)
+            assert bits.any()
+            for holder, log in logs.items():
+                has = bits[:, holder >> 6] >> np.uint64(holder & 63) & np.uint64(1)
+                held[holder] += int(has.sum())
+                assert all(entry * self.tiers + tier in log for tier in np.flatnonzero(has).tolist())
         assert held == {holder: holdings.held for holder, holdings in self._holdings.items()}
+
+
+def _aligned_zeros(rows: int, words: int) -> npt.NDArray[np.uint64]:
+    """A row that fits a cache line lies in one. Written to now: its memory is there when requests are."""
+    raw = np.full(rows * words * 8 + CACHE_LINE, 0, dtype=np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return raw[start : start + rows * words * 8].view(np.uint64).reshape(rows, words)

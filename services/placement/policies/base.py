@@ -13,45 +13,36 @@ from typing import Protocol
 from kvproto.hash_ring import HashRing
 from kvproto.messages import PlaceRequest
 from services.placement.fleet import Worker
-from services.placement.workloads import Columns, Floats, Workloads
+from services.placement.workloads import Floats, View
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One request to place."""
 
-    key: str  # its place on the ring: session, else prefix
+    key: str  # its place on the ring: session, else the first tokens of its prompt
+    parting: str  # another one: session, else the first block that nobody has, where prompts part ways
     ask: PlaceRequest
     ring: HashRing  # over all ready workers of the model, excluded ones too
     excluded: frozenset[str]
     candidates: Sequence[Worker]  # ready, of the model, not excluded; by id
     alive: Mapping[str, Worker]  # everybody, of every model and state
-    workloads: Workloads
-    columns: Columns  # of the candidates
+    loads: View  # of the candidates
     prompt_tokens: int
     matched: Floats  # `[tiers, candidates]` prompt tokens that one has in the tier or a faster one, as far as believed
+    heat: float  # requests of about the last minute whose longest match ended where this one's does
     block_size: int
-    now: float
-
-    def load_of(self, worker: Worker) -> float:
-        """Requests reported and booked."""
-        return self.workloads.of(worker.column, self.now).requests
-
-    @property
-    def loads(self) -> dict[str, float]:
-        """Of all candidates."""
-        requests = self.workloads.requests(self.columns).tolist()
-        return {worker.id: load for worker, load in zip(self.candidates, requests, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`terms` say what the candidates would have cost, in seconds, by name; `[candidates]` each. Their sum decides, up
-    to what a policy calls equal. Empty for a policy that does not reckon."""
+    """`terms` say what the candidates would have cost, in seconds, by name; `[candidates]` each. Their sum, `costs`,
+    decides, up to what a policy calls equal. None of both from a policy that does not reckon."""
 
     worker: str
     why: str  # a short human sentence
     terms: Mapping[str, Floats] = field(default_factory=dict)
+    costs: Floats | None = None
 
 
 class Policy(Protocol):

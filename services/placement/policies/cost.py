@@ -1,24 +1,28 @@
 """The cheapest worker, in seconds. Pure.
 
-    cost = queue + slot + step + fetch + prefill + harm
+    cost = queue + slot + step + fetch + prefill - copy + harm
 
 * queue, slot: until what is queued there has been prefilled, and until a slot is free;
 * step: one decode step of those who are there already goes with the first token;
 * fetch, prefill: blocks that it has in slower tiers are restored as far as that is quicker than computing them again,
   the rest is prefilled, all at the rates that it measured;
-* harm: what the prefill does to others, `prefill * (OTHERS + BUSY * u)`, u being the share of the last minute that the
+* harm: what the prefill does to others, `lasting * (OTHERS + BUSY * u)`, u being the share of the last minute that the
   worker was given to do. A second of prefill that a cache could have saved delays those who come next and pushes out
   what they would have found; the more so, the busier the worker. As the harm grows with both factors, the work that
   must be done somewhere goes where little was done, and a request whose prefix is cached pays next to nothing for going
   there, however busy it is.
 
+What is prefilled here though it is cached elsewhere is a copy for all who come after: of a prefix that h requests a
+minute begin with, one part in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half
+a second of it (`copy` is what is taken off): no more is asked of one for the others' sake.
+
 The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth and of
 a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
 second the load of a minute varies twice as much, without the first a twentieth of the hits is lost near capacity.
 
-Among those whose costs are nearly equal, whoever holds most of a prompt that is mostly held keeps it, so that no
-conversation wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one
-worker, whoever decides.
+Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that
+none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
+whoever decides.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from services.placement.workloads import TIERS, Floats
 
 OTHERS = 4.0
 BUSY = 50.0
+COPY_S = 0.5  # what a request may be made to wait so that others find a copy
+IN_DEMAND = 3.0  # requests a minute: what ends where so many do is no conversation
 NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
 NEAR = 0.02
 
@@ -45,44 +51,49 @@ class Cost:
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        loads, columns, now = question.workloads, question.columns, question.now
-        rates = loads.prefill_rate(columns)
-        fetch, prefill = fetch_and_prefill(question, rates)
+        loads = question.loads
+        fetch, prefill = fetch_and_prefill(question)
+        least = prefill.min()
+        copied = prefill - least
+        heat = question.heat
+        spared = np.minimum(copied, COPY_S) * (heat / (1 + heat))
         terms = {
-            "queue": loads.backlog_s(columns, rates, now),
-            "slot": loads.slot_wait_s(columns),
-            "step": loads.step_s(columns),
+            "queue": loads.backlog_s,
+            "slot": loads.slot_wait_s,
+            "step": loads.step_s,
             "fetch": fetch,
             "prefill": prefill,
-            "harm": prefill * (self._others + self._busy * loads.recent_share(columns, rates, now)),
+            "copy": -spared,
+            "harm": (least + copied / (1 + heat)) * (self._others + self._busy * loads.recent_share),
         }
-        costs = sum(terms.values(), np.zeros(len(columns)))
+        costs = sum(terms.values(), np.zeros(len(prefill)))
         best = float(costs.min())
         near = costs <= best * (1 + NEAR) + NEAR_S
-        held = np.where(near, question.matched[-1], 0.0)
-        if 2 * held.max() >= question.prompt_tokens > 0:
-            near &= held == held.max()
-        number = int(costs.argmin())
-        if near.sum() > 1:
-            names = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(near)}
-            number = next(names[name] for name in question.ring.walk(question.key) if name in names)
-        return Choice(question.candidates[number].id, _why(question, terms, number, int(near.sum())), terms)
+        held = question.matched[-1] * near
+        most = held.max()
+        if heat < IN_DEMAND and 2 * most >= question.prompt_tokens > 0:
+            near &= held == most
+        number, equals = int(costs.argmin()), np.flatnonzero(near).tolist()
+        if len(equals) > 1:
+            names = {question.candidates[equal].id: equal for equal in equals}
+            number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
+        return Choice(question.candidates[number].id, _why(question, terms, number, len(equals)), terms, costs)
 
 
-def fetch_and_prefill(question: Question, rates: Floats) -> tuple[Floats, Floats]:
+def fetch_and_prefill(question: Question) -> tuple[Floats, Floats]:
     """Seconds of restoring and of prefilling on each candidate, at the cheapest split.
 
     Between the ends of two tiers both grow in a straight line, so the cheapest split is at one of the ends.
     """
-    matched = question.matched
-    fetch, fetched = np.zeros(len(rates)), np.zeros(len(rates))
+    matched, rates = question.matched, question.loads.prefill_rate
+    fetch = fetched = np.zeros(len(rates))
     prefill = (question.prompt_tokens - matched[0]) / rates
     for tier in range(1, len(TIERS)):
         more = (matched[tier] - matched[tier - 1]) / question.block_size
         if not more.any():
             continue
-        per_block = question.workloads.restore_s_per_block(tier, question.columns)
-        fetched = fetched + np.where(more > 0, more * np.where(more > 0, per_block, 0.0), 0.0)
+        per_block = question.loads.restore_s_per_block(tier)
+        fetched = fetched + more * np.where(more > 0, per_block, 0.0)
         rest = (question.prompt_tokens - matched[tier]) / rates
         cheaper = fetched + rest < fetch + prefill
         fetch, prefill = np.where(cheaper, fetched, fetch), np.where(cheaper, rest, prefill)

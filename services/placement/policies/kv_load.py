@@ -19,11 +19,10 @@ class KvLoad:
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        columns = question.columns
         match = question.matched[-1] / max(question.prompt_tokens, 1)
-        load = np.maximum(question.workloads.slot_usage(columns), question.workloads.cache_usage(columns))
+        load = np.maximum(question.loads.slot_usage, question.loads.cache_usage)
         score = match - load
         best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}
-        worker = next(name for name in question.ring.walk(question.key) if name in best)
+        worker = next(name for name in question.ring.walk(question.parting) if name in best)
         number = best[worker]
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")

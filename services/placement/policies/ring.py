@@ -30,7 +30,8 @@ class BoundedRing:
     name = "bounded_ring"
 
     def choose(self, question: Question) -> Choice | None:
-        loads = question.loads
+        requests = question.loads.requests.tolist()
+        loads = {worker.id: load for worker, load in zip(question.candidates, requests, strict=True)}
         slots = min((worker.load.slots for worker in question.candidates), default=0)
         worker = question.ring.bounded_owner(
             question.key, loads, factor=FACTOR, least=max(1, int(slots * UNBURIED)), excluded=question.excluded

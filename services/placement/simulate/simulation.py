@@ -1,4 +1,4 @@
-"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between them. No clock, no sockets.
+"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between. No clock, no sockets.
 
     arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
 

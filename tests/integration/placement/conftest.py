@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from fake_fleet import BareProducer, FakeWorker, StartPlacement, StartWorker, open_placement
 
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
+from services.placement.index.warm_up import warm_up
 from services.placement.loop import PlacementLoop
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels() -> None:
+    warm_up()
 
 
 @pytest_asyncio.fixture
 async def start_placement(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[StartPlacement]:
     started: list[tuple[PlacementLoop, Connection]] = []
 
-    async def start(policy: str = "bounded_ring") -> PlacementLoop:
-        loop, connection = await open_placement(nats_url, fleet_buckets, policy=policy)
+    async def start(policy: str = "bounded_ring", fleet_key: bytes | None = None) -> PlacementLoop:
+        loop, connection = await open_placement(nats_url, fleet_buckets, policy=policy, fleet_key=fleet_key)
         started.append((loop, connection))
         await loop.start()
         return loop

@@ -173,7 +173,12 @@ class BareProducer:
 
 
 async def open_placement(
-    url: str, subjects: Subjects, *, policy: str = "bounded_ring", system: Connection | None = None
+    url: str,
+    subjects: Subjects,
+    *,
+    policy: str = "bounded_ring",
+    system: Connection | None = None,
+    fleet_key: bytes | None = None,
 ) -> tuple[PlacementLoop, Connection]:
     """A replica that has not started yet, and its connection."""
     member = new_process_id()
@@ -182,7 +187,15 @@ async def open_placement(
     record = MemberRecord(
         member, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
     )
-    loop = PlacementLoop(connection, subjects, record, chance=random.Random(1).random, policy=policy, system=system)
+    loop = PlacementLoop(
+        connection,
+        subjects,
+        record,
+        chance=random.Random(1).random,
+        fleet_key=fleet_key,
+        policy=policy,
+        system=system,
+    )
     return loop, connection
 
 

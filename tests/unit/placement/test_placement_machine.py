@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
-from kvproto.messages import Progress, State
+from kvproto.messages import (
+    Booked,
+    BookedBatch,
+    Milestone,
+    Milestones,
+    Passed,
+    Progress,
+    Snapshot,
+    State,
+    Tier,
+)
 from services.placement.actions import Action, Answer, Fail, Forward
 from services.placement.events import (
+    BlocksChanged,
+    BookingsShared,
     Event,
     HeartbeatHeard,
+    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
+    SnapshotHeard,
+    SnapshotRefused,
     Tick,
     WorkerAnswered,
     WorkerDisconnected,
@@ -25,6 +41,7 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
+from services.placement.index.changes import Change, Changes
 from services.placement.policies import build_policies
 
 WORKERS = st.sampled_from(["w1", "w2", "w3", "w4"])
@@ -146,11 +163,51 @@ class Placement(RuleBasedStateMachine):
         self.now += seconds
         self.tell(Tick())
 
+    # ------------------------------------------------------------------ what workers and replicas tell
+
+    @rule(
+        worker=WORKERS,
+        request=st.integers(0, 5),
+        attempt=st.integers(0, 1),
+        passed=st.lists(st.sampled_from(list(Passed)), min_size=1, max_size=4),
+        cached=st.integers(0, 9),
+        stale=st.booleans(),
+    )
+    def milestones(
+        self, worker: str, request: int, attempt: int, passed: list[Passed], cached: int, stale: bool
+    ) -> None:
+        """In any order, of requests that it may never have been given."""
+        items = tuple(
+            Milestone("public", f"p{request}", attempt, one, 1.0, 3, {"device": cached} if cached else {})
+            for one in passed
+        )
+        self.tell(MilestonesHeard(Milestones(worker, "e0000" if stale else self.epoch(worker), items)))
+
+    @rule(worker=WORKERS, request=st.integers(0, 5), placement=st.sampled_from(["p1", "p2"]))
+    def share(self, worker: str, request: int, placement: str) -> None:
+        self.tell(BookingsShared(BookedBatch(placement, (Booked("public", f"p{request}", 0, worker, 100),))))
+
+    @rule(worker=WORKERS, seq=st.integers(0, 4), prompt=st.integers(0, 3), removed=st.booleans())
+    def blocks(self, worker: str, seq: int, prompt: int, removed: bool) -> None:
+        hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
+        change = Changes(self.epoch(worker), seq, (Change(0, removed, hashes),), 5)
+        self.tell(BlocksChanged(worker, change))
+
+    @rule(worker=WORKERS, seq=st.integers(0, 4), parts=st.integers(1, 2), part=st.integers(0, 2))
+    def snapshot(self, worker: str, seq: int, parts: int, part: int) -> None:
+        raw = np.arange(8, dtype=np.uint64).tobytes()
+        self.tell(SnapshotHeard(worker, Snapshot(self.epoch(worker), seq, Tier.DEVICE, part, parts, 7, raw)))
+
+    @rule(worker=WORKERS)
+    def refuse_snapshot(self, worker: str) -> None:
+        self.tell(SnapshotRefused(worker, self.epoch(worker)))
+
     # ------------------------------------------------------------------ what always holds
 
     @invariant()
     def books_balance(self) -> None:
         self.core.check_integrity()
+        self.core.indexer.check_integrity()
         assert self.answers == self.places
 
     @invariant()
@@ -172,6 +229,8 @@ class Placement(RuleBasedStateMachine):
         self.every_request_is_running_or_ended_once()
         assert self.core.forwarding.in_flight == 0
         assert self.core.stats().booked == 0
+        assert self.core.bookings.running == 0
+        assert len(self.core.promises) == 0
         assert self.core.wake_at() is None
 
 

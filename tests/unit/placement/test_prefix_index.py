@@ -120,7 +120,118 @@ def test_numbers_of_the_retired_come_back_when_they_are_needed() -> None:
     index.check_integrity()
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 70))
+def test_whatever_is_forged_no_look_up_leaves_its_bounds(seed: int, count: int) -> None:
+    """Holders with gaps, which no worker that evicts leaves first has: an answer may be wrong, but each is one."""
+    chance = random.Random(seed)
+    index = PrefixIndex(1_000, 128, TIERS)
+    chain = [name(at) for at in range(300)]
+    holders = [index.add_holder() for _ in range(count)]
+    for holder in holders:
+        for tier in range(TIERS):
+            index.store(holder, tier, pack(chance.sample(chain, chance.randrange(300))))
+    index.check_integrity()
+    depths = index.find(pack(chain))
+    assert ((depths >= 0) & (depths <= 300)).all()
+    assert (np.diff(depths, axis=0) >= 0).all(), "slower tiers only add"
+    first = {holder: index.find(pack(chain[:1]))[:, holder].tolist() for holder in holders}
+    depths = index.find(pack(chain))
+    assert all((depths[tier, holder] > 0) == (first[holder][tier] > 0) for holder in holders for tier in range(TIERS))
+
+
 # ---------------------------------------------------------------------------------------------- bounds
+
+
+class Cache:
+    """One worker's share of one chain: `device` blocks of its start, and in the tier below those from `start` to `end`,
+    which came from above."""
+
+    def __init__(self, index: PrefixIndex, holder: int, chain: list[bytes]) -> None:
+        self.index, self.holder, self.chain = index, holder, chain
+        self.device = self.start = self.end = 0
+
+    def grow(self, count: int) -> None:
+        before, self.device = self.device, min(len(self.chain), self.device + count)
+        self.index.store(self.holder, 0, pack(self.chain[before : self.device]))
+
+    def evict(self, count: int, *, offload: bool) -> None:
+        after = max(0, self.device - count)
+        leaves = self.chain[after : self.device][::-1]
+        if offload and leaves:
+            if self.start > self.device or self.end < after:
+                self.drop(len(self.chain))  # it does not join what is there
+            self.index.store(self.holder, 1, pack(leaves))
+            self.start, self.end = (
+                (min(self.start, after), max(self.end, self.device)) if self.end else (after, self.device)
+            )
+        self.index.remove(self.holder, 0, pack(leaves))
+        self.device = after
+
+    def drop(self, count: int) -> None:
+        """Leaves of the lower tier."""
+        after = max(self.start, self.end - count)
+        self.index.remove(self.holder, 1, pack(self.chain[after : self.end][::-1]))
+        self.end = after
+        if self.start == self.end:
+            self.start = self.end = 0
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        return self.device, self.end if self.start <= self.device < self.end else self.device
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(20, 400), st.integers(10, 90))
+def test_tiers_evictions_and_a_bound(seed: int, count: int, max_blocks: int, length: int) -> None:
+    """Never more is claimed than a worker has, never less than is kept of it, and all it has where there was room."""
+    chance = random.Random(seed)
+    index = PrefixIndex(max_blocks, 8, TIERS)
+    chains = [[name(1_000 * number + at) for at in range(length)] for number in range(4)]
+    chains[1][: length // 2] = chains[0][: length // 2]
+    holders = [index.add_holder() for _ in range(count)]
+    caches = {
+        (holder, number): Cache(index, holder, chain) for holder in holders for number, chain in enumerate(chains)
+    }
+    for holder in holders:
+        del caches[holder, chance.randrange(2)]  # of those that begin alike, one each: it is evicted once
+    for _ in range(120):
+        cache = chance.choice(list(caches.values()))
+        what = chance.random()
+        if what < 0.5:
+            cache.grow(chance.randint(1, length // 2))
+        elif what < 0.8:
+            cache.evict(chance.randint(1, length), offload=chance.random() < 0.5)
+        else:
+            cache.drop(chance.randint(1, length))
+        assert len(index) <= max_blocks
+    index.check_integrity()
+    for (holder, number), cache in caches.items():
+        found = index.find(pack(chains[number]))[:2, holder].tolist()
+        for tier, depth in enumerate(cache.depths):
+            assert found[tier] <= depth
+            assert index.given_up_total or found[tier] == depth
+        kept = [index.find(pack([one]))[:2, holder].tolist() for one in chains[number]]
+        for tier in range(2):
+            known = next((at for at, one in enumerate(kept) if not one[tier]), length)
+            assert known <= found[tier], "a gap may be passed over: who has what follows has the gap too"
+
+
+def test_a_note_of_a_block_that_is_gone_does_not_make_its_heir_old() -> None:
+    """An entry that is used again keeps the place of its new block in the order of giving up."""
+    index = PrefixIndex(3_000, 4)
+    greedy, small = index.add_holder(), index.add_holder()
+    passing, chain = [name(at) for at in range(1_200)], [name(10_000 + at) for at in range(2_000)]
+    index.store(greedy, 0, pack(passing))
+    index.remove(greedy, 0, pack(passing))
+    index.store(greedy, 0, pack(chain[:800]))
+    index.store(greedy, 0, pack(chain[800:]))
+    index.compact()
+    index.store(small, 0, pack([name(20_000 + at) for at in range(1_500)]))
+    left = int(index.find(pack(chain))[0, greedy])
+    assert 0 < left < 2_000
+    assert index.held_by(greedy) == left, "what stays is a prefix"
+    index.check_integrity()
 
 
 def test_a_full_index_takes_from_whoever_has_most_what_it_got_last() -> None:

@@ -48,7 +48,7 @@ def test_an_attempt_that_finishes() -> None:
     book = Book()
     book.open()
     for output, now in (
-        (SequenceStarted("r", 3, 7, 5, 0, 0.5), 10.5),
+        (SequenceStarted("r", 3, 7, 5, 0, 0.5), 10.75),  # told with its first step
         (tokens(0), 10.75),
         (tokens(1), 11.0),
         (SequenceFinished("r", 3, FinishReason.STOP, 7, 2, 5), 12.0),

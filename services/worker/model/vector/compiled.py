@@ -1,14 +1,10 @@
-"""Python functions to C functions that threads outside of Python can run. Adapter to Numba's compiler and its cache.
+"""Python functions to C functions that threads outside of Python can run. Adapter to Numba's compiler.
 
-Compiling takes seconds, so the result is kept on disk. Numba keys what it keeps by the file that a function stands in;
-the inner loops that it calls stand in others, so the folder's name holds a hash over all of them.
+Compiling takes seconds, so the result is kept on disk, by `kvservice.kernel_cache`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +12,8 @@ from pathlib import Path
 
 import numba
 from numba import cfunc, types
+
+from kvservice.kernel_cache import results_folder
 
 SOURCES = Path(__file__).parent.parent
 KERNELS = ("vector", "linear", "fused", "sampling", "attention/cpu")  # folders whose code is compiled
@@ -31,24 +29,14 @@ class Entry:
 
 def entry(function: Callable[[object], None]) -> Entry:
     """Compile, or load what an earlier process compiled. `function` takes the address of a call block."""
-    _keep_results()
-    callback = cfunc(types.void(types.voidptr), cache=True)(function)
+    callback = cfunc(types.void(types.voidptr), cache=_keep_results())(function)
     return Entry(callback.address, callback)
 
 
 @cache
-def _keep_results() -> None:
-    """Point Numba's cache, unless NUMBA_CACHE_DIR says where it is, at a folder for this very source code."""
-    if os.environ.get("NUMBA_CACHE_DIR"):
-        return
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py")):
-        digest.update(path.read_bytes())
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = base / "kvfleet" / f"kernels-{digest.hexdigest()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except (OSError, RuntimeError):  # no home, or none that can be written: compiled anew each time
-        writable = False
-    numba.config.CACHE_DIR = str(folder) if writable else tempfile.mkdtemp(prefix="kvfleet-kernels-")
+def _keep_results() -> bool:
+    """Point Numba's cache at a folder for this very source code; whether there is one."""
+    folder = results_folder(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py"))
+    if folder is not None:
+        numba.config.CACHE_DIR = str(folder)
+    return folder is not None

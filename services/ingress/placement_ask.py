@@ -1,0 +1,44 @@
+"""What a body says about where it wants to run: a policy by name, and for `direct` a worker. Pure.
+
+Which policies there are only placement knows; who may name one is `tenancy`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproto.errors import InvalidRequest
+from services.ingress.fields import Body, text
+
+DIRECT = "direct"
+MAX_NAME_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementAsk:
+    """None: left to the fleet. A worker comes with the policy `direct` and with no other."""
+
+    policy: str | None = None
+    worker: str | None = None
+
+
+ANYWHERE = PlacementAsk()
+
+
+def read_placement_ask(body: Body) -> PlacementAsk:
+    """Raises InvalidRequest naming the field."""
+    policy, worker = _name(body, "policy"), _name(body, "worker")
+    if worker is not None and policy is None:
+        policy = DIRECT
+    if worker is not None and policy != DIRECT:
+        raise InvalidRequest(f"only the policy {DIRECT} takes one, got the policy {policy!r}", field="worker")
+    if worker is None and policy == DIRECT:
+        raise InvalidRequest(f"missing: the policy {DIRECT} needs one", field="worker")
+    return PlacementAsk(policy, worker)
+
+
+def _name(body: Body, field: str) -> str | None:
+    value = text(body, field, MAX_NAME_CHARS)
+    if value == "":
+        raise InvalidRequest("must not be empty", field=field)
+    return value

@@ -1,0 +1,147 @@
+"""Reads a block event from the bytes of its message, for Numba to compile: hashes to arrays, without an object each.
+Pure.
+
+Only the form that `codec.encode_events` writes is known here; of any other, broken ones included, it is said only that
+it is another.
+"""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+ANOTHER_FORM = -1
+MOST_CHANGES = 16
+EPOCH_START, EPOCH_END, SEQ, DIGEST, HEADER = range(5)  # of the fields, then come those of each change:
+TIER_START, TIER_END, REMOVED, FIRST, END, CHANGE = range(6)  # the name of the tier, and which hashes
+BYTES_OF_HASH = 18  # with msgpack's type and length
+
+
+@njit
+def _unsigned(data, at, width):
+    """Big-endian, as msgpack has numbers."""
+    value = np.int64(0)
+    for number in range(at, at + width):
+        value = value << 8 | np.int64(data[number])
+    return value
+
+
+@njit
+def _word(data, at):
+    """Little-endian, as the halves of hashes are."""
+    value = np.uint64(0)
+    for number in range(8):
+        value |= np.uint64(data[at + number]) << np.uint64(8 * number)
+    return value
+
+
+@njit
+def _length(data, at, short, mask, width_1, width_2, width_4):
+    """What `at` begins: its length and where its content begins. `short` is the type whose marker holds the length,
+    the others are the markers of those in which it follows, 0 where there is none. Length -1: something else."""
+    if at >= len(data) or data[at] == 0:
+        return -1, at
+    marker = data[at]
+    if short and marker & ~mask & 0xFF == short:
+        return np.int64(marker & mask), at + 1
+    width = 0
+    if marker == width_1:
+        width = 1
+    elif marker == width_2:
+        width = 2
+    elif marker == width_4:
+        width = 4
+    if width == 0 or at + 1 + width > len(data):
+        return -1, at
+    return _unsigned(data, at + 1, width), at + 1 + width
+
+
+@njit
+def _array(data, at):
+    return _length(data, at, 0x90, 0x0F, 0, 0xDC, 0xDD)
+
+
+@njit
+def _bytes(data, at, short, mask, width_1, width_2):
+    """Start and end of text or bytes; an end of -1: something else."""
+    length, start = _length(data, at, short, mask, width_1, width_2, 0)
+    if length < 0 or start + length > len(data):
+        return at, -1
+    return start, start + length
+
+
+@njit
+def _count(data, at):
+    """A number from 0 on and what follows it; -1: something else."""
+    if at >= len(data):
+        return -1, at
+    marker = data[at]
+    if marker < 0x80:
+        return np.int64(marker), at + 1
+    if not 0xCC <= marker <= 0xCF:
+        return -1, at
+    width = 1 << (np.int64(marker) - 0xCC)
+    if at + 1 + width > len(data):
+        return -1, at
+    return _unsigned(data, at + 1, width), at + 1 + width  # less than 0 is beyond what is counted to
+
+
+@njit
+def read(data, version, fields, hashes):
+    """Fill `fields` and `hashes` `[len(data) // 18, 2]` from a message; returns how many changes it has, or
+    ANOTHER_FORM."""
+    if len(data) == 0 or data[0] != version:
+        return ANOTHER_FORM
+    several, at = _array(data, 1)
+    if several != 3:
+        return ANOTHER_FORM
+    fields[EPOCH_START], fields[EPOCH_END] = _bytes(data, at, 0xA0, 0x1F, 0xD9, 0xDA)
+    at = fields[EPOCH_END]
+    if at < 0:
+        return ANOTHER_FORM
+    fields[SEQ], at = _count(data, at)
+    if fields[SEQ] < 0:
+        return ANOTHER_FORM
+    changes, at = _array(data, at)
+    if not 0 <= changes <= MOST_CHANGES:
+        return ANOTHER_FORM
+    found, digest = 0, np.uint64(0)
+    for change in range(changes):
+        several, at = _array(data, at)
+        if several != 3:
+            return ANOTHER_FORM
+        field = HEADER + change * CHANGE
+        fields[field + TIER_START], fields[field + TIER_END] = _bytes(data, at, 0xA0, 0x1F, 0xD9, 0xDA)
+        at = fields[field + TIER_END]
+        if at < 0 or at >= len(data) or not 0xC2 <= data[at] <= 0xC3:
+            return ANOTHER_FORM
+        fields[field + REMOVED] = data[at] == 0xC3
+        runs, at = _array(data, at + 1)
+        if runs < 0:
+            return ANOTHER_FORM
+        fields[field + FIRST] = found
+        for _ in range(runs):
+            several, at = _array(data, at)
+            if several != 2:
+                return ANOTHER_FORM
+            _, at = _bytes(data, at, 0, 0, 0xC4, 0xC5)
+            if at < 0:
+                return ANOTHER_FORM
+            count, at = _array(data, at)
+            if count < 0 or at + count * BYTES_OF_HASH > len(data):
+                return ANOTHER_FORM
+            for _ in range(count):
+                if data[at] != 0xC4 or data[at + 1] != 16:
+                    return ANOTHER_FORM
+                low = _word(data, at + 2)
+                hashes[found, 0], hashes[found, 1] = low, _word(data, at + 10)
+                digest ^= low
+                found += 1
+                at += BYTES_OF_HASH
+        fields[field + END] = found
+    if at != len(data):
+        return ANOTHER_FORM
+    fields[DIGEST] = np.int64(digest)
+    return changes

@@ -1,0 +1,58 @@
+"""Compiles the index's kernels before the first request needs them. Adapter to Numba's compiler and its cache.
+
+The kernels stand in modules that compile nothing when they are imported and know no disk; here each is told where its
+results are kept, and called once with what it will be called with.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from kvproto import codec
+from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
+from kvservice.kernel_cache import results_folder
+from services.placement.index import hash_kernel, kernels, reading
+from services.placement.index.changes import read_changes
+from services.placement.index.hashing import chain
+from services.placement.index.prefix_index import PrefixIndex, pack
+
+SOURCES = (Path(kernels.__file__), Path(reading.__file__), Path(hash_kernel.__file__))
+CALLED = (kernels.store, kernels.remove, kernels.forget, kernels.compact, kernels.find, reading.read, hash_kernel.chain)
+
+
+@cache
+def warm_up() -> None:
+    """Compile, or load what an earlier process compiled: seconds the first time on a machine. To be called before
+    placement says that it is ready; a second call does nothing."""
+    folder = results_folder(SOURCES)
+    if folder is not None:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        try:
+            for kernel in CALLED:
+                kernel.enable_caching()  # what `njit(cache=True)` does, which would look for a folder on import
+        finally:
+            numba.config.CACHE_DIR = before  # this process may compile other things, kept elsewhere
+    _call_all()
+
+
+def _call_all() -> None:
+    """Numba compiles for types: a message's bytes cannot be written to, arrays of our own can, and these are two."""
+    blocks = [bytes((number,)) * 16 for number in range(8)]
+    event = KvEvents("", 1, (TierEvents(Tier.DEVICE, False, (BlockRun(b"", tuple(blocks)),)),))
+    own = read_changes(codec.encode_events(event)).changes[0].hashes
+    index = PrefixIndex(8)
+    for hashes in (own, pack(blocks)):
+        holder = index.add_holder()
+        index.store(holder, 0, hashes)
+        index.remove(holder, 0, hashes[4:])
+        index.find(hashes)
+        index.compact()
+        index.retire(holder)
+        index.clean(8)
+    assert len(chain(blocks[0], range(64), 16)) == 4
+    assert not len(index)
+    assert np.array_equal(own, pack(blocks))

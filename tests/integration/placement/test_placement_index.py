@@ -1,0 +1,189 @@
+"""Placement knows what real workers hold, and what became of what it placed: over NATS, with real worker loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from fake_fleet import StartPlacement
+
+from kvproto.client import Client
+from kvproto.codec import encode, encode_events
+from kvproto.generation import Generation
+from kvproto.messages import Finished, KvEvents, Sampling, Started
+from kvproto.subjects import Subjects
+from services.placement.index.follower import Follows
+from services.placement.loop import PlacementLoop
+from tests.support.fake_fleet import FakeFleet
+
+KEY = "secret"
+SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPT = tuple(range(1, 641))
+
+
+@pytest.fixture
+async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    for worker in ("w0", "w1", "w2"):
+        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=200.0)
+    yield fleet
+    await fleet.stop()
+
+
+@pytest.fixture
+async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
+    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
+    yield client
+    await client.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def all_ready(loop: PlacementLoop) -> None:
+    await until(lambda: len(loop.core.fleet.ready("demo").workers) == 3)
+
+
+def running(loop: PlacementLoop) -> int:
+    return loop.core.bookings.running
+
+
+def generation(prompt: tuple[int, ...] = PROMPT, **changes: object) -> Generation:
+    base = Generation("demo", SAMPLING, prompt_ids=prompt, tenant="public", deadline_s=20.0)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+async def generate(client: Client, asked: Generation) -> tuple[str, int, int]:
+    """(worker, tokens that placement expected to be cached, tokens that were)."""
+    async with client.generate(asked) as stream:
+        events = [event async for event in stream]
+    started = next(event for event in events if isinstance(event, Started))
+    placed = stream.placement
+    assert placed is not None
+    assert isinstance(events[-1], Finished)
+    return started.worker, sum(placed.expected_hit.values()), started.cached_tokens
+
+
+def follows_all(loop: PlacementLoop) -> bool:
+    return all(loop.core.indexer.state_of(worker) is Follows.EXACT for worker in ("w0", "w1", "w2"))
+
+
+async def test_a_prompt_goes_where_its_blocks_are_and_finds_what_was_expected(
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+) -> None:
+    loop = await start_placement("cost", KEY.encode())
+    await all_ready(loop)
+    first, expected, cached = await generate(client, generation())
+    assert (expected, cached) == (0, 0)
+    await until(lambda: bool(loop.core.indexer.index))
+    for turn in range(5):
+        worker, expected, cached = await generate(client, generation((*PROMPT, *range(900, 940 + turn))))
+        assert worker == first
+        assert expected >= 640
+        assert cached >= expected
+        await asyncio.sleep(0.1)
+    await until(lambda: not len(loop.core.bookings) and not loop.core.bookings.running)
+    assert loop.core.ledger.hits.lost_total == 0
+    assert loop.core.ledger.hits.attained_total >= 5 * 640
+
+
+async def test_another_tenant_is_told_of_nothing(
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+) -> None:
+    loop = await start_placement("cost", KEY.encode())
+    await all_ready(loop)
+    await generate(client, generation())
+    await until(lambda: bool(loop.core.indexer.index))
+    assert (await generate(client, generation(tenant="acme")))[1:] == (0, 0)
+
+
+async def test_a_replica_that_starts_late_knows_everything_within_a_moment(
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+) -> None:
+    first = await start_placement("cost", KEY.encode())
+    await all_ready(first)
+    at = {}
+    for chat in range(6):
+        prompt = tuple(range(100 * chat + 1, 100 * chat + 321))
+        at[prompt] = (await generate(client, generation(prompt)))[0]
+    await first.stop()
+    late = await start_placement("cost", KEY.encode())
+    await until(lambda: follows_all(late), 3.0)
+    for prompt, worker in at.items():
+        assert (await generate(client, generation(prompt)))[:2] == (worker, 319)
+
+
+async def test_a_lost_event_is_noticed_and_made_good_while_serving_goes_on(
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+) -> None:
+    loop = await start_placement("cost", KEY.encode())
+    await until(lambda: follows_all(loop))
+    deaf = next(s for s in loop.hearing._subscriptions if "events" in s.subject)
+    await deaf.unsubscribe()
+    worker, _, _ = await generate(client, generation())
+    await until(lambda: bool(loop.core.indexer.index), 5.0)  # the heartbeat told, a snapshot made it good
+    await until(lambda: follows_all(loop))
+    assert (await generate(client, generation()))[0] == worker
+
+
+async def test_garbage_and_lies_on_its_subjects_do_no_harm(
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+) -> None:
+    loop = await start_placement("cost", KEY.encode())
+    await until(lambda: follows_all(loop))
+    worker, _, _ = await generate(client, generation())
+    await until(lambda: bool(loop.core.indexer.index))
+    names, publish = client.subjects, client.connection.publish
+    for subject in (
+        names.events(worker),
+        names.events("nobody"),
+        names.milestones(worker),
+        names.placement_bookings(),
+        f"{loop.inbox_prefix}.s.{worker}",
+        f"{loop.inbox_prefix}.s.nobody",
+    ):
+        for data in (b"", b"\x01", b"\xff" * 50, b'{"json": 1}', encode(SAMPLING)):
+            await publish(subject, data)
+    old = KvEvents("another life", 7, ())
+    await publish(names.events(worker), encode_events(old))
+    await asyncio.sleep(0.2)
+    assert loop.malformed_total >= 20
+    assert follows_all(loop)
+    assert (await generate(client, generation()))[:2] == (worker, 639)
+
+
+async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_request_ends(
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+) -> None:
+    loops = [await start_placement("cost", KEY.encode()) for _ in range(2)]
+    for loop in loops:
+        await all_ready(loop)
+    endless = replace(SAMPLING, max_tokens=3000)
+    streams = [client.generate(generation(tuple(range(n, n + 64)), sampling=endless)) for n in range(0, 900, 100)]
+    try:
+        for loop in loops:
+            await until(partial(lambda loop: running(loop) == 9, loop))
+            columns = loop.core.fleet.ready("demo").columns
+            assert sum(loop.core.workloads.view(columns, loop.core.workloads.now).requests) >= 9
+        assert sum(loop.decisions_total > 0 for loop in loops) == 2, "the queue group shares the work"
+        for stream in streams[:3]:
+            await stream.cancel()
+        victim = fleet.workers[streams[5].worker or ""]
+        await victim.kill()
+        for loop in loops:
+            await until(
+                partial(lambda loop: victim.id not in loop.core.fleet.workers and running(loop) == 6, loop), 8.0
+            )
+    finally:
+        for stream in streams:
+            await stream.cancel()
+    for loop in loops:
+        await until(partial(lambda loop: not running(loop) and not len(loop.core.bookings), loop), 8.0)
+        loop.core.check_integrity()
+        loop.core.indexer.check_integrity()

@@ -1,0 +1,169 @@
+"""A core with workers that are said to hold things, for tests of decisions."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from placement_build import a_beat, a_record, an_ask
+
+from kvproto.messages import (
+    BookedBatch,
+    Heartbeat,
+    Load,
+    Milestone,
+    Milestones,
+    Passed,
+    Placement,
+    PlaceRequest,
+    Rates,
+    State,
+)
+from services.placement.actions import Answer, Share
+from services.placement.core import PlacementCore
+from services.placement.events import (
+    BlocksChanged,
+    BookingsShared,
+    HeartbeatHeard,
+    MilestonesHeard,
+    PlaceAsked,
+    Tick,
+    WorkerJoined,
+)
+from services.placement.index.changes import Change, Changes
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.index.prefix_index import Hashes
+from services.placement.prompts import HashedPrompts, address_space
+
+FLEET_KEY = b"key"
+RATE = 8000.0  # prefill tokens/s of every worker
+
+
+def tokens(seed: int, count: int) -> tuple[int, ...]:
+    """A prompt that begins like no other."""
+    drawn = random.Random(seed)
+    return tuple(drawn.randrange(50_000) for _ in range(count))
+
+
+class Rig:
+    """Placement with `workers`, all idle and measured. `replicas` cores hear everything, as over NATS."""
+
+    def __init__(
+        self, *workers: str, policy: str = "cost", replicas: int = 1, slots: int = 64, blocks: int = 65_536
+    ) -> None:
+        self.now = 0.0
+        self.prompts = HashedPrompts(FLEET_KEY)
+        self.slots = slots
+        self.cores = [
+            PlacementCore(
+                f"p{number}",
+                f"_plc.p{number}",
+                lambda: 0.5,
+                prompts=self.prompts,
+                unix_ms=lambda: int(self.now * 1000),
+                policy=policy,
+                indexer=KvIndexer(blocks),
+            )
+            for number in range(replicas)
+        ]
+        self.seq: Counter[str] = Counter()
+        self.digest: Counter[str] = Counter()
+        for worker in workers:
+            self.join(worker)
+
+    @property
+    def core(self) -> PlacementCore:
+        return self.cores[0]
+
+    def tell(self, event: object) -> None:
+        for core in self.cores:
+            core.handle(event, self.now)  # type: ignore[arg-type]
+
+    def join(self, worker: str, *, epoch: str = "e1") -> None:
+        self.tell(WorkerJoined(a_record(worker, epoch=epoch)))
+        self.beat(worker, epoch=epoch)
+
+    def beat(
+        self,
+        worker: str,
+        *,
+        epoch: str = "e1",
+        queued: int = 0,
+        waiting: int = 0,
+        running: int = 0,
+        rate: float = RATE,
+        tokens_per_s: float = 0.0,
+    ) -> None:
+        load = Load(waiting=waiting, running=running, slots=self.slots, queued_prefill_tokens=queued)
+        rates = Rates(rate, tokens_per_s / max(running, 1), tokens_per_s)
+        beat = Heartbeat(worker, epoch, State.READY, load, rates, self.seq[worker], self.digest[worker])
+        self.tell(HeartbeatHeard(beat))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; workers go on saying that they are idle."""
+        self.now += seconds
+        self.tell(Tick())
+
+    def hashes(self, ids: Sequence[int], tenant: str = "public") -> Hashes:
+        return self.prompts.hashes(address_space(a_record("any")), tenant, an_ask(prompt_ids=tuple(ids)))
+
+    def store(self, worker: str, ids: Sequence[int], *, epoch: str = "e1", removed: bool = False) -> None:
+        """The worker tells that it holds all full blocks of `ids`, or no more."""
+        hashes = self.hashes(ids)
+        self.seq[worker] += 1
+        digest = 0
+        for low in hashes[:, 0].tolist():
+            digest ^= low
+        self.digest[worker] ^= digest
+        self.tell(BlocksChanged(worker, Changes(epoch, self.seq[worker], (Change(0, removed, hashes),), digest)))
+
+    def place(
+        self, request: str, ids: Sequence[int] = (), *, replica: int = 0, shared: bool = True, **fields: object
+    ) -> Placement:
+        """One decision; the other replicas hear of the booking unless it is not `shared`."""
+        ask: PlaceRequest = an_ask(request, prompt_ids=tuple(ids), **fields)
+        core = self.cores[replica]
+        placement = None
+        for action in core.handle(PlaceAsked("_INBOX.x", "public", ask), self.now):
+            if isinstance(action, Answer):
+                placement = action.placement
+            elif isinstance(action, Share) and shared:
+                self.tell(BookingsShared(BookedBatch(core.placement, action.booked)))
+        assert placement is not None
+        return placement
+
+    def pass_(
+        self, worker: str, request: str, *passed: Passed, prompt: int = 0, cached: int = 0, attempt: int = 0
+    ) -> None:
+        """Milestones of a request, in order."""
+        items = tuple(
+            Milestone("public", request, attempt, one, 0.1, prompt, {"device": cached} if cached else {})
+            for one in passed
+        )
+        self.tell(MilestonesHeard(Milestones(worker, "e1", items)))
+
+    def finish(self, placement: Placement, ids: Sequence[int], *, stores: bool = True) -> None:
+        """The worker does what it was given, at once, and tells of it."""
+        cached = placement.expected_hit.get("device", 0)
+        self.pass_(
+            placement.worker,
+            placement.request,
+            Passed.ACCEPTED,
+            Passed.STARTED,
+            Passed.FIRST_TOKEN,
+            prompt=len(ids),
+            cached=cached,
+        )
+        if stores:
+            self.store(placement.worker, ids)
+        self.pass_(placement.worker, placement.request, Passed.ENDED)
+
+
+def spread(placements: Sequence[Placement]) -> float:
+    """Largest share over mean, of the workers that were given anything."""
+    counts = Counter(placement.worker for placement in placements)
+    return max(counts.values()) * len(counts) / len(placements)
+
+
+__all__ = ["RATE", "Rig", "a_beat", "spread", "tokens"]

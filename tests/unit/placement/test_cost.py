@@ -1,0 +1,146 @@
+"""The policies that reckon: the cost in seconds, and match minus load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placement_build import a_record, an_ask
+from placement_rig import RATE, Rig, tokens
+
+from kvproto.hash_ring import HashRing
+from kvproto.messages import Load, Rates
+from services.placement.events import BlocksChanged, WorkerJoined
+from services.placement.fleet import Fleet, Ready
+from services.placement.index.changes import Change, Changes
+from services.placement.policies import DEFAULT_POLICY, Question
+from services.placement.policies.cost import Cost, fetch_and_prefill
+from services.placement.policies.kv_load import KvLoad
+from services.placement.prompts import address_space
+from services.placement.workloads import Workloads
+
+BLOCK_BYTES = 1_000_000
+
+
+def question(
+    matched: list[list[float]],
+    prompt: int,
+    *,
+    loads: list[Load] | None = None,
+    rates: list[Rates] | None = None,
+    heat: float = 0.0,
+) -> Question:
+    """Over workers w0, w1...: `matched` has a row per tier."""
+    fleet = Fleet(Workloads())
+    count = len(matched[0])
+    for number in range(count):
+        record = a_record(f"w{number}")
+        fleet.join(record, None, 0.0)
+        column = fleet.workers[f"w{number}"].column
+        fleet.workloads.drop(column)
+        assert fleet.workloads.add(BLOCK_BYTES, 0.0) == column
+        load = loads[number] if loads else Load(slots=100)
+        fleet.workloads.report(column, load, rates[number] if rates else Rates(RATE), 0, 0, 0.0)
+    ready: Ready = fleet.ready("demo")
+    rows = matched + [matched[-1]] * (3 - len(matched))
+    return Question(
+        key="key",
+        parting="parting",
+        ask=None,  # type: ignore[arg-type]
+        ring=HashRing(f"w{number}" for number in range(count)),
+        excluded=frozenset(),
+        candidates=ready.workers,
+        alive=fleet.workers,
+        loads=fleet.workloads.view(ready.columns, 0.0),
+        prompt_tokens=prompt,
+        matched=np.array(rows, dtype=float),
+        heat=heat,
+        block_size=16,
+    )
+
+
+def test_cost_is_the_default() -> None:
+    assert Cost.name == DEFAULT_POLICY
+
+
+def test_restoring_is_chosen_as_far_as_it_is_quicker_than_computing() -> None:
+    host, vault = 100 * 1e6, 1 * 1e6  # a block in 10 ms, in 1 s; it is prefilled in 2 ms... at 8,000 tokens/s
+    slow = Rates(800.0, restore_bytes_per_s={"host": host, "vault": vault})  # a block is prefilled in 20 ms
+    asked = question([[160, 160], [800, 160], [1600, 1600]], 1616, rates=[slow, slow])
+    fetch, prefill = fetch_and_prefill(asked)
+    assert fetch.tolist() == pytest.approx([40 * 0.01, 0.0])
+    assert prefill.tolist() == pytest.approx([816 / 800, 1456 / 800])
+
+
+def test_restoring_slower_than_computing_is_not_chosen_and_unmeasured_tiers_are_none() -> None:
+    quick = Rates(RATE, restore_bytes_per_s={"host": 1e6})
+    asked = question([[160, 160], [800, 800]], 1600, rates=[quick, Rates(RATE)])
+    fetch, prefill = fetch_and_prefill(asked)
+    assert fetch.tolist() == [0, 0]
+    assert prefill.tolist() == [1440 / RATE] * 2
+
+
+def test_a_worker_that_can_restore_is_chosen_before_one_that_must_compute() -> None:
+    rates = [Rates(800.0), Rates(800.0, restore_bytes_per_s={"host": 1e9})]
+    choice = Cost().choose(question([[0, 0], [0, 1600]], 1616, rates=rates))
+    assert choice is not None
+    assert choice.worker == "w1"
+    assert choice.terms["fetch"].tolist() == pytest.approx([0, 0.1])
+
+
+def test_rates_are_those_of_each_worker() -> None:
+    choice = Cost().choose(question([[0, 0]], 8000, rates=[Rates(1000.0), Rates(9000.0)]))
+    assert choice is not None
+    assert choice.worker == "w1"
+
+
+@pytest.mark.parametrize(("heat", "worker"), [(0.0, "w0"), (30.0, "w1")])
+def test_a_prefix_in_demand_is_copied_to_an_idle_worker(heat: float, worker: str) -> None:
+    loads = [Load(slots=100, queued_prefill_tokens=1600), Load(slots=100)]
+    choice = Cost().choose(question([[2000, 0]], 2100, loads=loads, heat=heat))
+    assert choice is not None
+    assert choice.worker == worker
+
+
+def test_nobody_waits_long_for_the_sake_of_a_copy() -> None:
+    loads = [Load(slots=100, queued_prefill_tokens=8000), Load(slots=100)]
+    choice = Cost().choose(question([[80_000, 0]], 80_100, loads=loads, heat=1000.0))
+    assert choice is not None
+    assert choice.worker == "w0"
+    assert choice.terms["copy"].tolist() == pytest.approx([0.0, -0.5], abs=0.001)
+
+
+def test_of_equals_the_ring_decides() -> None:
+    asked = question([[0, 0, 0, 0]], 100)
+    choice = Cost().choose(asked)
+    assert choice is not None
+    assert choice.worker == asked.ring.owner("parting")
+
+
+def test_dynamos_example_is_reproduced() -> None:
+    """Matches of 15, 50 and 75 %, loads of 30, 50 and 80 %: the second worker, at 0."""
+    loads = [Load(slots=100, running=running) for running in (30, 50, 80)]
+    choice = KvLoad().choose(question([[150, 500, 750]], 1000, loads=loads))
+    assert choice is not None
+    assert choice.worker == "w1"
+
+
+def test_no_candidates_no_choice() -> None:
+    empty = question([[0]], 10)
+    object.__setattr__(empty, "candidates", ())
+    assert Cost().choose(empty) is None
+    assert KvLoad().choose(empty) is None
+
+
+def test_two_revisions_of_a_model_are_matched_each_by_its_own_hashes() -> None:
+    rig = Rig("w0")
+    new = replace(a_record("w9"), model_revision="r2")
+    rig.tell(WorkerJoined(new))
+    rig.beat("w9")
+    ids = tokens(1, 800)
+    hashes = rig.prompts.hashes(address_space(new), "public", an_ask(prompt_ids=ids))
+    rig.tell(BlocksChanged("w9", Changes("e1", 1, (Change(0, False, hashes),), 0)))
+    assert rig.place("r", ids).worker == "w9"
+    rig.store("w0", tokens(2, 800))
+    assert rig.place("r2", tokens(2, 800)).worker == "w0"

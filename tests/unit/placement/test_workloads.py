@@ -1,0 +1,111 @@
+"""The columns in which load is kept: what is booked, drains, is corrected and reported."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvproto.messages import Load, Rates
+from services.placement.workloads import RECENT_S, UNMEASURED_RATE, Workloads
+
+
+def at(*columns: int) -> np.ndarray:
+    return np.array(columns, dtype=np.int64)
+
+
+def backlog(loads: Workloads, column: int, now: float) -> float:
+    return float(loads.view(at(column), now).backlog_s[0])
+
+
+def a_worker(loads: Workloads, rate: float = 1000.0, **load: int) -> int:
+    column = loads.add(1024, 0.0)
+    loads.report(column, Load(**load), Rates(rate), 0, 0, 0.0)
+    return column
+
+
+def test_a_backlog_grows_by_what_is_given_and_drains_at_the_measured_rate() -> None:
+    loads = Workloads()
+    column = a_worker(loads, queued_prefill_tokens=500)
+    assert backlog(loads, column, 0.0) == pytest.approx(0.5)
+    loads.give(column, 1000, 0.1)
+    assert backlog(loads, column, 0.1) == pytest.approx(1.4)
+    assert backlog(loads, column, 1.0) == pytest.approx(0.5)
+    assert backlog(loads, column, 9.0) == 0.0
+    loads.give(column, 1000, 9.0)  # what was idle does not count in its favour
+    assert backlog(loads, column, 9.0) == pytest.approx(1.0)
+    loads.check_integrity()
+
+
+def test_a_report_sets_it_right_but_for_what_it_cannot_have_seen() -> None:
+    loads = Workloads()
+    column = a_worker(loads)
+    loads.give(column, 5000, 0.1)
+    loads.report(column, Load(queued_prefill_tokens=700, waiting=1, running=2), Rates(1000.0), 300, 1, 0.2)
+    assert backlog(loads, column, 0.2) == pytest.approx(1.0)
+    assert loads.view(at(column), 1.0).requests.tolist() == [4]
+
+
+def test_what_is_taken_back_never_leaves_less_than_nothing() -> None:
+    loads = Workloads()
+    column = a_worker(loads)
+    loads.give(column, 100, 0.0)
+    loads.take(column, 5000, 0.0)
+    loads.take(column, 5000, 0.0)
+    assert loads.view(at(column), 1.0).requests.tolist() == [0]
+    assert backlog(loads, column, 0.0) == 0.0
+    loads.check_integrity()
+
+
+def test_who_has_not_measured_is_taken_for_the_mean_of_those_who_have() -> None:
+    loads = Workloads()
+    columns = at(a_worker(loads, 1000.0), a_worker(loads, 3000.0), a_worker(loads, 0.0))
+    assert loads.view(columns, 0.0).prefill_rate.tolist() == [1000, 3000, 2000]
+    assert loads.view(at(2), 0.0).prefill_rate.tolist() == [UNMEASURED_RATE]
+
+
+def test_one_bad_measurement_is_forgotten_if_nothing_better_comes() -> None:
+    loads = Workloads()
+    columns = at(a_worker(loads, 9000.0), a_worker(loads, 9000.0), a_worker(loads, 90.0))
+    slow = [loads.view(columns, now).prefill_rate[2] for now in (0.0, 60.0, 120.0, 1200.0)]
+    assert slow[0] == 90
+    assert slow == sorted(slow)
+    assert slow[3] == pytest.approx(6030, rel=0.01)
+    loads.report(2, Load(), Rates(91.0), 0, 0, 1200.0)  # it is slow
+    assert loads.view(columns, 1200.0).prefill_rate.tolist() == [9000, 9000, 91]
+
+
+def test_what_was_given_lately_fades() -> None:
+    loads = Workloads()
+    column = a_worker(loads)
+    loads.give(column, 6000, 0.0)
+    now = loads.view(at(column), 0.0).recent_share[0]
+    assert now == pytest.approx(6 / RECENT_S)
+    assert loads.view(at(column), RECENT_S).recent_share[0] == pytest.approx(now / np.e)
+
+
+def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
+    loads = Workloads()
+    free, full = a_worker(loads, slots=4, running=3), a_worker(loads, slots=4, running=4, waiting=1)
+    for column in (free, full):
+        loads.stayed(column, 8.0)
+    assert loads.view(at(free, full), 0.0).slot_wait_s.tolist() == [0.0, 2 * 8.0 / 4]
+
+
+def test_a_restore_that_was_never_measured_is_no_choice() -> None:
+    loads = Workloads()
+    columns = at(a_worker(loads), a_worker(loads))
+    loads.report(1, Load(), Rates(1000.0, restore_bytes_per_s={"host": 1e6, "no tier": 5.0}), 0, 0, 1.0)
+    assert loads.view(columns, 1.0).restore_s_per_block(1).tolist() == [np.inf, 1024 / 1e6]
+
+
+def test_columns_are_used_again_and_remember_nothing() -> None:
+    loads = Workloads()
+    columns = [a_worker(loads, running=7) for _ in range(100)]
+    assert columns == list(range(100))
+    loads.trust(41, 0.2)
+    loads.drop(41)
+    again = loads.add(0, 1.0)
+    assert again == 41
+    assert loads.of(again, 1.0).requests == 0
+    assert loads.view(at(41), 1.0).credit.tolist() == [1.0]
+    loads.check_integrity()
