@@ -54,7 +54,9 @@ PARTS = {
     "expected TTFT": ("decider.py", "_expected_ttft_s"),
     "booking": ("bookings.py", "book"),
     "ledger": ("ledger.py", "note"),
-    "candidates": ("ledger.py", "best_candidates"),
+    "candidates": ("ledger.py", "consider"),
+    "loads": ("workloads.py", "view"),
+    "heat": ("heat.py", "of"),
 }
 
 
