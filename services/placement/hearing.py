@@ -138,6 +138,8 @@ class Hearing:
                 self._tell(WorkerUpdated(self._known_state(view)))
 
     def _known_state(self, view: WorkerView) -> WorkerRecord:
+        if view.state is view.record.state:  # as it mostly is, and every worker renews its record each second
+            return view.record
         return self.members.view.with_state(view.record.id) or view.record
 
     async def _on_disconnect(self, message: Message) -> None:

@@ -41,6 +41,7 @@ from kvproto.messages import (
     Failed,
     GenerateRequest,
     MemberRecord,
+    Role,
 )
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inboxes
 from services.placement import intake
@@ -317,10 +318,17 @@ class PlacementLoop:
             log.warning("placement: record of worker %s not deleted: %s", worker, error)
 
     def _share(self, booked: tuple[Booked, ...]) -> None:
-        """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat."""
+        """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
+        is what a replica that is only just starting was not told."""
+        if not self._has_others():  # NATS would bring it back to nobody but us
+            return
         if not self._booked:
             asyncio.get_running_loop().call_later(SHARE_S, lambda: self._spawn(self._publish_booked()))
         self._booked += booked
+
+    def _has_others(self) -> bool:
+        own = self._record.id
+        return any(role is Role.PLACEMENT and member != own for role, member in self.members.view.members)
 
     async def _publish_booked(self) -> None:
         booked, self._booked = self._booked, []

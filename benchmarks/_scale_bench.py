@@ -1,0 +1,194 @@
+"""A nats-server, placement replicas and fake workers as processes, for benchmarks of a fleet without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _fleet_prompts as prompts
+from benchmarks._processes import cpu_seconds
+from benchmarks._requester import Requester
+from kvproto import codec
+from kvproto.messages import PlacementStats
+from kvproto.subjects import Subjects
+from services.cli import embedded_nats
+from services.cli.init import create_buckets
+
+PER_SOURCE = 500  # workers of one process
+START_S = 60.0
+
+
+def rss_mb(pid: int) -> int:
+    """Resident memory now."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return round(int(line.split()[1]) / 1024)
+
+
+@dataclass
+class ScaleBench:
+    """What runs. Replicas are named p0, p1...; sources of workers f0, f1..."""
+
+    url: str
+    nats_pid: int
+    workers: int
+    blocks: int
+    logs: Path
+    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ processes
+
+    async def start_fleet(self) -> None:
+        for first in range(0, self.workers, PER_SOURCE):
+            count = min(PER_SOURCE, self.workers - first)
+            name = f"f{first // PER_SOURCE}"
+            arguments = ["-m", "benchmarks._fake_fleet", self.url, name, str(first), str(count), str(self.blocks)]
+            process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+            self.processes[name] = process
+        for name in self.sources:
+            stdout = self.processes[name].stdout
+            assert stdout is not None
+            line = await asyncio.to_thread(stdout.readline)
+            assert line == "ready\n", f"the fake fleet {name} did not start"
+
+    def start_placement(self, name: str, *, room: tuple[int, int] | None = None) -> float:
+        """Start a replica, with `room` for (workers, blocks) in its index or as much as it comes with. Returns when."""
+        flags = [f"--nats-url={self.url}", f"--id={name}", f"--fleet-key={prompts.FLEET_KEY}", "--log-level=warning"]
+        if room is not None:
+            flags += [f"--max-workers={room[0]}", f"--index-blocks={room[1]}"]
+        command = [sys.executable, "-m", "services.placement.main", *flags]
+        began = time.perf_counter()
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, stderr=log, text=True)
+        return began
+
+    def faults(self, name: str) -> list[str]:
+        """Exceptions that a replica's log tells of: their last lines."""
+        lines = (self.logs / f"{name}.log").read_text().splitlines()
+        return [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception)\b", line)]
+
+    def end(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    @property
+    def sources(self) -> list[str]:
+        return [name for name in self.processes if name.startswith("f")]
+
+    @property
+    def replicas(self) -> list[str]:
+        return [name for name in self.processes if name.startswith("p")]
+
+    # ------------------------------------------------------------------ the fake fleet
+
+    async def tell_fleet(self, requester: Requester, **orders: Any) -> dict[str, float]:
+        """Give every source an order (`rate`, in events/s of the whole fleet; `grow`); the sums of what they did."""
+        if "rate" in orders:
+            orders["rate"] /= len(self.sources)
+        sums: dict[str, float] = {}
+        for name in self.sources:
+            data = json.dumps(orders).encode()
+            reply = await requester.connection.request(f"bench.fleet.{name}", data, 10.0)
+            for key, value in json.loads(reply.data).items():
+                sums[key] = sums.get(key, 0) + value
+        return sums
+
+    # ------------------------------------------------------------------ what placement knows
+
+    async def stats(self, requester: Requester) -> dict[str, PlacementStats]:
+        """Of every replica that answers within a moment."""
+        found: dict[str, PlacementStats] = {}
+
+        async def heard(message: Any) -> None:
+            if message.data:  # else nobody is there yet
+                stats = codec.decode(PlacementStats, message.data)
+                found[stats.placement] = stats
+
+        subscription = await requester.connection.subscribe("_ing.bench.stats", heard)
+        await requester.connection.publish(Subjects().placement_stats(), b"", reply="_ing.bench.stats")
+        for _ in range(40):
+            await asyncio.sleep(0.05)
+            if len(found) == len(self.replicas):
+                break
+        await subscription.unsubscribe()
+        return found
+
+    async def until_ready(self, requester: Requester, replicas: int = 1) -> None:
+        """Until so many replicas know the whole fleet. Raises SystemExit."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            stats = await self.stats(requester)
+            if sum(len(one.workers) >= self.workers for one in stats.values()) >= replicas:
+                return
+        raise SystemExit(f"placement does not know {self.workers} workers: {stats}")
+
+    async def until_known(
+        self, requester: Requester, blocks: int, among: list[int], replicas: int = 1, limit_s: float = 60.0
+    ) -> float:
+        """Until so many replicas have each said of every worker of `among` that it holds so many blocks of its own
+        chain. Returns when; raises SystemExit, with how many are missing."""
+        missing: dict[str, set[int]] = {}
+        end = time.perf_counter() + limit_s
+        while time.perf_counter() < end:
+            for worker in {w for several in missing.values() for w in several} or among:
+                replica, known = await requester.blocks_known(worker)
+                if not replica:
+                    continue
+                several = missing.setdefault(replica, set(among))
+                if known == blocks:
+                    several.discard(worker)
+            if len(missing) >= replicas and not any(missing.values()):
+                return time.perf_counter()
+        raise SystemExit(f"not known after {limit_s} s: { {name: len(some) for name, some in missing.items()} }")
+
+    # ------------------------------------------------------------------ what it costs
+
+    def pids(self) -> dict[str, int]:
+        return {"nats-server": self.nats_pid} | {name: one.pid for name, one in self.processes.items()}
+
+    def meter(self) -> Meter:
+        return Meter(self.pids())
+
+
+class Meter:
+    """CPU of each process since it was made, as a share of one core."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self._pids = pids | {"requester": os.getpid()}
+        self._before = {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+        self._began = time.perf_counter()
+
+    def cores(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self._began
+        return {name: round((cpu_seconds(pid) - self._before[name]) / seconds, 3) for name, pid in self._pids.items()}
+
+
+@contextlib.asynccontextmanager
+async def scale_bench(workers: int, blocks: int) -> AsyncIterator[ScaleBench]:
+    """A nats-server with buckets; everything that was started ends with the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        nats = embedded_nats.start(Path(folder), Path(folder) / "nats.log")
+        bench = ScaleBench(nats.url, nats.child.process.pid, workers, blocks, Path(folder))
+        try:
+            await create_buckets(nats.url, "kvf")
+            yield bench
+        finally:
+            for name in list(bench.processes):
+                bench.end(name)
+            nats.child.process.terminate()
+            nats.child.process.wait(10)
