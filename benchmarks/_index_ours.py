@@ -15,7 +15,7 @@ from kvproto.messages import BlockRun, Heartbeat, KvEvents, State, TierEvents
 from services.placement.index.changes import TIERS
 from services.placement.index.follower import Follows
 from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.warm_up import warm_up
+from services.placement.warm_up import warm_up
 
 EPOCH = "e1"
 NAMES = [f"w-{number:02}" for number in range(WORKERS)]

@@ -29,8 +29,8 @@ from kvproto.messages import Load as WorkerLoad
 from services.placement.core import PlacementCore
 from services.placement.events import HeartbeatHeard, MilestonesHeard, Tick, WorkerJoined
 from services.placement.index.changes import TIERS
-from services.placement.index.warm_up import warm_up
 from services.placement.prompts import HashedPrompts
+from services.placement.warm_up import warm_up
 
 LENGTH, BLOCK_SIZE, VOCABULARY = 128, 16, 128_256
 MODEL, REVISION, TENANT, EPOCH = "demo", "r1", "public", "e1"

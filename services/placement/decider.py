@@ -21,7 +21,7 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.ledger import Entry, Ledger, consider
 from services.placement.policies import Choice, Policy, Question
-from services.placement.policies.cost import fetch_and_prefill
+from services.placement.price_kernel import TERMS
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
 from services.placement.workloads import TIERS, Floats, View, Workloads
@@ -209,13 +209,8 @@ def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number:
         return None
     terms = choice.terms
     if not terms:
-        fetch, prefill = fetch_and_prefill(question)
-        terms = {
-            "queue": question.loads.backlog_s,
-            "slot": question.loads.slot_wait_s,
-            "fetch": fetch,
-            "prefill": prefill,
-        }
+        priced = question.loads.price(question.matched, question.prompt_tokens, question.block_size)
+        terms = dict(zip(TERMS, priced, strict=False))
     return float(sum(terms[name][number] for name in ("queue", "slot", "fetch", "prefill")))
 
 

@@ -20,11 +20,11 @@ from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
 from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.warm_up import warm_up
 from services.placement.ledger_file import LedgerFile
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
 from services.placement.settings import PlacementSettings
+from services.placement.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 

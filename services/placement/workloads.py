@@ -14,15 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.messages import Load, Rates, Tier
+from services.placement import load_rows as rows
+from services.placement import price_kernel
+from services.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = npt.NDArray[np.int64]
 
 TIERS: tuple[Tier, ...] = tuple(Tier)
-UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
-RECENT_S = 60.0  # what a worker was given counts as recent for about so long
-ALIKE = 0.25  # rates that differ from their mean by less than this share do so by chance
-FORGIVEN_S = 120.0  # after so long without a new measurement, two thirds of a low rate are forgotten
 FIRST_COLUMNS = 64
 
 
@@ -36,98 +35,53 @@ class Workload:
 
 
 class View:
-    """Some workers at one moment; everything is `[workers]`. What is asked for is worked out then."""
+    """Some workers at one moment; everything is `[workers]`."""
 
-    __slots__ = ("_restore", "_values", "now", "prefill_rate", "requests")
+    __slots__ = ("_restore", "_values", "now")
 
     def __init__(self, values: Floats, restore: Floats, now: float) -> None:
         self._values = values
         self._restore = restore
         self.now = now
-        self.requests: Floats = values[_REQUESTS]
-        self.prefill_rate = _hopeful(values[_RATE], values[_RATE_AT], now)
-        """Tokens/s: see `_hopeful`."""
+
+    def price(
+        self,
+        matched: Floats,
+        tokens: int,
+        block_size: int,
+        *,
+        heat: float = 0.0,
+        others: float = 0.0,
+        busy: float = 0.0,
+    ) -> Floats:
+        """What a request of `tokens`, of which `matched` `[tiers, workers]` are cached, would cost, in seconds: a row
+        for each of `price_kernel.TERMS`, and their sum."""
+        out = np.empty((price_kernel.ROWS, self._values.shape[1]))
+        price_kernel.price(self._values, self._restore, matched, tokens, block_size, heat, self.now, others, busy, out)
+        return out
+
+    @property
+    def requests(self) -> Floats:
+        requests: Floats = self._values[rows.REQUESTS]
+        return requests
 
     @property
     def credit(self) -> Floats:
         """What share of the blocks that it is said to hold is believed."""
-        credit: Floats = self._values[_CREDIT]
+        credit: Floats = self._values[rows.CREDIT]
         return credit
-
-    @property
-    def backlog_s(self) -> Floats:
-        """Seconds until what is queued has been prefilled."""
-        values = self._values
-        left: Floats = values[_BACKLOG] / self.prefill_rate + (values[_AT] - self.now)
-        return np.maximum(left, 0.0, out=left)
-
-    @property
-    def recent_share(self) -> Floats:
-        """Seconds of prefill given lately, per second: 1 is a worker that is just busy all the time."""
-        values = self._values
-        fades = np.exp((values[_AT] - self.now) / RECENT_S)
-        share: Floats = values[_RECENT] * fades / (self.prefill_rate * RECENT_S)
-        return share
-
-    @property
-    def step_s(self) -> Floats:
-        """Seconds of a decode step of those who are there, as each makes it longer.
-
-        What one adds is at most the least time that a decoded token takes anywhere: with few of them most of a step
-        is not theirs.
-        """
-        each = self._values[_TOKEN_S]
-        least = float(np.min(each, initial=np.inf, where=each > 0))
-        seconds: Floats = self.requests * (least if least < np.inf else 0.0)
-        return seconds
-
-    @property
-    def slot_wait_s(self) -> Floats:
-        """Seconds until a slot is free, from how long requests stay."""
-        slots = self._values[_SLOTS]
-        ahead = self.requests - slots + 1
-        waits: Floats = np.where((slots > 0) & (ahead > 0), ahead, 0.0)
-        if waits.any():
-            waits *= self._values[_STAY] / np.maximum(slots, 1.0)
-        return waits
 
     @property
     def cache_usage(self) -> Floats:
         """Share of KV blocks that running sequences hold; 0 where that is not known."""
-        usage: Floats = self._values[_BLOCKS_USED] / np.maximum(self._values[_BLOCKS], 1.0)
+        usage: Floats = self._values[rows.BLOCKS_USED] / np.maximum(self._values[rows.BLOCKS], 1.0)
         return usage
 
     @property
     def slot_usage(self) -> Floats:
         """Requests, waiting ones too, as a share of slots."""
-        usage: Floats = self.requests / np.maximum(self._values[_SLOTS], 1.0)
+        usage: Floats = self.requests / np.maximum(self._values[rows.SLOTS], 1.0)
         return usage
-
-    def restore_s_per_block(self, tier: int) -> Floats:
-        """Seconds to bring one block to the device; infinite where nothing was measured."""
-        rates, size = self._restore[tier], self._values[_BLOCK_BYTES]
-        known = (rates > 0) & (size > 0)
-        return np.where(known, size / np.where(known, rates, 1.0), np.inf)
-
-
-def _hopeful(rates: Floats, measured_at: Floats, now: float) -> Floats:
-    """Rates as measured, made comparable.
-
-    Those within a quarter of their mean are taken for the mean: between equal machines that is how measurements differ,
-    and the idle one that happened to be slower last time must not stay idle for it. Who has not measured is taken for
-    the mean too. Whoever measured much less, long ago, comes up to it little by little: one bad measurement would else
-    keep all work, and so any better one, away.
-    """
-    measured = rates > 0
-    if not measured.any():
-        return np.full(len(rates), UNMEASURED_RATE)
-    mean = float(rates.mean(where=measured))
-    alike = np.abs(rates - mean) <= ALIKE * mean
-    if alike.all():
-        return np.full(len(rates), mean)
-    hope = np.where(measured, 1 - np.exp((measured_at - now) / FORGIVEN_S), 1.0)
-    hoped: Floats = np.where(alike, mean, rates + np.maximum(mean - rates, 0.0) * hope)
-    return hoped
 
 
 class Workloads:
@@ -137,7 +91,7 @@ class Workloads:
         self.now = 0.0  # the latest time heard of
         self._size = 0
         self._free: list[int] = []
-        self._values: Floats = np.zeros((len(_FIELDS), FIRST_COLUMNS))
+        self._values: Floats = np.zeros((rows.COUNT, FIRST_COLUMNS))
         self._restore: Floats = np.zeros((len(TIERS), FIRST_COLUMNS))
 
     # ------------------------------------------------------------------ columns
@@ -153,9 +107,9 @@ class Workloads:
                 self._restore = np.concatenate([self._restore, np.zeros_like(self._restore)], axis=1)
         self._values[:, column] = 0.0
         self._restore[:, column] = 0.0
-        self._values[_AT, column] = now
-        self._values[_CREDIT, column] = 1.0
-        self._values[_BLOCK_BYTES, column] = block_bytes
+        self._values[rows.AT, column] = now
+        self._values[rows.CREDIT, column] = 1.0
+        self._values[rows.BLOCK_BYTES, column] = block_bytes
         return column
 
     def drop(self, column: int) -> None:
@@ -169,15 +123,15 @@ class Workloads:
         """A heartbeat; `unseen` is what was booked and cannot be in it yet."""
         values = self._values
         self._drain(column, now)
-        if rates.prefill_tokens_per_s != values[_RATE, column]:
-            values[_RATE, column], values[_RATE_AT, column] = rates.prefill_tokens_per_s, now
-        values[_BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
-        values[_REQUESTS, column] = load.waiting + load.running + unseen_requests
-        values[_SLOTS, column] = load.slots
+        if rates.prefill_tokens_per_s != values[rows.RATE, column]:
+            values[rows.RATE, column], values[rows.RATE_AT, column] = rates.prefill_tokens_per_s, now
+        values[rows.BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
+        values[rows.REQUESTS, column] = load.waiting + load.running + unseen_requests
+        values[rows.SLOTS, column] = load.slots
         if rates.decode_tokens_per_s:
-            values[_TOKEN_S, column] = 1 / rates.decode_tokens_per_s
-        values[_BLOCKS_USED, column] = load.blocks_used
-        values[_BLOCKS, column] = load.blocks_total
+            values[rows.TOKEN_S, column] = 1 / rates.decode_tokens_per_s
+        values[rows.BLOCKS_USED, column] = load.blocks_used
+        values[rows.BLOCKS, column] = load.blocks_total
         for tier, rate in rates.restore_bytes_per_s.items():
             if tier in _TIER_NUMBER and math.isfinite(rate) and rate >= 0:
                 self._restore[_TIER_NUMBER[tier], column] = rate
@@ -185,29 +139,29 @@ class Workloads:
     def give(self, column: int, tokens: float, now: float) -> None:
         """A request with so many tokens to prefill."""
         self._drain(column, now)
-        self._values[_REQUESTS, column] += 1
-        self._values[_BACKLOG, column] += tokens
-        self._values[_RECENT, column] += tokens
+        self._values[rows.REQUESTS, column] += 1
+        self._values[rows.BACKLOG, column] += tokens
+        self._values[rows.RECENT, column] += tokens
 
     def correct(self, column: int, tokens: float, now: float) -> None:
         """The tokens to prefill turned out to be more, or fewer."""
         self._drain(column, now)
-        self._values[_BACKLOG, column] = max(0.0, self._values[_BACKLOG, column] + tokens)
-        self._values[_RECENT, column] = max(0.0, self._values[_RECENT, column] + tokens)
+        self._values[rows.BACKLOG, column] = max(0.0, self._values[rows.BACKLOG, column] + tokens)
+        self._values[rows.RECENT, column] = max(0.0, self._values[rows.RECENT, column] + tokens)
 
     def take(self, column: int, tokens: float, now: float) -> None:
         """The request is gone, and so many of its tokens will never be prefilled."""
         self.correct(column, -tokens, now)
-        self._values[_REQUESTS, column] = max(0.0, self._values[_REQUESTS, column] - 1)
+        self._values[rows.REQUESTS, column] = max(0.0, self._values[rows.REQUESTS, column] - 1)
 
     def stayed(self, column: int, seconds: float) -> None:
         """A request left, so long after it had started."""
-        old = self._values[_STAY, column]
-        self._values[_STAY, column] = old + (seconds - old) * 0.1 if old else seconds
+        old = self._values[rows.STAY, column]
+        self._values[rows.STAY, column] = old + (seconds - old) * 0.1 if old else seconds
 
     def trust(self, column: int, credit: float) -> None:
         """What share of the blocks that the worker is said to hold is believed."""
-        self._values[_CREDIT, column] = credit
+        self._values[rows.CREDIT, column] = credit
 
     # ------------------------------------------------------------------ questions
 
@@ -216,42 +170,25 @@ class Workloads:
         return View(self._values.take(columns, axis=1), self._restore.take(columns, axis=1), now)
 
     def of(self, column: int, now: float) -> Workload:
-        one = self.view(np.array([column]), now)
-        backlog = one.backlog_s * one.prefill_rate
-        return Workload(float(one.requests[0]), float(backlog[0]), float(self._values[_RATE, column]))
+        values = self._values[:, column].tolist()
+        backlog = values[rows.BACKLOG] - (now - values[rows.AT]) * (values[rows.RATE] or UNMEASURED_RATE)
+        return Workload(values[rows.REQUESTS], max(backlog, 0.0), values[rows.RATE])
 
     # ------------------------------------------------------------------ inside
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values
-        waited = now - values[_AT, column]
-        values[_AT, column] = self.now = now
-        rate = values[_RATE, column] or UNMEASURED_RATE
-        values[_BACKLOG, column] = max(0.0, values[_BACKLOG, column] - waited * rate)
-        values[_RECENT, column] *= math.exp(-waited / RECENT_S)
+        waited = now - values[rows.AT, column]
+        values[rows.AT, column] = self.now = now
+        rate = values[rows.RATE, column] or UNMEASURED_RATE
+        values[rows.BACKLOG, column] = max(0.0, values[rows.BACKLOG, column] - waited * rate)
+        values[rows.RECENT, column] *= math.exp(-waited / RECENT_S)
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
         assert len(set(self._free)) == len(self._free) <= self._size
         assert np.isfinite(self._values).all()
-        assert (self._values[_NEVER_NEGATIVE] >= 0).all()
+        assert (self._values[rows.NEVER_NEGATIVE] >= 0).all()
 
 
-_FIELDS = range(13)
-(
-    _RATE,
-    _BACKLOG,
-    _AT,
-    _REQUESTS,
-    _SLOTS,
-    _STAY,
-    _RECENT,
-    _CREDIT,
-    _BLOCK_BYTES,
-    _BLOCKS_USED,
-    _BLOCKS,
-    _TOKEN_S,
-    _RATE_AT,
-) = _FIELDS
-_NEVER_NEGATIVE = [_RATE, _BACKLOG, _REQUESTS, _SLOTS, _STAY, _RECENT, _CREDIT]
 _TIER_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}

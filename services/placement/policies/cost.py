@@ -30,11 +30,11 @@ from __future__ import annotations
 import numpy as np
 
 from services.placement.policies.base import Choice, Question
-from services.placement.workloads import TIERS, Floats
+from services.placement.price_kernel import COST, PREFILL, QUEUE, SLOT, TERMS
+from services.placement.workloads import Floats
 
 OTHERS = 4.0
 BUSY = 50.0
-COPY_S = 0.5  # what a request may be made to wait so that others find a copy
 IN_DEMAND = 3.0  # requests a minute: what ends where so many do is no conversation
 NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
 NEAR = 0.02
@@ -51,57 +51,31 @@ class Cost:
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        loads = question.loads
-        fetch, prefill = fetch_and_prefill(question)
-        least = prefill.min()
-        copied = prefill - least
-        heat = question.heat
-        spared = np.minimum(copied, COPY_S) * (heat / (1 + heat))
-        terms = {
-            "queue": loads.backlog_s,
-            "slot": loads.slot_wait_s,
-            "step": loads.step_s,
-            "fetch": fetch,
-            "prefill": prefill,
-            "copy": 0.0 - spared,
-            "harm": (least + copied / (1 + heat)) * (self._others + self._busy * loads.recent_share),
-        }
-        costs = sum(terms.values(), np.zeros(len(prefill)))
+        priced = question.loads.price(
+            question.matched,
+            question.prompt_tokens,
+            question.block_size,
+            heat=question.heat,
+            others=self._others,
+            busy=self._busy,
+        )
+        costs = priced[COST]
         best = float(costs.min())
         near = costs <= best * (1 + NEAR) + NEAR_S
         held = question.matched[-1] * near
         most = held.max()
-        if heat < IN_DEMAND and 2 * most >= question.prompt_tokens > 0:
+        if question.heat < IN_DEMAND and 2 * most >= question.prompt_tokens > 0:
             near &= held == most
         number, equals = int(costs.argmin()), np.flatnonzero(near).tolist()
         if len(equals) > 1:
             names = {question.candidates[equal].id: equal for equal in equals}
             number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
-        return Choice(question.candidates[number].id, _why(question, terms, number, len(equals)), terms, costs)
+        terms = dict(zip(TERMS, priced, strict=False))
+        return Choice(question.candidates[number].id, _why(question, priced, number, len(equals)), terms, costs)
 
 
-def fetch_and_prefill(question: Question) -> tuple[Floats, Floats]:
-    """Seconds of restoring and of prefilling on each candidate, at the cheapest split.
-
-    Between the ends of two tiers both grow in a straight line, so the cheapest split is at one of the ends.
-    """
-    matched, rates = question.matched, question.loads.prefill_rate
-    fetch = fetched = np.zeros(len(rates))
-    prefill = (question.prompt_tokens - matched[0]) / rates
-    for tier in range(1, len(TIERS)):
-        more = (matched[tier] - matched[tier - 1]) / question.block_size
-        if not more.any():
-            continue
-        per_block = question.loads.restore_s_per_block(tier)
-        fetched = fetched + more * np.where(more > 0, per_block, 0.0)
-        rest = (question.prompt_tokens - matched[tier]) / rates
-        cheaper = fetched + rest < fetch + prefill
-        fetch, prefill = np.where(cheaper, fetched, fetch), np.where(cheaper, rest, prefill)
-    return fetch, prefill
-
-
-def _why(question: Question, terms: dict[str, Floats], number: int, near: int) -> str:
-    waits = (terms["queue"][number] + terms["slot"][number]) * 1000
-    held = int(question.matched[-1][number])
-    text = f"{waits:.0f} ms queue, {terms['prefill'][number] * 1000:.0f} ms prefill after {held} cached tokens"
+def _why(question: Question, priced: Floats, number: int, near: int) -> str:
+    waits = (priced[QUEUE, number] + priced[SLOT, number]) * 1000
+    held = int(question.matched[-1, number])
+    text = f"{waits:.0f} ms queue, {priced[PREFILL, number] * 1000:.0f} ms prefill after {held} cached tokens"
     return f"{text}; first on the ring of {near} that cost as little" if near > 1 else f"cheapest: {text}"

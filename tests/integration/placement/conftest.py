@@ -10,8 +10,8 @@ from fake_fleet import BareProducer, FakeWorker, StartPlacement, StartWorker, op
 
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
-from services.placement.index.warm_up import warm_up
 from services.placement.loop import PlacementLoop
+from services.placement.warm_up import warm_up
 
 
 @pytest.fixture(scope="session", autouse=True)

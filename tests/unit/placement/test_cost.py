@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from placement_build import a_record, an_ask
 from placement_rig import RATE, Rig, tokens
 
@@ -15,8 +17,9 @@ from services.placement.events import BlocksChanged, WorkerJoined
 from services.placement.fleet import Fleet, Ready
 from services.placement.index.changes import Change, Changes
 from services.placement.policies import DEFAULT_POLICY, Question
-from services.placement.policies.cost import Cost, fetch_and_prefill
+from services.placement.policies.cost import Cost
 from services.placement.policies.kv_load import KvLoad
+from services.placement.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, SLOT, STEP
 from services.placement.prompts import address_space
 from services.placement.workloads import Workloads
 
@@ -60,6 +63,12 @@ def question(
     )
 
 
+def fetch_and_prefill(asked: Question) -> tuple[np.ndarray, np.ndarray]:
+    choice = Cost().choose(asked)
+    assert choice is not None
+    return choice.terms["fetch"], choice.terms["prefill"]
+
+
 def test_cost_is_the_default() -> None:
     assert Cost.name == DEFAULT_POLICY
 
@@ -79,6 +88,64 @@ def test_restoring_slower_than_computing_is_not_chosen_and_unmeasured_tiers_are_
     fetch, prefill = fetch_and_prefill(asked)
     assert fetch.tolist() == [0, 0]
     assert prefill.tolist() == [1440 / RATE] * 2
+
+
+def test_a_restore_that_was_never_measured_is_no_choice_and_a_strange_tier_none_at_all() -> None:
+    rates = [Rates(800.0, restore_bytes_per_s={"vault": 1e9, "no tier": 5.0}), Rates(800.0)]
+    fetch, prefill = fetch_and_prefill(question([[0, 0], [160, 0], [1600, 1600]], 1616, rates=rates))
+    assert fetch.tolist() == [0, 0]
+    assert prefill.tolist() == [1616 / 800] * 2
+
+
+@given(
+    data=st.data(),
+    count=st.integers(1, 6),
+    tokens=st.integers(0, 5000),
+    heat=st.floats(0, 100),
+)
+def test_prices_are_what_the_text_says(data: st.DataObject, count: int, tokens: int, heat: float) -> None:
+    """Worker by worker, term by term, in plain numbers."""
+    draw = data.draw
+    few, big = st.integers(0, 20), st.integers(0, 50_000)
+    loads = [
+        Load(slots=draw(few), running=draw(few), waiting=draw(few), queued_prefill_tokens=draw(big))
+        for _ in range(count)
+    ]
+    some = st.sampled_from([0.0, 500.0, 8000.0, 9000.0])
+    rates = [
+        Rates(draw(some), 1.0, draw(some), {"host": draw(some) * 1e5, "vault": draw(some) * 1e4}) for _ in range(count)
+    ]
+    shares = [sorted(draw(st.lists(st.integers(0, tokens), min_size=3, max_size=3))) for _ in range(count)]
+    matched = [[float(share[tier]) for share in shares] for tier in range(3)]
+    asked = question(matched, tokens, loads=loads, rates=rates, heat=heat)
+    found = asked.loads.price(asked.matched, tokens, 16, heat=heat, others=4.0, busy=50.0)
+    measured = [one.prefill_tokens_per_s for one in rates if one.prefill_tokens_per_s]
+    mean = sum(measured) / len(measured) if measured else 1000.0
+    each = min((1 / one.decode_tokens_per_s for one in rates if one.decode_tokens_per_s), default=0.0)
+    prefills = []
+    for number, (load, rate) in enumerate(zip(loads, rates, strict=True)):
+        own = rate.prefill_tokens_per_s
+        speed = mean if not own or abs(own - mean) <= 0.25 * mean else own
+        requests = load.running + load.waiting
+        assert found[QUEUE, number] == pytest.approx(load.queued_prefill_tokens / speed)
+        assert found[SLOT, number] == 0  # how long requests stay is not known
+        assert found[STEP, number] == pytest.approx(requests * each)
+        splits, fetched = [(0.0, (tokens - shares[number][0]) / speed)], 0.0
+        for tier, name in ((1, "host"), (2, "vault")):
+            blocks = (shares[number][tier] - shares[number][tier - 1]) / 16
+            bandwidth = rate.restore_bytes_per_s[name]
+            if blocks and not bandwidth:
+                break
+            fetched += blocks * BLOCK_BYTES / bandwidth if blocks else 0.0
+            splits.append((fetched, (tokens - shares[number][tier]) / speed))
+        fetch, prefill = min(splits, key=sum)
+        assert found[FETCH, number] + found[PREFILL, number] == pytest.approx(fetch + prefill)
+        prefills.append(found[PREFILL, number])
+    for number, prefill in enumerate(prefills):
+        copied = prefill - min(prefills)
+        assert found[COPY, number] == pytest.approx(-min(copied, 0.5) * heat / (1 + heat))
+        assert found[HARM, number] == pytest.approx(4.0 * (min(prefills) + copied / (1 + heat)))
+    assert found[COST] == pytest.approx(found[:COST].sum(axis=0))
 
 
 def test_a_worker_that_can_restore_is_chosen_before_one_that_must_compute() -> None:

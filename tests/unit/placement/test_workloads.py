@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvproto.messages import Load, Rates
-from services.placement.workloads import RECENT_S, UNMEASURED_RATE, Workloads
+from services.placement.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
+from services.placement.workloads import Workloads
 
 
 def at(*columns: int) -> np.ndarray:
@@ -14,7 +15,22 @@ def at(*columns: int) -> np.ndarray:
 
 
 def backlog(loads: Workloads, column: int, now: float) -> float:
-    return float(loads.view(at(column), now).backlog_s[0])
+    return float(priced(loads, at(column), now)[QUEUE, 0])
+
+
+def priced(loads: Workloads, columns: np.ndarray, now: float, *, tokens: int = 0, busy: float = 0.0) -> np.ndarray:
+    return loads.view(columns, now).price(np.zeros((3, len(columns))), tokens, 16, busy=busy)
+
+
+def rates(loads: Workloads, columns: np.ndarray, now: float) -> list[float]:
+    """Prefill tokens/s as a decision takes them."""
+    return (1 / priced(loads, columns, now, tokens=1)[PREFILL]).round(6).tolist()
+
+
+def recent(loads: Workloads, column: int, now: float) -> float:
+    """Seconds of prefill given lately, per second."""
+    with_harm = priced(loads, at(column), now, tokens=1000, busy=1.0)
+    return float(with_harm[HARM, 0] / with_harm[PREFILL, 0])
 
 
 def a_worker(loads: Workloads, rate: float = 1000.0, **load: int) -> int:
@@ -59,34 +75,34 @@ def test_what_is_taken_back_never_leaves_less_than_nothing() -> None:
 def test_who_has_not_measured_is_taken_for_the_mean_of_those_who_have() -> None:
     loads = Workloads()
     columns = at(a_worker(loads, 1000.0), a_worker(loads, 3000.0), a_worker(loads, 0.0))
-    assert loads.view(columns, 0.0).prefill_rate.tolist() == [1000, 3000, 2000]
-    assert loads.view(at(2), 0.0).prefill_rate.tolist() == [UNMEASURED_RATE]
+    assert rates(loads, columns, 0.0) == [1000, 3000, 2000]
+    assert rates(loads, at(2), 0.0) == [UNMEASURED_RATE]
 
 
 def test_rates_that_differ_by_chance_are_alike() -> None:
     loads = Workloads()
     columns = at(*(a_worker(loads, rate) for rate in (900.0, 1000.0, 1100.0)))
-    assert loads.view(columns, 0.0).prefill_rate.tolist() == [1000] * 3
+    assert rates(loads, columns, 0.0) == [1000] * 3
 
 
 def test_one_bad_measurement_is_forgotten_if_nothing_better_comes() -> None:
     loads = Workloads()
     columns = at(a_worker(loads, 9000.0), a_worker(loads, 9000.0), a_worker(loads, 90.0))
-    slow = [loads.view(columns, now).prefill_rate[2] for now in (0.0, 60.0, 120.0, 1200.0)]
+    slow = [rates(loads, columns, now)[2] for now in (0.0, 60.0, 120.0, 1200.0)]
     assert slow[0] == 90
     assert slow == sorted(slow)
     assert slow[3] == pytest.approx(6030, rel=0.01)
     loads.report(2, Load(), Rates(91.0), 0, 0, 1200.0)  # it is slow
-    assert loads.view(columns, 1200.0).prefill_rate.tolist() == [9000, 9000, 91]
+    assert rates(loads, columns, 1200.0) == [9000, 9000, 91]
 
 
 def test_what_was_given_lately_fades() -> None:
     loads = Workloads()
     column = a_worker(loads)
     loads.give(column, 6000, 0.0)
-    now = loads.view(at(column), 0.0).recent_share[0]
+    now = recent(loads, column, 0.0)
     assert now == pytest.approx(6 / RECENT_S)
-    assert loads.view(at(column), RECENT_S).recent_share[0] == pytest.approx(now / np.e)
+    assert recent(loads, column, RECENT_S) == pytest.approx(now / np.e)
 
 
 def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
@@ -94,14 +110,7 @@ def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
     free, full = a_worker(loads, slots=4, running=3), a_worker(loads, slots=4, running=4, waiting=1)
     for column in (free, full):
         loads.stayed(column, 8.0)
-    assert loads.view(at(free, full), 0.0).slot_wait_s.tolist() == [0.0, 2 * 8.0 / 4]
-
-
-def test_a_restore_that_was_never_measured_is_no_choice() -> None:
-    loads = Workloads()
-    columns = at(a_worker(loads), a_worker(loads))
-    loads.report(1, Load(), Rates(1000.0, restore_bytes_per_s={"host": 1e6, "no tier": 5.0}), 0, 0, 1.0)
-    assert loads.view(columns, 1.0).restore_s_per_block(1).tolist() == [np.inf, 1024 / 1e6]
+    assert priced(loads, at(free, full), 0.0)[SLOT].tolist() == [0.0, 2 * 8.0 / 4]
 
 
 def test_columns_are_used_again_and_remember_nothing() -> None:

@@ -14,11 +14,11 @@ from kvproto.messages import BlockRun, KvEvents, Snapshot, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import pack
-from services.placement.index.warm_up import CALLED, SOURCES
+from services.placement.warm_up import CALLED, SOURCES
 
 PROGRAM = """
 import numba
-from services.placement.index.warm_up import CALLED, warm_up
+from services.placement.warm_up import CALLED, warm_up
 before = numba.config.CACHE_DIR
 {code}
 warm_up()
@@ -77,7 +77,8 @@ def test_where_nothing_can_be_kept_it_is_compiled_anew(tmp_path: Path) -> None:
     """As in a read-only image, under a user without a home: one kernel's worth, as all take their time."""
     code = """
 import tempfile
-from services.placement.index import reading, warm_up as module
+from services.placement import warm_up as module
+from services.placement.index import reading
 tempfile.tempdir = "/proc"
 module.CALLED = CALLED = (reading.read,)
 module._call_all = lambda: module.read_changes(b"\\x01\\x93\\xa1e\\x01\\x90")

@@ -1,4 +1,4 @@
-"""Compiles the index's kernels before the first request needs them. Adapter to Numba's compiler and its cache.
+"""Compiles placement's kernels before the first request needs them. Adapter to Numba's compiler and its cache.
 
 The kernels stand in modules that compile nothing when they are imported and know no disk; here each is told where its
 results are kept, and called once with what it will be called with.
@@ -15,13 +15,24 @@ import numpy as np
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
+from services.placement import load_rows, price_kernel
 from services.placement.index import hash_kernel, kernels, reading
 from services.placement.index.changes import read_changes
 from services.placement.index.hashing import chain
 from services.placement.index.prefix_index import PrefixIndex, pack
+from services.placement.workloads import Workloads
 
-SOURCES = (Path(kernels.__file__), Path(reading.__file__), Path(hash_kernel.__file__))
-CALLED = (kernels.store, kernels.remove, kernels.forget, kernels.compact, kernels.find, reading.read, hash_kernel.chain)
+SOURCES = tuple(Path(str(one.__file__)) for one in (kernels, reading, hash_kernel, price_kernel, load_rows))
+CALLED = (
+    kernels.store,
+    kernels.remove,
+    kernels.forget,
+    kernels.compact,
+    kernels.find,
+    reading.read,
+    hash_kernel.chain,
+    price_kernel.price,
+)
 
 
 @cache
@@ -53,6 +64,9 @@ def _call_all() -> None:
         index.compact()
         index.retire(holder)
         index.clean(8)
+    workloads = Workloads()
+    idle = workloads.view(np.array([workloads.add(0.0, 0.0)]), 0.0)
+    assert idle.price(np.zeros((3, 1)), 1, 16, heat=0.0, others=0.0, busy=0.0).any()
     assert len(chain(blocks[0], range(64), 16)) == 4
     assert not len(index)
     assert np.array_equal(own, pack(blocks))

@@ -1,0 +1,117 @@
+"""What a request would cost on each worker, in seconds: one loop over workers. Numba. Pure but for what it fills.
+
+`policies/cost.py` says what the terms mean. All decisions pass through here, so it is compiled: as array operations the
+same takes ten times as long.
+"""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from services.placement.load_rows import (
+    AT,
+    BACKLOG,
+    BLOCK_BYTES,
+    RATE,
+    RATE_AT,
+    RECENT,
+    REQUESTS,
+    SLOTS,
+    STAY,
+    TOKEN_S,
+)
+
+TERMS = ("queue", "slot", "step", "fetch", "prefill", "copy", "harm")
+QUEUE, SLOT, STEP, FETCH, PREFILL, COPY, HARM = range(7)
+COST = 7  # their sum, the last row
+ROWS = 8
+
+UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
+RECENT_S = 60.0  # what a worker was given counts as recent for about so long
+ALIKE = 0.25  # rates that differ from their mean by less than this share do so by chance
+FORGIVEN_S = 120.0  # after so long without a new measurement, two thirds of a low rate are forgotten
+COPY_S = 0.5  # what a request may be made to wait so that others find a copy
+
+
+@njit
+def _mean_rate(values):
+    total, measured = 0.0, 0
+    for worker in range(values.shape[1]):
+        if values[RATE, worker] > 0:
+            total += values[RATE, worker]
+            measured += 1
+    return total / measured if measured else UNMEASURED_RATE
+
+
+@njit
+def _least_token_s(values):
+    """What a sequence adds to a decode step is at most the least time that a decoded token takes anywhere: with few of
+    them most of a step is not theirs."""
+    least = np.inf
+    for worker in range(values.shape[1]):
+        if 0 < values[TOKEN_S, worker] < least:
+            least = values[TOKEN_S, worker]
+    return least if least < np.inf else 0.0
+
+
+@njit
+def _comparable(rate, measured_at, mean, now):
+    """A rate made comparable.
+
+    One within a quarter of the mean is taken for the mean: between equal machines that is how measurements differ, and
+    the idle one that happened to be slower last time must not stay idle for it. Who has not measured is taken for the
+    mean too. Whoever measured much less, long ago, comes up to it little by little: one bad measurement would else keep
+    all work, and so any better one, away.
+    """
+    if rate <= 0 or abs(rate - mean) <= ALIKE * mean:
+        return mean
+    if rate < mean:
+        return rate + (mean - rate) * (1 - math.exp((measured_at - now) / FORGIVEN_S))
+    return rate
+
+
+@njit
+def price(values, restore, matched, tokens, block_size, heat, now, others, busy, out):
+    """Fills `out` `[8, workers]`: the terms and their sum.
+
+    `values` `[13, workers]` (load_rows), `restore` `[tiers, workers]` bytes/s, `matched` `[tiers, workers]` tokens.
+    """
+    mean, token_s = _mean_rate(values), _least_token_s(values)
+    least = np.inf
+    for worker in range(values.shape[1]):
+        rate = _comparable(values[RATE, worker], values[RATE_AT, worker], mean, now)
+        idle = now - values[AT, worker]
+        out[QUEUE, worker] = max(values[BACKLOG, worker] / rate - idle, 0.0)
+        slots, requests = values[SLOTS, worker], values[REQUESTS, worker]
+        ahead = requests - slots + 1
+        out[SLOT, worker] = ahead * values[STAY, worker] / slots if slots > 0 and ahead > 0 else 0.0
+        out[STEP, worker] = requests * token_s
+        fetch, fetched = 0.0, 0.0
+        prefill = (tokens - matched[0, worker]) / rate
+        for tier in range(1, len(matched)):  # between the ends of tiers all grows in straight lines: an end is cheapest
+            blocks = (matched[tier, worker] - matched[tier - 1, worker]) / block_size
+            if blocks <= 0:
+                continue
+            if restore[tier, worker] <= 0 or values[BLOCK_BYTES, worker] <= 0:
+                break  # never measured: no choice, and so is nothing beyond
+            fetched += blocks * values[BLOCK_BYTES, worker] / restore[tier, worker]
+            rest = (tokens - matched[tier, worker]) / rate
+            if fetched + rest < fetch + prefill:
+                fetch, prefill = fetched, rest
+        out[FETCH, worker], out[PREFILL, worker] = fetch, prefill
+        recent = values[RECENT, worker] * math.exp(-idle / RECENT_S) / (rate * RECENT_S)
+        out[HARM, worker] = others + busy * recent
+        least = min(least, prefill)
+    for worker in range(values.shape[1]):
+        copied = out[PREFILL, worker] - least
+        out[COPY, worker] = 0.0 - min(copied, COPY_S) * heat / (1 + heat)
+        out[HARM, worker] *= least + copied / (1 + heat)
+        cost = 0.0
+        for term in range(COST):
+            cost += out[term, worker]
+        out[COST, worker] = cost
