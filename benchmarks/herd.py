@@ -20,6 +20,7 @@ from benchmarks._report import finish, parser, progress
 from benchmarks._simulated import WORKERS, conversations, rounded
 from services.placement.policies import DEFAULT_POLICY, Choice, Policy, Question
 from services.placement.policies.cost import BUSY, Cost
+from services.placement.price_kernel import COST
 from services.placement.simulate.figures import Figures, figures
 from services.placement.simulate.simulation import Delays, FleetShape, Simulation
 from services.placement.simulate.study import Study, make_study
@@ -60,12 +61,12 @@ class Sampling:
 
     def choose(self, question: Question) -> Choice | None:
         choice = self._cost.choose(question)
-        if choice is None:
+        if choice is None or choice.prices is None:
             return None
-        costs = sum(choice.terms.values(), np.zeros(len(question.candidates)))
+        costs = choice.prices[COST]
         near = np.flatnonzero(costs <= costs.min() * (1 + NEAR) + NEAR_S)
         number = int(near[int(self._chance() * len(near))])
-        return Choice(question.candidates[number].id, "drawn", choice.terms)
+        return Choice(question.candidates[number].id, "drawn", choice.prices)
 
 
 def measure(study: Study, way: Way) -> Figures:

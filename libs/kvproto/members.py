@@ -172,7 +172,7 @@ class Members:
         """The plain ring over the model's ready workers; equal in every process that sees the same fleet."""
         version, ring = self._rings.get(model, (-1, None))
         if ring is None or version != self.view.version:
-            ring = HashRing(view.record.id for view in self.view.ready(model))
+            ring = (ring or HashRing()).with_nodes(view.record.id for view in self.view.ready(model))
             self._rings[model] = (self.view.version, ring)
         return ring
 

@@ -21,7 +21,7 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.ledger import Entry, Ledger, consider
 from services.placement.policies import Choice, Policy, Question
-from services.placement.price_kernel import TERMS
+from services.placement.price_kernel import FETCH, PREFILL, QUEUE, SLOT
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
 from services.placement.workloads import TIERS, Floats, View, Workloads
@@ -207,11 +207,10 @@ def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number:
     """Seconds of queue, restoring and prefill; None if nothing was measured there, or nothing is known of it."""
     if number is None or not question.prompt_tokens or not worker.rates.prefill_tokens_per_s:
         return None
-    terms = choice.terms
-    if not terms:
+    priced = choice.prices
+    if priced is None:
         priced = question.loads.price(question.matched, question.prompt_tokens, question.block_size)
-        terms = dict(zip(TERMS, priced, strict=False))
-    return float(sum(terms[name][number] for name in ("queue", "slot", "fetch", "prefill")))
+    return float(sum(priced[term, number] for term in (QUEUE, SLOT, FETCH, PREFILL)))
 
 
 def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:

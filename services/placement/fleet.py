@@ -88,6 +88,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
         self._ready: dict[str, Ready] = {}
+        self._rings: dict[str, HashRing] = {}  # of models that had a ready worker, as they last were
 
     # ------------------------------------------------------------------ events
 
@@ -149,9 +150,10 @@ class Fleet:
             workers = sorted(
                 (w for w in self.workers.values() if w.model == model and w.state is State.READY), key=lambda w: w.id
             )
-            found = Ready.of(workers, HashRing(w.id for w in workers))
-            if workers:  # names that requests invent must not fill the cache
-                self._ready[model] = found
+            if not workers:
+                return Ready.of((), HashRing())  # names that requests invent must not fill the cache
+            ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
+            found = self._ready[model] = Ready.of(workers, ring)
         return found
 
     def build_rings(self) -> None:
@@ -180,7 +182,7 @@ class Fleet:
             living = {model_token(w.model) for w in self.workers.values()}
             stale = next((token for token in self._names if token not in living), None)
             if stale is not None:
-                del self._names[stale]
+                self._rings.pop(self._names.pop(stale), None)
 
     def check_integrity(self) -> None:
         """Every cached ready set is what the workers say. Raises AssertionError."""

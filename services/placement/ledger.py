@@ -16,6 +16,7 @@ import numpy as np
 from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
 from services.placement.fleet import Worker
 from services.placement.policies import Choice
+from services.placement.price_kernel import COST, TERMS
 from services.placement.workloads import TIERS, Floats
 
 KEPT = 4096
@@ -28,24 +29,22 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: names `[n]`, terms `[names of terms, n]` in seconds, tokens `[tiers, n]`.
-
-    Tokens are those that one has in the tier or a faster one.
-    """
+    """The best candidates, cheapest first: `prices` `[8, n]` in seconds, as a Choice has them, and `matched`
+    `[tiers, n]`, tokens that one has in the tier or a faster one."""
 
     workers: tuple[str, ...]
-    names: tuple[str, ...]
-    terms: Floats
+    prices: Floats | None
     matched: Floats
 
     def listed(self) -> tuple[Candidate, ...]:
-        rows = (self.terms * 1000).round(3).T.tolist()
+        rows = [[]] * len(self.workers) if self.prices is None else (self.prices[:COST] * 1000).round(3).T.tolist()
+        names = () if self.prices is None else TERMS
         own = np.diff(np.trunc(self.matched), axis=0, prepend=0).T.tolist()  # in a tier beyond what faster ones have
         return tuple(
             Candidate(
                 worker,
                 round(sum(row), 3),
-                dict(zip(self.names, row, strict=True)),
+                dict(zip(names, row, strict=True)),
                 {tier.value: int(tokens) for tier, tokens in zip(TIERS, held, strict=True) if tokens},
             )
             for worker, row, held in zip(self.workers, rows, own, strict=True)
@@ -171,18 +170,15 @@ class Ledger:
 
 def consider(workers: Sequence[Worker], choice: Choice, matched: Floats) -> Considered:
     """What is kept of a choice: the cheapest few, cheapest first, the chosen one among them."""
-    if choice.costs is None or not len(workers):
+    prices = choice.prices
+    if prices is None or not len(workers):
         kept = [number for number, worker in enumerate(workers) if worker.id == choice.worker]
-        return Considered(tuple(workers[number].id for number in kept), (), np.zeros((0, len(kept))), matched[:, kept])
-    costs = choice.costs
-    order = costs.argsort(kind="stable")[:CANDIDATES_KEPT]
+        return Considered(tuple(workers[number].id for number in kept), None, matched[:, kept])
+    order = prices[COST].argsort(kind="stable")[:CANDIDATES_KEPT]
     listed = order.tolist()
     if not any(workers[number].id == choice.worker for number in listed):
         listed[-1:] = [number for number, worker in enumerate(workers) if worker.id == choice.worker] or listed[-1:]
         order = np.array(listed)
     return Considered(
-        tuple(workers[number].id for number in listed),
-        tuple(choice.terms),
-        np.array([term.take(order) for term in choice.terms.values()]),
-        matched.take(order, axis=1),
+        tuple(workers[number].id for number in listed), prices.take(order, axis=1), matched.take(order, axis=1)
     )

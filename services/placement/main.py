@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import sys
@@ -88,6 +89,8 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         registry.register(LiveCollector(readings(loop, connection)))
         server = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
         life.closing("metrics", server.close)
+    gc.collect()
+    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up decisions
     log.info("placement %s is ready", member)
 
 

@@ -36,6 +36,7 @@ class KvIndexer:
     """At most `max_blocks` blocks of at most `max_workers` workers. Owned by the core."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
+        self.max_workers = max_workers
         self.index = PrefixIndex(max_blocks, max_workers + SPARE_HOLDERS, len(TIERS))
         self.malformed_total = 0
         self.unknown_total = 0  # events of workers, or lives, that are no members
@@ -55,9 +56,9 @@ class KvIndexer:
         if known is not None and known.epoch == epoch:
             return
         self.leave(worker)
-        try:
+        if len(self._followers) < self.max_workers:  # the spare holders are for snapshots
             self._followers[worker] = Follower(self.index, epoch)
-        except OverflowError:
+        else:
             self.left_out_total += 1
 
     def leave(self, worker: str) -> None:

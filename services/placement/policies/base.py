@@ -7,7 +7,7 @@ is known of the candidates as numbers stands in arrays, in their order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvproto.hash_ring import HashRing
@@ -36,13 +36,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`terms` say what the candidates would have cost, in seconds, by name; `[candidates]` each. Their sum, `costs`,
-    decides, up to what a policy calls equal. None of both from a policy that does not reckon."""
+    """`prices` say what the candidates would have cost, in seconds: a row for each of `price_kernel.TERMS`, and their
+    sum, `[8, candidates]`. None from a policy that does not reckon."""
 
     worker: str
     why: str  # a short human sentence
-    terms: Mapping[str, Floats] = field(default_factory=dict)
-    costs: Floats | None = None
+    prices: Floats | None = None
 
 
 class Policy(Protocol):

@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.placement.policies.base import Choice, Question
-from services.placement.price_kernel import COST, PREFILL, QUEUE, SLOT, TERMS
+from services.placement.price_kernel import COST, PREFILL, QUEUE, SLOT
 from services.placement.workloads import Floats
 
 OTHERS = 4.0
@@ -70,8 +70,7 @@ class Cost:
         if len(equals) > 1:
             names = {question.candidates[equal].id: equal for equal in equals}
             number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
-        terms = dict(zip(TERMS, priced, strict=False))
-        return Choice(question.candidates[number].id, _why(question, priced, number, len(equals)), terms, costs)
+        return Choice(question.candidates[number].id, _why(question, priced, number, len(equals)), priced)
 
 
 def _why(question: Question, priced: Floats, number: int, near: int) -> str:

@@ -120,3 +120,16 @@ def test_spread_of_sequences_over_four_workers() -> None:
     assert statistics.median(plain) <= 1.15
     assert statistics.median(bounded) <= 1.05
     assert max(bounded) <= 1.05 + 1 / 1250
+
+
+@given(st.lists(st.sets(st.sampled_from([f"w{n}" for n in range(30)])), max_size=6))
+def test_a_ring_that_changed_is_the_ring_of_its_nodes(steps: list[set[str]]) -> None:
+    changed = HashRing()
+    for nodes in steps:
+        before, held = changed, list(changed.walk("key"))
+        changed = changed.with_nodes(nodes)
+        fresh = HashRing(nodes)
+        assert changed.nodes == fresh.nodes
+        assert (changed._points, changed._owners) == (fresh._points, fresh._owners)
+        assert list(before.walk("key")) == held  # rings do not change
+        assert changed.with_nodes(nodes) is changed

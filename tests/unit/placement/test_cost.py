@@ -66,7 +66,8 @@ def question(
 def fetch_and_prefill(asked: Question) -> tuple[np.ndarray, np.ndarray]:
     choice = Cost().choose(asked)
     assert choice is not None
-    return choice.terms["fetch"], choice.terms["prefill"]
+    assert choice.prices is not None
+    return choice.prices[FETCH], choice.prices[PREFILL]
 
 
 def test_cost_is_the_default() -> None:
@@ -153,7 +154,8 @@ def test_a_worker_that_can_restore_is_chosen_before_one_that_must_compute() -> N
     choice = Cost().choose(question([[0, 0], [0, 1600]], 1616, rates=rates))
     assert choice is not None
     assert choice.worker == "w1"
-    assert choice.terms["fetch"].tolist() == pytest.approx([0, 0.1])
+    assert choice.prices is not None
+    assert choice.prices[FETCH].tolist() == pytest.approx([0, 0.1])
 
 
 def test_rates_are_those_of_each_worker() -> None:
@@ -175,7 +177,8 @@ def test_nobody_waits_long_for_the_sake_of_a_copy() -> None:
     choice = Cost().choose(question([[80_000, 0]], 80_100, loads=loads, heat=1000.0))
     assert choice is not None
     assert choice.worker == "w0"
-    assert choice.terms["copy"].tolist() == pytest.approx([0.0, -0.5], abs=0.001)
+    assert choice.prices is not None
+    assert choice.prices[COPY].tolist() == pytest.approx([0.0, -0.5], abs=0.001)
 
 
 def test_of_equals_the_ring_decides() -> None:
