@@ -73,6 +73,7 @@ def flags() -> argparse.ArgumentParser:
     fleet.add_argument("--cache-blocks", type=_count, help="of each worker; default: a tenth of the trace's blocks")
     fleet.add_argument("--replicas", type=_count, default=SHAPE.replicas, help="of placement")
     fleet.add_argument("--churn-s", type=_positive, help="so often one worker leaves and another one joins")
+    fleet.add_argument("--drain-s", type=_positive, help="for so long it goes on with what it has; default: not at all")
     worker = made.add_argument_group("a worker")
     worker.add_argument("--prefill-tokens-per-s", type=_positive, default=SPEED.prefill_tokens_per_s, help="alone")
     worker.add_argument("--chunk-tokens", type=_count, default=SPEED.chunk_tokens, help="of a prompt in one step")
@@ -119,6 +120,7 @@ def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
         ),
         delays=Delays(event_s=asked.event_delay_ms / 1e3, booking_s=DELAYS.booking_s if asked.share_bookings else None),
         churn_s=asked.churn_s or 0.0,
+        drain_s=asked.drain_s or 0.0,
         seed=asked.seed,
     )
 

@@ -38,6 +38,7 @@ from services.placement.events import (
     Tick,
     WorkerJoined,
     WorkerLeft,
+    WorkerUpdated,
 )
 from services.placement.index.changes import Change, Changes
 from services.placement.index.kv_indexer import KvIndexer
@@ -68,7 +69,8 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """What is simulated. `churn_s`: every so often one worker leaves and another one joins; 0: never."""
+    """What is simulated. `churn_s`: every so often one worker leaves and another one joins; 0: never. `drain_s`: for so
+    long one that leaves takes nothing new and goes on with what it has; what is left then goes on elsewhere."""
 
     workers: int = 8
     cache_blocks: int = 2048
@@ -76,6 +78,7 @@ class FleetShape:
     speed: Speed = field(default_factory=Speed)
     delays: Delays = field(default_factory=Delays)
     churn_s: float = 0.0
+    drain_s: float = 0.0
     seed: int = 0
 
 
@@ -136,6 +139,7 @@ class Simulation:
         self._count = 0
         self._workers: dict[str, SimWorker] = {}
         self._joined = 0
+        self._staying: set[str] = set()  # workers that do not drain
         self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
         self._hash_of = _hashes_by_id(trace)
         self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
@@ -306,7 +310,8 @@ class Simulation:
             self._take(worker, worker.advance(self._now))
             if not worker.running:
                 del self._news[worker.name]
-            beat = Heartbeat(worker.name, worker.epoch, State.READY, worker.load(), worker.rates(), worker.event_seq)
+            state = State.READY if worker.name in self._staying else State.DRAINING
+            beat = Heartbeat(worker.name, worker.epoch, state, worker.load(), worker.rates(), worker.event_seq)
             self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
         self._after(HEARTBEAT_S, self._beat)
 
@@ -324,11 +329,19 @@ class Simulation:
         self._workers[name] = worker
         self._run.prefilled[name] = worker.prefilled
         self._run.lives[name] = self._now, math.inf
-        record = WorkerRecord(
-            id=name,
+        self._staying.add(name)
+        record = self._record(worker, State.READY)
+        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
+        for core in self.cores:
+            core.handle(WorkerJoined(record, beat), self._now)
+            core.handle(HeartbeatHeard(beat), self._now)
+
+    def _record(self, worker: SimWorker, state: State) -> WorkerRecord:
+        return WorkerRecord(
+            id=worker.name,
             epoch=worker.epoch,
             lease="",
-            state=State.READY,
+            state=state,
             model=MODEL,
             address="",
             host="",
@@ -336,23 +349,29 @@ class Simulation:
             versions=(1, 1),
             block_size=self._trace.block_tokens,
         )
-        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
-        for core in self.cores:
-            core.handle(WorkerJoined(record, beat), self._now)
-            core.handle(HeartbeatHeard(beat), self._now)
 
     def _churn(self) -> None:
-        name = self._random.choice(sorted(self._workers))
-        worker = self._workers.pop(name)
+        name = self._random.choice(sorted(self._staying))
+        self._staying.discard(name)
+        self._run.changes.append(self._now)
+        self._join()
+        if self._shape.drain_s:
+            for core in self.cores:
+                core.handle(WorkerUpdated(self._record(self._workers[name], State.DRAINING)), self._now)
+            self._after(self._shape.drain_s, partial(self._leave, name))
+        else:
+            self._leave(name)
+        self._after(self._shape.churn_s, self._churn)
+
+    def _leave(self, name: str) -> None:
+        worker = self._workers[name]
         self._take(worker, worker.advance(self._now))
+        del self._workers[name]
         for core in self.cores:
             core.handle(WorkerLeft(name), self._now)
-        self._run.changes.append(self._now)
         self._run.lives[name] = self._run.lives[name][0], self._now
-        self._join()
         for job, generated in worker.abandon():
             self._again(job.arrival, job.attempt, (name,), generated)
-        self._after(self._shape.churn_s, self._churn)
 
     # ------------------------------------------------------------------ time
 
