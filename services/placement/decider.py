@@ -15,7 +15,7 @@ from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest
 from services.placement.bookings import Bookings
-from services.placement.fleet import Fleet, Ready, Worker
+from services.placement.fleet import Fleet, Ready, Space, Worker
 from services.placement.heat import Heat
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
@@ -26,8 +26,10 @@ from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
 from services.placement.workloads import TIERS, Floats, View, Workloads
 
+_TIER_NAMES = tuple(tier.value for tier in TIERS)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Matched:
     """Prompt tokens that each candidate has, `[tiers, candidates]`, in the tier or a faster one."""
 
@@ -35,25 +37,7 @@ class Matched:
     believed: Floats  # of them, what experience with the worker lets one expect
     hashes: Hashes  # of the first candidate's address space
     block_size: int
-
-    @property
-    def depth(self) -> int:
-        """Blocks from the start that anybody has."""
-        return min(int(self.believed[-1].max(initial=0)) // self.block_size, len(self.hashes))
-
-    @property
-    def last_block(self) -> bytes | None:
-        """The last block of the prompt that anybody has."""
-        depth = self.depth
-        return self.hashes[depth - 1].tobytes() if depth else None
-
-    @property
-    def parting(self) -> str | None:
-        """The first block that nobody has, or the last one."""
-        if not len(self.hashes):
-            return None
-        block: bytes = self.hashes[min(self.depth, len(self.hashes) - 1)].tobytes()
-        return block.hex()
+    depth: int  # blocks from the start that anybody has
 
 
 class Decider:
@@ -105,11 +89,9 @@ class Decider:
         tokens = self._prompts.tokens(ask)
         loads = self._workloads.view(among.columns, now)
         matched = self._match(tenant, ask, among, tokens, loads)
-        last_block = matched.last_block
-        key = ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt)
+        last_block = matched.hashes[matched.depth - 1].tobytes() if matched.depth else None
         question = Question(
-            key=key,
-            parting=key if ask.session else matched.parting or key,
+            key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
             ask=ask,
             ring=ready.ring,
             excluded=excluded,
@@ -120,6 +102,8 @@ class Decider:
             matched=matched.believed,
             heat=self._heat.of(last_block, now) if last_block is not None else 0.0,
             block_size=matched.block_size,
+            hashes=matched.hashes,
+            depth=matched.depth,
         )
         choice = policy.choose(question)
         if choice is None:
@@ -158,7 +142,7 @@ class Decider:
                 unix_ms=self._unix_ms(),
                 placement=placement,
                 prompt_tokens=question.prompt_tokens,
-                considered=consider(question.candidates, choice, matched.believed),
+                considered=consider(question.candidates, number, choice, matched.believed),
                 candidates_total=len(question.candidates),
                 indexed=_by_tier(matched.indexed, number),
                 attainable=int(matched.indexed[-1].max(initial=0)),
@@ -170,7 +154,8 @@ class Decider:
         return placement
 
     def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int, loads: View) -> Matched:
-        indexed = np.zeros((len(TIERS), len(among.workers)))
+        several = len(among.spaces) > 1
+        indexed: Floats | None = None
         promised: Floats | None = None
         first, block_size = NO_HASHES, among.spaces[0].address.block_size if among.spaces else 1
         most = max(tokens - 1, 0)  # one token is always fed: its logits are what the first new one is drawn from
@@ -180,27 +165,35 @@ class Decider:
                 continue
             if space is among.spaces[0]:
                 first = hashes
-            size = space.address.block_size
-            depths = np.minimum(self._indexer.depths(hashes, space.names) * size, most)
+            size = float(space.address.block_size)
+            found = np.minimum(self._indexer.depths(hashes, space.names) * size, most)
             coming = self._promises.depths(hashes, space.names)
-            if len(among.spaces) == 1:
-                indexed = depths.astype(float)
-                promised = None if coming is None else np.minimum(coming * size, most)
-                break
-            indexed[:, space.numbers] = depths
-            if coming is not None:
-                promised = np.zeros(len(among.workers)) if promised is None else promised
-                promised[space.numbers] = np.minimum(coming * size, most)
+            soon = None if coming is None else np.minimum(coming * size, most)
+            if several:
+                indexed = _spread(indexed, len(TIERS), among, space, found)
+                promised = promised if soon is None else _spread(promised, 1, among, space, soon)
+            else:
+                indexed, promised = found, soon
+        if indexed is None:
+            indexed = np.zeros((len(TIERS), len(among.workers)))
         believed = indexed * loads.credit
         if promised is not None:
             believed = np.maximum(believed, promised)
-        return Matched(indexed, believed, first, block_size)
+        depth = min(int(believed[-1].max(initial=0)) // block_size, len(first))
+        return Matched(indexed, believed, first, block_size, depth)
 
     def _policy(self, name: str) -> Policy:
         policy = self._policies.get(name)
         if policy is None:
             raise InvalidRequest(f"{name[:64]!r} is none of {', '.join(self._policies)}", field="policy")
         return policy
+
+
+def _spread(into: Floats | None, rows: int, among: Ready, space: Space, values: Floats) -> Floats:
+    """What was found for the workers of one address space, among all of them."""
+    into = np.zeros((rows, len(among.workers))) if into is None else into
+    into[:, space.numbers] = values
+    return into
 
 
 def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number: int | None) -> float | None:
@@ -220,13 +213,12 @@ def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:
 
 def _by_tier(matched: Floats, number: int | None) -> dict[str, int]:
     """Tokens found in each tier, beyond what faster ones have."""
-    if number is None:
-        return {}
-    depths = matched[:, number].tolist()
-    found = {}
-    for tier, faster, depth in zip(TIERS, [0.0, *depths], depths, strict=False):
-        if depth > faster:
-            found[tier.value] = int(depth) - int(faster)
+    found, faster = {}, 0
+    if number is not None:
+        for name, depth in zip(_TIER_NAMES, matched[:, number].tolist(), strict=True):
+            if depth > faster:
+                found[name] = int(depth) - faster
+                faster = int(depth)
     return found
 
 

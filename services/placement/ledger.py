@@ -168,17 +168,16 @@ class Ledger:
         assert len(self._entries) <= self._kept
 
 
-def consider(workers: Sequence[Worker], choice: Choice, matched: Floats) -> Considered:
-    """What is kept of a choice: the cheapest few, cheapest first, the chosen one among them."""
+def consider(workers: Sequence[Worker], chosen: int | None, choice: Choice, matched: Floats) -> Considered:
+    """What is kept of a choice: the cheapest few, cheapest first, the chosen one, by its number, among them."""
     prices = choice.prices
     if prices is None or not len(workers):
-        kept = [number for number, worker in enumerate(workers) if worker.id == choice.worker]
+        kept = [] if chosen is None else [chosen]
         return Considered(tuple(workers[number].id for number in kept), None, matched[:, kept])
     order = prices[COST].argsort(kind="stable")[:CANDIDATES_KEPT]
     listed = order.tolist()
-    if not any(workers[number].id == choice.worker for number in listed):
-        listed[-1:] = [number for number, worker in enumerate(workers) if worker.id == choice.worker] or listed[-1:]
-        order = np.array(listed)
+    if chosen is not None and chosen not in listed:
+        order[-1] = listed[-1] = chosen
     return Considered(
-        tuple(workers[number].id for number in listed), prices.take(order, axis=1), matched.take(order, axis=1)
+        tuple([workers[number].id for number in listed]), prices.take(order, axis=1), matched.take(order, axis=1)
     )

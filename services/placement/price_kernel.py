@@ -115,3 +115,29 @@ def price(values, restore, matched, tokens, block_size, heat, now, others, busy,
         for term in range(COST):
             cost += out[term, worker]
         out[COST, worker] = cost
+
+
+@njit
+def cheapest(prices, held, tokens, keeps, near_s, near_share, equals):
+    """The cheapest worker of `prices` (as `price` fills them), and how many are about as cheap: they are listed in
+    `equals` `[workers]`.
+
+    With `keeps`, of these only who has most of `held` tokens counts, if that is half of the prompt's `tokens`.
+    """
+    count = prices.shape[1]
+    number = 0
+    for worker in range(count):
+        if prices[COST, worker] < prices[COST, number]:
+            number = worker
+    limit = prices[COST, number] * (1 + near_share) + near_s
+    most = 0.0
+    for worker in range(count):
+        if prices[COST, worker] <= limit:
+            most = max(most, held[worker])
+    least = most if keeps and 2 * most >= tokens > 0 else 0.0
+    found = 0
+    for worker in range(count):
+        if prices[COST, worker] <= limit and held[worker] >= least:
+            equals[found] = worker
+            found += 1
+    return (equals[0] if found == 1 else number), found

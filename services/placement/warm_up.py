@@ -32,6 +32,7 @@ CALLED = (
     reading.read,
     hash_kernel.chain,
     price_kernel.price,
+    price_kernel.cheapest,
 )
 
 
@@ -66,7 +67,9 @@ def _call_all() -> None:
         index.clean(8)
     workloads = Workloads()
     idle = workloads.view(np.array([workloads.add(0.0, 0.0)]), 0.0)
-    assert idle.price(np.zeros((3, 1)), 1, 16, heat=0.0, others=0.0, busy=0.0).any()
+    matched = np.zeros((3, 1))
+    priced = idle.price(matched, 1, 16, heat=0.0, others=0.0, busy=0.0)
+    assert price_kernel.cheapest(priced, matched[-1], 1, False, 0.0, 0.0, np.empty(1, dtype=np.int64)) == (0, 1)
     assert len(chain(blocks[0], range(64), 16)) == 4
     assert not len(index)
     assert np.array_equal(own, pack(blocks))

@@ -13,15 +13,15 @@ from typing import Protocol
 from kvproto.hash_ring import HashRing
 from kvproto.messages import PlaceRequest
 from services.placement.fleet import Worker
+from services.placement.index.prefix_index import Hashes
 from services.placement.workloads import Floats, View
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like Choice: one is made for every decision, and that would cost twice as much
 class Question:
-    """One request to place."""
+    """One request to place. Nobody changes it."""
 
     key: str  # its place on the ring: session, else the first tokens of its prompt
-    parting: str  # another one: session, else the first block that nobody has, where prompts part ways
     ask: PlaceRequest
     ring: HashRing  # over all ready workers of the model, excluded ones too
     excluded: frozenset[str]
@@ -32,9 +32,20 @@ class Question:
     matched: Floats  # `[tiers, candidates]` prompt tokens that one has in the tier or a faster one, as far as believed
     heat: float  # requests of about the last minute whose longest match ended where this one's does
     block_size: int
+    hashes: Hashes  # of the prompt's blocks, if they are known
+    depth: int  # how many of them from the start anybody has
+
+    @property
+    def parting(self) -> str:
+        """Another place on the ring: the session's, else that of the first block that nobody has, or of the last one:
+        where prompts part ways."""
+        if self.ask.session or not len(self.hashes):
+            return self.key
+        block: bytes = self.hashes[min(self.depth, len(self.hashes) - 1)].tobytes()
+        return block.hex()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """`prices` say what the candidates would have cost, in seconds: a row for each of `price_kernel.TERMS`, and their
     sum, `[8, candidates]`. None from a policy that does not reckon."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.placement.policies.base import Choice, Question
-from services.placement.price_kernel import COST, PREFILL, QUEUE, SLOT
+from services.placement.price_kernel import PREFILL, QUEUE, SLOT, cheapest
 from services.placement.workloads import Floats
 
 OTHERS = 4.0
@@ -59,18 +59,13 @@ class Cost:
             others=self._others,
             busy=self._busy,
         )
-        costs = priced[COST]
-        best = float(costs.min())
-        near = costs <= best * (1 + NEAR) + NEAR_S
-        held = question.matched[-1] * near
-        most = held.max()
-        if question.heat < IN_DEMAND and 2 * most >= question.prompt_tokens > 0:
-            near &= held == most
-        number, equals = int(costs.argmin()), np.flatnonzero(near).tolist()
-        if len(equals) > 1:
-            names = {question.candidates[equal].id: equal for equal in equals}
+        equals = np.empty(len(question.candidates), dtype=np.int64)
+        keeps = question.heat < IN_DEMAND
+        number, near = cheapest(priced, question.matched[-1], question.prompt_tokens, keeps, NEAR_S, NEAR, equals)
+        if near > 1:
+            names = {question.candidates[equal].id: equal for equal in equals[:near].tolist()}
             number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
-        return Choice(question.candidates[number].id, _why(question, priced, number, len(equals)), priced)
+        return Choice(question.candidates[number].id, _why(question, priced, number, near), priced)
 
 
 def _why(question: Question, priced: Floats, number: int, near: int) -> str:

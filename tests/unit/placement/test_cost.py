@@ -20,7 +20,7 @@ from services.placement.policies import DEFAULT_POLICY, Question
 from services.placement.policies.cost import Cost
 from services.placement.policies.kv_load import KvLoad
 from services.placement.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, SLOT, STEP
-from services.placement.prompts import address_space
+from services.placement.prompts import NO_HASHES, address_space
 from services.placement.workloads import Workloads
 
 BLOCK_BYTES = 1_000_000
@@ -49,8 +49,7 @@ def question(
     rows = matched + [matched[-1]] * (3 - len(matched))
     return Question(
         key="key",
-        parting="parting",
-        ask=None,  # type: ignore[arg-type]
+        ask=an_ask(),
         ring=HashRing(f"w{number}" for number in range(count)),
         excluded=frozenset(),
         candidates=ready.workers,
@@ -60,6 +59,8 @@ def question(
         matched=np.array(rows, dtype=float),
         heat=heat,
         block_size=16,
+        hashes=NO_HASHES,
+        depth=0,
     )
 
 
@@ -185,7 +186,7 @@ def test_of_equals_the_ring_decides() -> None:
     asked = question([[0, 0, 0, 0]], 100)
     choice = Cost().choose(asked)
     assert choice is not None
-    assert choice.worker == asked.ring.owner("parting")
+    assert choice.worker == asked.ring.owner("key")
 
 
 def test_dynamos_example_is_reproduced() -> None:
