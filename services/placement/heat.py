@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 
 KEPT = 65_536
-COOLS_S = 1800.0
+COOLS_S = 1800.0  # about as long as a copy that nobody uses stays in a cache
 
 
 class Heat:
@@ -25,7 +25,7 @@ class Heat:
         return len(self._counts)
 
     def of(self, block: bytes, now: float) -> float:
-        """Requests of about the last minute whose longest match ended with this block."""
+        """Requests of about the last half hour whose longest match ended with this block."""
         count, at = self._counts.get(block, (0.0, now))
         return count * math.exp((at - now) / COOLS_S)
 

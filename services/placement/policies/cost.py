@@ -1,6 +1,6 @@
 """The cheapest worker, in seconds. Pure.
 
-    cost = queue + slot + step + fetch + prefill - copy + harm
+    cost = queue + slot + step + fetch + prefill + copy + harm
 
 * queue, slot: until what is queued there has been prefilled, and until a slot is free;
 * step: one decode step of those who are there already goes with the first token;
@@ -12,13 +12,15 @@
   must be done somewhere goes where little was done, and a request whose prefix is cached pays next to nothing for going
   there, however busy it is.
 
-What is prefilled here though it is cached elsewhere is a copy for all who come after: of a prefix that h requests a
-minute begin with, one part in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half
-a second of it (`copy` is what is taken off): no more is asked of one for the others' sake.
+What is prefilled here though it is cached elsewhere is a copy for all who come after: of a prefix after which h
+requests of the last half hour parted, one part in 1 + h counts as harm. Of what this request feels of it the same share
+counts, up to half a second of it (`copy`, which is negative, takes off the rest): no more is asked of one for the
+others' sake.
 
-The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth and of
-a hundredth of its blocks each, half and nine tenths of capacity) 3 to 9 and 30 to 60 do about equally well; without the
-second the load of a minute varies twice as much, without the first a twentieth of the hits is lost near capacity.
+The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth of its
+blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 60 do about equally well. With BUSY
+at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS at 0,
+6 % of turns move instead of 5, as then nothing but their own wait keeps requests where nobody is busy.
 
 Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that
 none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
@@ -35,7 +37,7 @@ from services.placement.workloads import Floats
 
 OTHERS = 4.0
 BUSY = 50.0
-IN_DEMAND = 3.0  # requests a minute: what ends where so many do is no conversation
+IN_DEMAND = 3.0  # heat: what ends where so many requests do is no conversation
 NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
 NEAR = 0.02
 
