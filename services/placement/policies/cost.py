@@ -17,10 +17,10 @@ requests of the last half hour parted, one part in 1 + h counts as harm. Of what
 counts, up to half a second of it (`copy`, which is negative, takes off the rest): no more is asked of one for the
 others' sake.
 
-The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth of its
-blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 60 do about equally well. With BUSY
-at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS at 0,
-6 % of turns move instead of 5, as then nothing but their own wait keeps requests where nobody is busy.
+The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth of
+its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 60 do about equally well. With
+BUSY at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS
+at 0, 6 % of turns move instead of 5, as then nothing but its own wait keeps a request where nobody is busy.
 
 Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that
 none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
