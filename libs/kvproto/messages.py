@@ -538,7 +538,7 @@ class Milestone:
     passed: Passed
     seconds: Seconds = 0.0
     prompt_tokens: Count = 0  # with `started`
-    cached: dict[str, int] = field(default_factory=dict)  # with `started`: tokens by tier
+    cached: dict[str, Count] = field(default_factory=dict)  # with `started`: tokens by tier
     output_tokens: Count = 0  # with `ended`
     code: Name | None = None  # with `ended`: of the error, if it was one
 

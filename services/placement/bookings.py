@@ -14,6 +14,8 @@ What a worker's milestones say comes to every replica, so a booking is released 
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvproto.messages import Heartbeat
@@ -22,6 +24,7 @@ from services.placement.workloads import Workloads
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0
 STAY_LIMIT_S = 3600.0  # of an accepted one whose end was never heard
+EARLY_KEPT = 4096  # attempts of which milestones came before another replica's word of their booking
 
 Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
 
@@ -34,6 +37,7 @@ class Booking:
     tokens: float  # to prefill, as expected
     booked_at: float
     accepted: bool = False
+    counted: bool = False  # a heartbeat has: what is queued there is the worker's own figure now
     started_at: float | None = None
     prefilled: bool = False
 
@@ -46,6 +50,8 @@ class Bookings:
         self._fresh: dict[Key, Booking] = {}  # not accepted yet; oldest first
         self._accepted: dict[Key, Booking] = {}  # oldest acceptance first
         self._at: dict[str, dict[Key, Booking]] = {}  # fresh ones per worker, oldest first; no empty entries
+        self._accepted_at: dict[str, dict[Key, Booking]] = {}  # accepted ones per worker; no empty entries
+        self._early: OrderedDict[tuple[Key, str, int], list[Callable[[], None]]] = OrderedDict()
 
     def __len__(self) -> int:
         """What no heartbeat counts yet."""
@@ -71,30 +77,28 @@ class Bookings:
         self._fresh[key] = booking
         self._at.setdefault(worker, {})[key] = booking
         self._workloads.give(column, tokens, now)
+        for passed in self._early.pop((key, worker, attempt), ()):
+            passed()  # the worker was quicker than the replica that booked it
 
     def accept(self, key: Key, worker: str, attempt: int) -> None:
         """The worker has it: from its next heartbeat on it is counted there."""
-        booking = self._fresh.get(key)
-        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
-            self._forget_fresh(key, booking)
-            booking.accepted = True
-            self._accepted[key] = booking
+        self._of(key, worker, attempt, lambda: self.accept(key, worker, attempt))
 
     def start(self, key: Key, worker: str, attempt: int, tokens: float, now: float) -> None:
         """It is being prefilled: `tokens` are really to be fed."""
-        booking = self._of(key, worker, attempt)
+        booking = self._of(key, worker, attempt, lambda: self.start(key, worker, attempt, tokens, now))
         if booking is not None and booking.started_at is None:
-            self._workloads.correct(booking.column, tokens - booking.tokens, now)
+            self._workloads.correct(booking.column, tokens - booking.tokens, now, queued=not booking.counted)
             booking.tokens, booking.started_at = tokens, now
 
     def prefill(self, key: Key, worker: str, attempt: int) -> None:
         """Its first token was drawn."""
-        booking = self._of(key, worker, attempt)
+        booking = self._of(key, worker, attempt, lambda: self.prefill(key, worker, attempt))
         if booking is not None:
             booking.prefilled = True
 
     def end(self, key: Key, worker: str, attempt: int, now: float) -> None:
-        booking = self._of(key, worker, attempt)
+        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now))
         if booking is not None:
             if booking.started_at is not None:
                 self._workloads.stayed(booking.column, now - booking.started_at)
@@ -105,44 +109,72 @@ class Bookings:
         booking = self._drop(key)
         if booking is not None:
             left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
-            self._workloads.take(booking.column, left, self._workloads.now if now is None else now)
+            when = self._workloads.now if now is None else now
+            self._workloads.take(booking.column, left, when, queued=not booking.counted)
 
     # ------------------------------------------------------------------ heartbeats and time
 
-    def reflect(self, column: int, beat: Heartbeat, now: float) -> None:
-        """A heartbeat arrived: it counts what the worker has accepted, and what it must have seen by now."""
+    def reflect(self, column: int, beat: Heartbeat, now: float) -> list[Key]:
+        """A heartbeat arrived: it counts what the worker has accepted, and what it must have seen by now. Returns
+        those of which nothing was heard for so long that they are lost, or were never sent."""
         fresh = self._at.get(beat.worker, {})
-        for key in _older(fresh, now - HEARTBEAT_PERIOD_S):
+        silent = _older(fresh, now - HEARTBEAT_PERIOD_S)
+        for key in silent:
             self._drop(key)
+        for booking in self._accepted_at.get(beat.worker, {}).values():
+            booking.counted = True
         tokens = sum(booking.tokens for booking in fresh.values())
         self._workloads.report(column, beat.load, beat.rates, tokens, len(fresh), now)
+        return silent
 
     def drop_worker(self, worker: str) -> None:
         """Its column is gone: nothing to release."""
         for key in list(self._at.get(worker, ())):
             self._drop(key)
-        for key in [key for key, booking in self._accepted.items() if booking.worker == worker]:
-            del self._accepted[key]
+        for key in list(self._accepted_at.get(worker, ())):
+            self._drop(key)
 
-    def expire(self, now: float) -> None:
-        for key in _older(self._fresh, now - BOOKING_LIMIT_S):
+    def expire(self, now: float) -> list[Key]:
+        """Returns those of which nothing was ever heard."""
+        silent = _older(self._fresh, now - BOOKING_LIMIT_S)
+        for key in silent:
             self.release(key, now)
         for key in _older(self._accepted, now - STAY_LIMIT_S):
             self._drop(key)
+        return silent
 
     # ------------------------------------------------------------------ inside
 
-    def _of(self, key: Key, worker: str, attempt: int) -> Booking | None:
-        self.accept(key, worker, attempt)  # that word may have been lost
+    def _of(self, key: Key, worker: str, attempt: int, later: Callable[[], None]) -> Booking | None:
+        """The booking of this very attempt, accepted if it was not: that word may have been lost. Of one that is not
+        known, `later` is done if it comes to be."""
+        booking = self._fresh.get(key)
+        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
+            self._forget_fresh(key, booking)
+            booking.accepted = True
+            self._accepted[key] = booking
+            self._accepted_at.setdefault(worker, {})[key] = booking
+            return booking
         booking = self._accepted.get(key)
-        return booking if booking is not None and (booking.worker, booking.attempt) == (worker, attempt) else None
+        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
+            return booking
+        self._early.setdefault((key, worker, attempt), []).append(later)
+        if len(self._early) > EARLY_KEPT:
+            self._early.popitem(last=False)
+        return None
 
     def _drop(self, key: Key) -> Booking | None:
         booking = self._fresh.get(key)
         if booking is not None:
             self._forget_fresh(key, booking)
             return booking
-        return self._accepted.pop(key, None)
+        booking = self._accepted.pop(key, None)
+        if booking is not None:
+            held = self._accepted_at[booking.worker]
+            del held[key]
+            if not held:
+                del self._accepted_at[booking.worker]
+        return booking
 
     def _forget_fresh(self, key: Key, booking: Booking) -> None:
         del self._fresh[key]
@@ -158,6 +190,11 @@ class Bookings:
         for worker, held in self._at.items():
             assert held, worker
             assert all(self._fresh[key] is booking and booking.worker == worker for key, booking in held.items())
+        assert sum(len(held) for held in self._accepted_at.values()) == len(self._accepted)
+        for worker, held in self._accepted_at.items():
+            assert held, worker
+            assert all(self._accepted[key] is booking and booking.worker == worker for key, booking in held.items())
+        assert len(self._early) <= EARLY_KEPT
         assert not any(booking.accepted for booking in self._fresh.values())
         assert all(booking.accepted for booking in self._accepted.values())
         for each in (self._fresh, *self._at.values()):

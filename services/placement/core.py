@@ -106,7 +106,7 @@ class PlacementCore:
             policy,
         )
         self.forwarding = Forwarding(
-            placement, inbox_prefix, self.fleet, self.bookings, self.decider, limit=max_forwarded
+            placement, inbox_prefix, self.fleet, self._give_up, self.decider, limit=max_forwarded
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -133,7 +133,8 @@ class PlacementCore:
                 return self._pass(milestones, now)
             case HeartbeatHeard(beat):
                 if self.fleet.beat(beat, now):
-                    self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now)
+                    for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
+                        self.promises.break_off(key)
                     self.indexer.on_heartbeat(beat, now)
                     self.metrics.on_heartbeat(beat, now)
                 return []
@@ -182,7 +183,8 @@ class PlacementCore:
 
     def _tick(self, now: float) -> list[Action]:
         self.fleet.build_rings()
-        self.bookings.expire(now)
+        for key in self.bookings.expire(now):
+            self.promises.break_off(key)
         self.promises.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self._trust(worker, credit)
@@ -226,10 +228,15 @@ class PlacementCore:
                 self.bookings.start(key, worker, one.attempt, feed, now)
             case Passed.FIRST_TOKEN:
                 self.bookings.prefill(key, worker, one.attempt)
-                self.promises.fulfil(key, now)
+                self.promises.fulfil(key, worker, now)
             case Passed.ENDED:
                 self.bookings.end(key, worker, one.attempt, now)
-                self.promises.fulfil(key, now)
+                self.promises.fulfil(key, worker, now)
+
+    def _give_up(self, key: tuple[str, str]) -> None:
+        """A bare producer's request is over, in whatever way: each of them may say so."""
+        self.bookings.release(key)
+        self.promises.break_off(key)
 
     def _trust(self, worker: str, credit: float) -> None:
         known = self.fleet.workers.get(worker)

@@ -26,6 +26,7 @@ from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
 from services.placement.workloads import TIERS, Floats, View, Workloads
 
+LONGEST_S = 1e9  # that an answer can say
 _TIER_NAMES = tuple(tier.value for tier in TIERS)
 
 
@@ -132,9 +133,12 @@ class Decider:
             placement=self._placement,
         )
         feed = question.prompt_tokens - sum(hit.values())
+        hashes, block_size = matched.hashes, matched.block_size
+        if not question.candidates or worker.space != question.candidates[0].space:
+            hashes, block_size = self._prompts.hashes(worker.space, tenant, ask), worker.space.block_size
         self._bookings.book((tenant, ask.request), ask.attempt, worker.id, worker.column, feed, now)
         self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed))
-        self._promises.make((tenant, ask.request), worker.id, matched.hashes, now)
+        self._promises.make((tenant, ask.request), worker.id, hashes, now)
         self._ledger.note(
             Entry(
                 tenant=tenant,
@@ -146,8 +150,8 @@ class Decider:
                 candidates_total=len(question.candidates),
                 indexed=_by_tier(matched.indexed, number),
                 attainable=int(matched.indexed[-1].max(initial=0)),
-                hashes=matched.hashes.tobytes() if self._ledger.keeps_hashes else b"",
-                block_size=matched.block_size,
+                hashes=hashes.tobytes() if self._ledger.keeps_hashes else b"",
+                block_size=block_size,
             )
         )
         self.decisions_total += 1
@@ -202,8 +206,9 @@ def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number:
         return None
     priced = choice.prices
     if priced is None:
-        priced = question.loads.price(question.matched, question.prompt_tokens, question.block_size)
-    return float(sum(priced[term, number] for term in (QUEUE, SLOT, FETCH, PREFILL)))
+        priced = question.loads.price(question.matched, question.prompt_tokens)
+    seconds = float(sum(priced[term, number] for term in (QUEUE, SLOT, FETCH, PREFILL)))
+    return min(seconds, LONGEST_S)
 
 
 def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:

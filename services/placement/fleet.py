@@ -94,7 +94,7 @@ class Fleet:
 
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
-        column = self.workloads.add(record.block_bytes, now)
+        column = self.workloads.add(record.block_bytes / max(1, record.block_size), now)
         worker = Worker(record.id, record.epoch, record.model, record.state, now, address_space(record), column)
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates

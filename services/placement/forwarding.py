@@ -19,6 +19,7 @@ was seen. Each offer is one attempt; a worker that accepts an attempt nobody wai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvproto.errors import DeadlineExceeded, InvalidRequest, KvfleetError, NoWorkers, Unavailable, WorkerLost
@@ -36,7 +37,6 @@ from kvproto.messages import (
 )
 from kvproto.subjects import request_inbox
 from services.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, PingWorker, failed_frame
-from services.placement.bookings import Bookings
 from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
 from services.placement.fleet import Fleet
@@ -78,7 +78,13 @@ class Forwarding:
     """
 
     def __init__(
-        self, placement: str, inbox_prefix: str, fleet: Fleet, bookings: Bookings, decider: Decider, limit: int
+        self,
+        placement: str,
+        inbox_prefix: str,
+        fleet: Fleet,
+        give_up: Callable[[tuple[str, str]], None],
+        decider: Decider,
+        limit: int,
     ) -> None:
         self.forwarded_total = 0  # accepted by a worker
         self.retried_offers_total = 0
@@ -89,7 +95,7 @@ class Forwarding:
         self._placement = placement
         self._inbox_prefix = inbox_prefix
         self._fleet = fleet
-        self._bookings = bookings
+        self._give_up = give_up  # what a request had booked
         self._decider = decider
         self._limit = limit
         self._offered: dict[str, _Forwarded] = {}
@@ -341,7 +347,7 @@ class Forwarding:
 
     def _end(self, forwarded: _Forwarded) -> None:
         self._remove(forwarded)
-        self._bookings.release((forwarded.asked.tenant, forwarded.asked.request))
+        self._give_up((forwarded.asked.tenant, forwarded.asked.request))
 
     def _remove(self, forwarded: _Forwarded) -> None:
         for table in (self._offered, self._watched, self._lost):

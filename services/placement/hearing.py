@@ -129,6 +129,7 @@ class Hearing:
             return  # no subject reaches it
         match change:
             case Change.LEFT:
+                self._pulling.pop(view.record.id, None)
                 self._tell(WorkerLeft(view.record.id))
             case Change.JOINED:
                 self._tell(WorkerJoined(self._known_state(view), view.heartbeat))

@@ -20,6 +20,7 @@ from services.placement.price_kernel import COST, TERMS
 from services.placement.workloads import TIERS, Floats
 
 KEPT = 4096
+KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
 CANDIDATES_KEPT = 8
 
 NOTHING_YET = Actual()
@@ -107,6 +108,7 @@ class Ledger:
         self.hits = HitTokens()
         self._kept = kept
         self._entries: OrderedDict[tuple[str, str, int], Entry] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # first ended first
         self._attempts: dict[Key, list[int]] = {}
 
     def __len__(self) -> int:
@@ -118,9 +120,10 @@ class Ledger:
         if key not in self._entries:
             self._attempts.setdefault(key[:2], []).append(placement.attempt)
         self._entries.pop(key, None)
+        self._ended.pop(key, None)
         self._entries[key] = entry
-        while len(self._entries) > self._kept:
-            self._forget_oldest()
+        while len(self._entries) > KEPT_IN_ALL:
+            self._forget(next(iter(self._entries)))
 
     def on_milestone(self, worker: str, milestone: Milestone) -> Entry | None:
         """What happened to a decision of this replica: its entry, else None."""
@@ -139,6 +142,9 @@ class Ledger:
                 entry.actual = replace(before, ttft_s=milestone.seconds)
             case Passed.ENDED:
                 entry.actual = replace(before, ended=True, output_tokens=milestone.output_tokens, code=milestone.code)
+                self._ended[milestone.tenant, milestone.request, milestone.attempt] = None
+                while len(self._ended) > self._kept:
+                    self._forget(next(iter(self._ended)))
         return entry
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
@@ -147,25 +153,28 @@ class Ledger:
         return tuple(self._entries[*key, attempt].decision() for key in keys for attempt in self._attempts.get(key, ()))
 
     def _count(self, entry: Entry, started: Milestone) -> None:
-        attained = sum(started.cached.values())
+        attained = min(sum(started.cached.values()), started.prompt_tokens, entry.prompt_tokens)
         hits = self.hits
-        hits.prompt_total += started.prompt_tokens
+        hits.prompt_total += min(started.prompt_tokens, entry.prompt_tokens)
         hits.attained_total += attained
         hits.attainable_total += max(entry.attainable, attained)
         hits.lost_total += max(entry.attainable - attained, 0)
 
-    def _forget_oldest(self) -> None:
-        (tenant, request, attempt), _ = self._entries.popitem(last=False)
-        attempts = self._attempts[tenant, request]
-        attempts.remove(attempt)
+    def _forget(self, key: tuple[str, str, int]) -> None:
+        del self._entries[key]
+        self._ended.pop(key, None)
+        attempts = self._attempts[key[:2]]
+        attempts.remove(key[2])
         if not attempts:
-            del self._attempts[tenant, request]
+            del self._attempts[key[:2]]
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
         listed = {(*key, attempt) for key, attempts in self._attempts.items() for attempt in attempts}
         assert listed == set(self._entries)
-        assert len(self._entries) <= self._kept
+        assert set(self._ended) == {key for key, entry in self._entries.items() if entry.actual.ended}
+        assert len(self._ended) <= self._kept
+        assert len(self._entries) <= KEPT_IN_ALL
 
 
 def consider(workers: Sequence[Worker], chosen: int | None, choice: Choice, matched: Floats) -> Considered:

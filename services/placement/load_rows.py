@@ -12,7 +12,7 @@ from __future__ import annotations
     STAY,  # seconds from start to end of a request
     RECENT,  # prompt tokens given lately, as of AT
     CREDIT,  # what share of the blocks that it is said to hold is believed
-    BLOCK_BYTES,
+    TOKEN_BYTES,  # of K and V, as restored
     BLOCKS_USED,
     BLOCKS,
     TOKEN_S,  # seconds per decoded token, all its sequences together; 0: not measured

@@ -16,13 +16,13 @@ from numba import njit
 from services.placement.load_rows import (
     AT,
     BACKLOG,
-    BLOCK_BYTES,
     RATE,
     RATE_AT,
     RECENT,
     REQUESTS,
     SLOTS,
     STAY,
+    TOKEN_BYTES,
     TOKEN_S,
 )
 
@@ -34,18 +34,19 @@ ROWS = 8
 UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
 RECENT_S = 60.0  # what a worker was given counts as recent for about so long
 ALIKE = 0.25  # rates that differ from their mean by less than this share do so by chance
-FORGIVEN_S = 120.0  # after so long without a new measurement, two thirds of a low rate are forgotten
+FORGIVEN_S = 120.0  # so long without a new measurement, and a low rate is taken for e times as high
 COPY_S = 0.5  # what a request may be made to wait so that others find a copy
 
 
 @njit
 def _mean_rate(values):
-    total, measured = 0.0, 0
+    """Harmonic, of those who measured: one absurdly fast worker does not make the others look fast."""
+    seconds, measured = 0.0, 0
     for worker in range(values.shape[1]):
         if values[RATE, worker] > 0:
-            total += values[RATE, worker]
+            seconds += 1 / values[RATE, worker]
             measured += 1
-    return total / measured if measured else UNMEASURED_RATE
+    return measured / seconds if measured else UNMEASURED_RATE
 
 
 @njit
@@ -65,18 +66,18 @@ def _comparable(rate, measured_at, mean, now):
 
     One within a quarter of the mean is taken for the mean: between equal machines that is how measurements differ, and
     the idle one that happened to be slower last time must not stay idle for it. Who has not measured is taken for the
-    mean too. Whoever measured much less, long ago, comes up to it little by little: one bad measurement would else keep
+    mean too. Whoever measured less, long ago, comes up to it: the lower, the later. One bad measurement would else keep
     all work, and so any better one, away.
     """
     if rate <= 0 or abs(rate - mean) <= ALIKE * mean:
         return mean
     if rate < mean:
-        return rate + (mean - rate) * (1 - math.exp((measured_at - now) / FORGIVEN_S))
+        return min(mean, rate * math.exp(min((now - measured_at) / FORGIVEN_S, 50.0)))
     return rate
 
 
 @njit
-def price(values, restore, matched, tokens, block_size, heat, now, others, busy, out):
+def price(values, restore, matched, tokens, heat, now, others, busy, out):
     """Fills `out` `[8, workers]`: the terms and their sum.
 
     `values` `[13, workers]` (load_rows), `restore` `[tiers, workers]` bytes/s, `matched` `[tiers, workers]` tokens.
@@ -94,12 +95,12 @@ def price(values, restore, matched, tokens, block_size, heat, now, others, busy,
         fetch, fetched = 0.0, 0.0
         prefill = (tokens - matched[0, worker]) / rate
         for tier in range(1, len(matched)):  # between the ends of tiers all grows in straight lines: an end is cheapest
-            blocks = (matched[tier, worker] - matched[tier - 1, worker]) / block_size
-            if blocks <= 0:
+            more = matched[tier, worker] - matched[tier - 1, worker]
+            if more <= 0:
                 continue
-            if restore[tier, worker] <= 0 or values[BLOCK_BYTES, worker] <= 0:
+            if restore[tier, worker] <= 0 or values[TOKEN_BYTES, worker] <= 0:
                 break  # never measured: no choice, and so is nothing beyond
-            fetched += blocks * values[BLOCK_BYTES, worker] / restore[tier, worker]
+            fetched += more * values[TOKEN_BYTES, worker] / restore[tier, worker]
             rest = (tokens - matched[tier, worker]) / rate
             if fetched + rest < fetch + prefill:
                 fetch, prefill = fetched, rest

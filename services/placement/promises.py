@@ -1,7 +1,8 @@
 """Blocks that are being computed: of requests on their way, which no event has told of yet. Pure.
 
 Two requests with one new prefix, a moment apart, should meet on one worker: it computes the prefix once. A promise ends
-a moment after the first token was drawn, when the blocks' own events are here; or with its request; or after a minute.
+a moment after the first token was drawn, when the blocks' own events are here; with its request, or when nothing was
+heard of that; or after a minute.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class Promises:
         self._index.store(self._holders[worker], 0, hashes)
         self._made[key] = now, worker, hashes
 
-    def fulfil(self, key: Key, now: float) -> None:
-        """It has been computed."""
-        made = self._made.pop(key, None)
-        if made is not None:
+    def fulfil(self, key: Key, worker: str, now: float) -> None:
+        """`worker` has computed it, or will not do so any more."""
+        made = self._made.get(key)
+        if made is not None and made[1] == worker:
+            del self._made[key]
             self._kept[key] = (now, *made[1:])
 
     def break_off(self, key: Key) -> None:

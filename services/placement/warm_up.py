@@ -68,7 +68,7 @@ def _call_all() -> None:
     workloads = Workloads()
     idle = workloads.view(np.array([workloads.add(0.0, 0.0)]), 0.0)
     matched = np.zeros((3, 1))
-    priced = idle.price(matched, 1, 16, heat=0.0, others=0.0, busy=0.0)
+    priced = idle.price(matched, 1, heat=0.0, others=0.0, busy=0.0)
     assert price_kernel.cheapest(priced, matched[-1], 1, False, 0.0, 0.0, np.empty(1, dtype=np.int64)) == (0, 1)
     assert len(chain(blocks[0], range(64), 16)) == 4
     assert not len(index)

@@ -23,6 +23,7 @@ Columns: TypeAlias = npt.NDArray[np.int64]
 
 TIERS: tuple[Tier, ...] = tuple(Tier)
 FIRST_COLUMNS = 64
+LEAST_RATE = 1e-3  # tokens/s: whoever says less has not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,6 @@ class View:
         self,
         matched: Floats,
         tokens: int,
-        block_size: int,
         *,
         heat: float = 0.0,
         others: float = 0.0,
@@ -57,7 +57,7 @@ class View:
         """What a request of `tokens`, of which `matched` `[tiers, workers]` are cached, would cost, in seconds: a row
         for each of `price_kernel.TERMS`, and their sum."""
         out = np.empty((price_kernel.ROWS, self._values.shape[1]))
-        price_kernel.price(self._values, self._restore, matched, tokens, block_size, heat, self.now, others, busy, out)
+        price_kernel.price(self._values, self._restore, matched, tokens, heat, self.now, others, busy, out)
         return out
 
     @property
@@ -96,7 +96,7 @@ class Workloads:
 
     # ------------------------------------------------------------------ columns
 
-    def add(self, block_bytes: float, now: float) -> int:
+    def add(self, token_bytes: float, now: float) -> int:
         if self._free:
             column = self._free.pop()
         else:
@@ -109,7 +109,7 @@ class Workloads:
         self._restore[:, column] = 0.0
         self._values[rows.AT, column] = now
         self._values[rows.CREDIT, column] = 1.0
-        self._values[rows.BLOCK_BYTES, column] = block_bytes
+        self._values[rows.TOKEN_BYTES, column] = token_bytes
         return column
 
     def drop(self, column: int) -> None:
@@ -123,8 +123,9 @@ class Workloads:
         """A heartbeat; `unseen` is what was booked and cannot be in it yet."""
         values = self._values
         self._drain(column, now)
-        if rates.prefill_tokens_per_s != values[rows.RATE, column]:
-            values[rows.RATE, column], values[rows.RATE_AT, column] = rates.prefill_tokens_per_s, now
+        rate = rates.prefill_tokens_per_s if rates.prefill_tokens_per_s >= LEAST_RATE else 0.0
+        if rate != values[rows.RATE, column]:
+            values[rows.RATE, column], values[rows.RATE_AT, column] = rate, now
         values[rows.BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
         values[rows.REQUESTS, column] = load.waiting + load.running + unseen_requests
         values[rows.SLOTS, column] = load.slots
@@ -143,15 +144,15 @@ class Workloads:
         self._values[rows.BACKLOG, column] += tokens
         self._values[rows.RECENT, column] += tokens
 
-    def correct(self, column: int, tokens: float, now: float) -> None:
-        """The tokens to prefill turned out to be more, or fewer."""
+    def correct(self, column: int, tokens: float, now: float, *, queued: bool = True) -> None:
+        """The tokens to prefill turned out to be more, or fewer. Not `queued`: the worker's own figure has that."""
         self._drain(column, now)
-        self._values[rows.BACKLOG, column] = max(0.0, self._values[rows.BACKLOG, column] + tokens)
-        self._values[rows.RECENT, column] = max(0.0, self._values[rows.RECENT, column] + tokens)
+        for row in (rows.BACKLOG, rows.RECENT) if queued else (rows.RECENT,):
+            self._values[row, column] = max(0.0, self._values[row, column] + tokens)
 
-    def take(self, column: int, tokens: float, now: float) -> None:
+    def take(self, column: int, tokens: float, now: float, *, queued: bool = True) -> None:
         """The request is gone, and so many of its tokens will never be prefilled."""
-        self.correct(column, -tokens, now)
+        self.correct(column, -tokens, now, queued=queued)
         self._values[rows.REQUESTS, column] = max(0.0, self._values[rows.REQUESTS, column] - 1)
 
     def stayed(self, column: int, seconds: float) -> None:

@@ -56,10 +56,15 @@ class KvIndexer:
         if known is not None and known.epoch == epoch:
             return
         self.leave(worker)
-        if len(self._followers) < self.max_workers:  # the spare holders are for snapshots
-            self._followers[worker] = Follower(self.index, epoch)
-        else:
+        if not self._follow(worker, epoch):
             self.left_out_total += 1
+
+    def _follow(self, worker: str, epoch: str) -> bool:
+        """Whether there was room: the spare holders are for snapshots."""
+        if len(self._followers) >= self.max_workers:
+            return False
+        self._followers[worker] = Follower(self.index, epoch)
+        return True
 
     def leave(self, worker: str) -> None:
         gone = self._followers.pop(worker, None)
@@ -83,7 +88,10 @@ class KvIndexer:
         follower.on_changes(changes, now)
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """Of a living worker."""
         follower = self._followers.get(beat.worker)
+        if follower is None and self._follow(beat.worker, beat.epoch):  # it was left out, and a place is free now
+            follower = self._followers[beat.worker]
         if follower is not None and follower.epoch == beat.epoch:
             follower.on_heartbeat(beat.event_seq, beat.digest, now)
 

@@ -128,7 +128,10 @@ class PrefixIndex:
             holdings.logged = logged
             done += noted
             self._deepest_tier = max(self._deepest_tier, tier)
-            if done == len(hashes) or not self._give_way(holder):
+            if done == len(hashes):
+                return
+            if not self._give_way(holder):
+                self.given_up_total += len(hashes) - done
                 return
 
     def remove(self, holder: int, tier: int, hashes: Hashes) -> None:
@@ -152,7 +155,6 @@ class PrefixIndex:
             return True
         largest = max(self._holdings, key=lambda other: self._holdings[other].held)
         if largest == holder or self._holdings[largest].held <= self._holdings[holder].held:
-            self.given_up_total += 1
             return False
         before = self._holdings[largest].held
         self._forget(largest, GIVEN_UP)

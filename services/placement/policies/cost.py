@@ -56,7 +56,6 @@ class Cost:
         priced = question.loads.price(
             question.matched,
             question.prompt_tokens,
-            question.block_size,
             heat=question.heat,
             others=self._others,
             busy=self._busy,

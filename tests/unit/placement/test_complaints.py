@@ -15,6 +15,7 @@ from services.placement.events import (
     SnapshotHeard,
     Tick,
     WorkerJoined,
+    WorkerLeft,
     WorkerNewEpoch,
 )
 from services.placement.index.changes import Change, Changes
@@ -362,3 +363,28 @@ def test_heartbeats_that_promise_the_impossible_break_nothing() -> None:
     for number in range(10):
         rig.place(f"r{number}", tokens(number, 100))
     rig.core.check_integrity()
+
+
+def test_a_worker_that_was_left_out_is_followed_once_there_is_room() -> None:
+    """A rolling upgrade has twice as many workers for a while."""
+    rig = Rig()
+    rig.cores = [
+        PlacementCore(
+            "p0",
+            "_plc.p0",
+            lambda: 0.5,
+            prompts=rig.prompts,
+            unix_ms=lambda: 0,
+            indexer=KvIndexer(4096, max_workers=2),
+        )
+    ]
+    for worker in ("old0", "old1", "new0", "new1"):
+        rig.join(worker)
+    assert rig.core.indexer.state_of("new0") is None
+    rig.tell(WorkerLeft("old0"))
+    rig.tell(WorkerLeft("old1"))
+    for worker in ("new0", "new1"):
+        rig.beat(worker)
+        rig.store(worker, tokens(1, 64))
+        assert rig.core.indexer.state_of(worker) is Follows.EXACT
+    assert rig.core.indexer.left_out_total == 2

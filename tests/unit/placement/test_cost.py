@@ -42,7 +42,7 @@ def question(
         fleet.join(record, None, 0.0)
         column = fleet.workers[f"w{number}"].column
         fleet.workloads.drop(column)
-        assert fleet.workloads.add(BLOCK_BYTES, 0.0) == column
+        assert fleet.workloads.add(BLOCK_BYTES / 16, 0.0) == column
         load = loads[number] if loads else Load(slots=100)
         fleet.workloads.report(column, load, rates[number] if rates else Rates(RATE), 0, 0, 0.0)
     ready: Ready = fleet.ready("demo")
@@ -120,9 +120,9 @@ def test_prices_are_what_the_text_says(data: st.DataObject, count: int, tokens: 
     shares = [sorted(draw(st.lists(st.integers(0, tokens), min_size=3, max_size=3))) for _ in range(count)]
     matched = [[float(share[tier]) for share in shares] for tier in range(3)]
     asked = question(matched, tokens, loads=loads, rates=rates, heat=heat)
-    found = asked.loads.price(asked.matched, tokens, 16, heat=heat, others=4.0, busy=50.0)
+    found = asked.loads.price(asked.matched, tokens, heat=heat, others=4.0, busy=50.0)
     measured = [one.prefill_tokens_per_s for one in rates if one.prefill_tokens_per_s]
-    mean = sum(measured) / len(measured) if measured else 1000.0
+    mean = len(measured) / sum(1 / one for one in measured) if measured else 1000.0
     each = min((1 / one.decode_tokens_per_s for one in rates if one.decode_tokens_per_s), default=0.0)
     prefills = []
     for number, (load, rate) in enumerate(zip(loads, rates, strict=True)):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from placement_build import a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
 from kvproto import codec
-from kvproto.messages import Decision, Explanation, Milestone, Milestones, Passed
+from kvproto.messages import Decision, Explanation, Milestone, Milestones, Passed, Placement
 from services.placement.actions import Explain, Record
 from services.placement.core import PlacementCore
 from services.placement.events import ExplainAsked, MilestonesHeard, PlaceAsked, WorkerJoined
 from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger import CANDIDATES_KEPT, KEPT
+from services.placement.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, Entry
 from services.placement.ledger_file import LedgerFile
 from services.placement.prompts import HashedPrompts
 
@@ -87,14 +88,30 @@ def test_attained_attainable_and_lost_tokens_are_counted_of_what_started() -> No
     assert hits.attained_total == 0
 
 
-def test_it_keeps_the_last_ones_only() -> None:
+def test_it_keeps_the_last_that_ended_and_all_that_have_not_up_to_a_limit() -> None:
     rig = Rig("w0")
     for number in range(KEPT + 10):
         rig.place(f"r{number}", tokens(1, 8))
+    assert len(rig.core.ledger) == KEPT + 10
+    for number in range(KEPT + 10):
+        rig.pass_("w0", f"r{number}", Passed.ENDED)
     assert len(rig.core.ledger) == KEPT
     assert explained(rig, "r9") == ()
     assert explained(rig, "r10")
     rig.core.ledger.check_integrity()
+
+
+def test_requests_that_never_end_are_forgotten_too() -> None:
+    core = a_core("w0")
+    for number in range(KEPT_IN_ALL + 5):
+        core.ledger.note(an_entry(f"r{number}"))
+    assert len(core.ledger) == KEPT_IN_ALL
+    core.ledger.check_integrity()
+
+
+def an_entry(request: str) -> Entry:
+    nothing = Considered((), None, np.zeros((3, 0)))
+    return Entry("t", "m", 0, Placement(request, "w0", 0), 1, nothing, 0, {}, 0, b"", 16)
 
 
 def recording() -> PlacementCore:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from placement_build import a_beat, a_core, a_record, an_ask, load_of
+from placement_rig import Rig
 
-from kvproto.messages import PlaceRequest
+from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest
 from services.placement.actions import Answer
 from services.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from services.placement.core import PlacementCore
-from services.placement.events import HeartbeatHeard, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch
+from services.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch
 from services.placement.workloads import Workloads
 
 
@@ -96,3 +97,28 @@ def test_releasing_twice_changes_nothing() -> None:
         assert workloads.of(column, 1.0).requests == 0
     bookings.check_integrity()
     workloads.check_integrity()
+
+
+def test_a_worker_that_is_quicker_than_the_word_of_a_booking_is_not_counted_twice() -> None:
+    """Another replica shares its booking when the worker has already said what became of it."""
+    rig = Rig("w0")
+    running = (Passed.ACCEPTED, Passed.STARTED, Passed.FIRST_TOKEN)
+    rig.pass_("w0", "running", *running, prompt=500)
+    rig.pass_("w0", "over", *running, Passed.ENDED, prompt=500)
+    for request in ("running", "over"):
+        rig.tell(BookingsShared(BookedBatch("p9", (Booked("public", request, 0, "w0", 5000),))))
+    assert (len(rig.core.bookings), rig.core.bookings.running) == (0, 1)
+    rig.beat("w0", running=1)
+    assert load_of(rig.core, "w0") == 1
+    assert rig.core.workloads.of(0, rig.now).backlog_tokens == 0
+    rig.core.check_integrity()
+
+
+def test_what_a_heartbeat_has_counted_is_not_corrected_again() -> None:
+    rig = Rig("w0")
+    for number in range(10):
+        rig.place(f"r{number}", prompt="x" * 4000)  # a thousand tokens, it seems
+        rig.pass_("w0", f"r{number}", Passed.ACCEPTED)
+    rig.beat("w0", queued=1000, waiting=10)  # it is a hundred each
+    rig.pass_("w0", "r0", Passed.STARTED, prompt=100)
+    assert rig.core.workloads.of(0, rig.now).backlog_tokens == 1000
