@@ -16,6 +16,7 @@ from services.placement.simulate.report import seconds
 from services.placement.simulate.study import Study
 from services.placement.simulate.trace import Row, Trace, make_trace
 from services.placement.simulate.trace_file import read_trace
+from services.placement.warm_up import warm_up
 
 ROOT = Path(__file__).parents[1]
 CONVERSATIONS = "shared/data/mooncake_conversation_trace.jsonl.gz"
@@ -29,6 +30,7 @@ def conversations(name: str, unit: str, floor: float) -> Trace:
     path = next((place for place in places if place.exists()), None)
     if path is None:
         skip(name, unit, floor=floor, peer=CONVERSATIONS, why=f"no {CONVERSATIONS} here or above")
+    warm_up()
     return read_trace(path)
 
 
@@ -62,6 +64,7 @@ def prompts(
 ) -> Trace:
     """Requests of sessions of their own. Each begins with as many tokens that all have in common as its turn of
     `shared_tokens` says, and goes on with a number between those of `tails` that nobody else has."""
+    warm_up()
     chance = random.Random(seed)
     rows = []
     for number, at in enumerate(at_s):

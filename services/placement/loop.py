@@ -76,6 +76,7 @@ from services.placement.ledger_file import LedgerFile
 from services.placement.pinger import Pinger, Verdict
 from services.placement.policies import DEFAULT_POLICY
 from services.placement.prompts import HashedPrompts
+from services.placement.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -378,6 +379,7 @@ class PlacementLoop:
             raise
 
     async def _start(self) -> None:
+        await asyncio.to_thread(warm_up)  # seconds on a machine's first time: not in the first request
         subscribe, subjects = self._connection.subscribe, self._subjects
         self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(self._on_answer)))
         self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))

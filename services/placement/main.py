@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import random
@@ -25,7 +24,6 @@ from services.placement.ledger_file import LedgerFile
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
 from services.placement.settings import PlacementSettings
-from services.placement.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,6 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("connection", connection.close)
     record = replace(record, inbox=connection.inbox_prefix)
     await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
-    await asyncio.to_thread(warm_up)  # seconds on a machine's first time: not in the first request
     system = await _system_connection(settings, member)
     if system is not None:
         life.closing("system connection", system.close)

@@ -24,6 +24,7 @@ from services.placement.simulate.simulation import Delays, FleetShape
 from services.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
 from services.placement.simulate.trace import Trace
 from services.placement.simulate.trace_file import read_trace
+from services.placement.warm_up import warm_up
 
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096
@@ -132,6 +133,7 @@ def main(argv: list[str] | None = None) -> None:
             asked.plot.open("a").close()  # before minutes of work, not after them
         trace = read_trace(asked.trace, asked.limit)
         trace = trace.spread() if asked.spread else trace
+        warm_up()
         study = simulate(asked, trace)
         if asked.plot is not None:
             asked.plot.write_text(plot(study))

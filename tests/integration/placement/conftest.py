@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 from fake_fleet import BareProducer, FakeWorker, StartPlacement, StartWorker, open_placement
 
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from services.placement.loop import PlacementLoop
-from services.placement.warm_up import warm_up
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_kernels() -> None:
-    warm_up()
 
 
 @pytest_asyncio.fixture
