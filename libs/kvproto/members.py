@@ -25,6 +25,7 @@ from kvproto.hash_ring import HashRing
 from kvproto.ids import new_process_id
 from kvproto.messages import Heartbeat, MemberRecord, Role, WorkerRecord
 from kvproto.subjects import Subjects, member_key
+from kvproto.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -155,10 +156,7 @@ class Members:
             ) from None
 
     async def stop(self) -> None:
-        tasks = [task for task in (*self._tasks, self._watching) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(task for task in (*self._tasks, self._watching) if task is not None)
         if self._watch is not None:
             await self._watch.stop()
         with contextlib.suppress(Exception):

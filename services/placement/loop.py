@@ -44,6 +44,7 @@ from kvproto.messages import (
     Role,
 )
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inboxes
+from kvproto.tasks import end
 from services.placement import intake
 from services.placement.actions import (
     Action,
@@ -399,24 +400,20 @@ class PlacementLoop:
         if self._stopped:
             return
         if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+            await end([self._renewing])
         if self._lease is not None:
             await self._lease.release()
         for asked in self._asked:
             await _quietly(asked.drain(), 1.0)
-        end = self._now() + grace_s
-        while self.in_flight and self._now() < end:
+        until = self._now() + grace_s
+        while self.in_flight and self._now() < until:
             await asyncio.sleep(0.02)
         self._stopped = True
         self._alarm.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)
         await self.hearing.stop()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(list(self._tasks))
 
     # ------------------------------------------------------------------ tasks
 

@@ -41,6 +41,7 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import Subjects, is_inbox
+from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
 from services.worker.broadcast import Broadcast
@@ -193,7 +194,7 @@ class WorkerLoop:
                 await subscription.unsubscribe()
             except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
                 log.debug("unsubscribe: %s", error)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)
 
     def _on_fenced(self, error: Fenced) -> None:
         self._on_fatal(str(error))
