@@ -8,7 +8,7 @@ the load knows; that with the fifth of misses, which take less, is reported besi
 
 | form | from, to |
 | --- | --- |
-| arrays | `matches_by_tier`: hashes as an array, for each worker its blocks in every tier |
+| arrays | `depths`, which placement calls: hashes as an array, blocks in every tier by worker |
 | bytes | `find_matches`: hashes as a list of bytes, for each worker that has some its blocks |
 
 Both with all blocks in one tier, and with each worker's share of a prompt spread over three.
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._index_load import DISTINCT, LENGTHS, Load, p50
-from benchmarks._index_ours import Ours
+from benchmarks._index_ours import NAMES, Ours
 from benchmarks._report import finish, parse_quick, progress
-from services.placement.index.prefix_index import pack
+from services.placement.index.prefix_index import Depths, Hashes, pack
 
 FLOORS_US = {(128, 8): 40.0, (1_904, 8): 100.0, (128, 64): 60.0, (1_904, 64): 400.0}  # blocks, distinct depths
 
@@ -41,7 +41,15 @@ class Part:
 def measure(tiers: int, prompts: int) -> list[Part]:
     load = Load(tiers=tiers)
     ours = Ours(load)
-    by_tier, find = ours.indexer.matches_by_tier, ours.indexer.find_matches
+    names = tuple(NAMES)
+
+    def by_tier(hashes: Hashes) -> Depths:
+        return ours.indexer.depths(hashes, names)
+
+    def deepest(depths: Depths) -> dict[str, int]:
+        return {name: depth for name, depth in zip(names, depths[-1].tolist(), strict=True) if depth}
+
+    find = ours.indexer.find_matches
     parts = []
     for length in LENGTHS:
         for distinct in DISTINCT:
@@ -53,10 +61,6 @@ def measure(tiers: int, prompts: int) -> list[Part]:
                 progress(f"{name}: {part.hits_us} us")
                 parts.append(part)
     return parts
-
-
-def deepest(matches: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    return {name: depths[-1] for name, depths in matches.items() if depths[-1]}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from kvproto.messages import (
     Placement,
     ResendRequest,
 )
+from services.placement.index.kv_indexer import PullSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,6 @@ class Share:
     """Tell the other replicas what was booked."""
 
     booked: tuple[Booked, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PullSnapshot:
-    """Ask a worker for all it holds; parts come back as SnapshotHeard."""
-
-    worker: str
-    epoch: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,9 +65,6 @@ class Bookings:
     def requests_at(self, worker: str) -> int:
         return len(self._at.get(worker, ()))
 
-    def tokens_at(self, worker: str) -> float:
-        return sum(booking.tokens for booking in self._at.get(worker, {}).values())
-
     # ------------------------------------------------------------------ a request's life
 
     def book(self, key: Key, attempt: int, worker: str, column: int, tokens: float, now: float) -> None:

@@ -17,7 +17,6 @@ from services.placement.actions import (
     Explain,
     Fail,
     PingWorker,
-    PullSnapshot,
     Record,
     Share,
     failed_frame,
@@ -188,8 +187,7 @@ class PlacementCore:
         self.promises.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self._trust(worker, credit)
-        pulls = [PullSnapshot(pull.worker, pull.epoch) for pull in self.indexer.tick(now)]
-        return [*pulls, *self._ping_silent(now), *self.forwarding.tick(now)]
+        return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now)]
 
     def _forget(self, worker: str) -> None:
         """What a former life of the worker was given, and what was thought of it."""

@@ -17,17 +17,17 @@ from kvproto.messages import Booked, Placement, PlaceRequest
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Space, Worker
 from services.placement.heat import Heat
+from services.placement.index.changes import TIERS
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
-from services.placement.ledger import Entry, Ledger, consider
+from services.placement.ledger import Entry, Ledger, by_tier, consider
 from services.placement.policies import Choice, Policy, Question
 from services.placement.price_kernel import FETCH, PREFILL, QUEUE, SLOT
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
-from services.placement.workloads import TIERS, Floats, View, Workloads
+from services.placement.workloads import Floats, View, Workloads
 
 LONGEST_S = 1e9  # that an answer can say
-_TIER_NAMES = tuple(tier.value for tier in TIERS)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,6 @@ class Decider:
             prompt_tokens=tokens,
             matched=matched.believed,
             heat=self._heat.of(last_block, now) if last_block is not None else 0.0,
-            block_size=matched.block_size,
             hashes=matched.hashes,
             depth=matched.depth,
         )
@@ -121,7 +120,7 @@ class Decider:
         ask = question.ask
         worker = self._fleet.workers[choice.worker]
         number = _number(question.candidates, worker)
-        hit = _by_tier(matched.believed, number)
+        hit = {} if number is None else by_tier(matched.believed[:, number].tolist())
         placement = Placement(
             request=ask.request,
             worker=worker.id,
@@ -148,7 +147,7 @@ class Decider:
                 prompt_tokens=question.prompt_tokens,
                 considered=consider(question.candidates, number, choice, matched.believed),
                 candidates_total=len(question.candidates),
-                indexed=_by_tier(matched.indexed, number),
+                indexed={} if number is None else by_tier(matched.indexed[:, number].tolist()),
                 attainable=int(matched.indexed[-1].max(initial=0)),
                 hashes=hashes.tobytes() if self._ledger.keeps_hashes else b"",
                 block_size=block_size,
@@ -214,17 +213,6 @@ def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number:
 def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:
     """None for a worker that was named though it is no candidate."""
     return next((number for number, one in enumerate(candidates) if one is worker), None)
-
-
-def _by_tier(matched: Floats, number: int | None) -> dict[str, int]:
-    """Tokens found in each tier, beyond what faster ones have."""
-    found, faster = {}, 0
-    if number is not None:
-        for name, depth in zip(_TIER_NAMES, matched[:, number].tolist(), strict=True):
-            if depth > faster:
-                found[name] = int(depth) - faster
-                faster = int(depth)
-    return found
 
 
 def _effective(excluded: tuple[str, ...], ready: Ready) -> frozenset[str]:

@@ -39,11 +39,6 @@ class Worker:
 
     pinged_at: float = -1e9
 
-    @property
-    def requests(self) -> int:
-        """Requests it reported, waiting and running."""
-        return self.load.waiting + self.load.running
-
 
 @dataclass(frozen=True, slots=True)
 class Space:

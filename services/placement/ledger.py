@@ -11,19 +11,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
 from services.placement.fleet import Worker
+from services.placement.index.changes import TIERS
 from services.placement.policies import Choice
 from services.placement.price_kernel import COST, TERMS
-from services.placement.workloads import TIERS, Floats
+from services.placement.workloads import Floats
 
 KEPT = 4096
 KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
 CANDIDATES_KEPT = 8
 
 NOTHING_YET = Actual()
+TIER_NAMES = tuple(tier.value for tier in TIERS)
 
 Key = tuple[str, str]  # tenant, request
 
@@ -40,15 +40,9 @@ class Considered:
     def listed(self) -> tuple[Candidate, ...]:
         rows = [[]] * len(self.workers) if self.prices is None else (self.prices[:COST] * 1000).round(3).T.tolist()
         names = () if self.prices is None else TERMS
-        own = np.diff(np.trunc(self.matched), axis=0, prepend=0).T.tolist()  # in a tier beyond what faster ones have
         return tuple(
-            Candidate(
-                worker,
-                round(sum(row), 3),
-                dict(zip(names, row, strict=True)),
-                {tier.value: int(tokens) for tier, tokens in zip(TIERS, held, strict=True) if tokens},
-            )
-            for worker, row, held in zip(self.workers, rows, own, strict=True)
+            Candidate(worker, round(sum(row), 3), dict(zip(names, row, strict=True)), by_tier(held))
+            for worker, row, held in zip(self.workers, rows, self.matched.T.tolist(), strict=True)
         )
 
 
@@ -175,6 +169,16 @@ class Ledger:
         assert set(self._ended) == {key for key, entry in self._entries.items() if entry.actual.ended}
         assert len(self._ended) <= self._kept
         assert len(self._entries) <= KEPT_IN_ALL
+
+
+def by_tier(matched: Sequence[float]) -> dict[str, int]:
+    """Tokens in each tier, beyond what faster ones have, from those in each tier or a faster one."""
+    found, faster = {}, 0
+    for name, depth in zip(TIER_NAMES, matched, strict=True):
+        if depth > faster:
+            found[name] = int(depth) - faster
+            faster = int(depth)
+    return found
 
 
 def consider(workers: Sequence[Worker], chosen: int | None, choice: Choice, matched: Floats) -> Considered:

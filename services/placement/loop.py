@@ -56,7 +56,6 @@ from services.placement.actions import (
     Fail,
     Forward,
     PingWorker,
-    PullSnapshot,
     Record,
     Share,
     failed_frame,
@@ -72,7 +71,7 @@ from services.placement.events import (
     WorkerAnswered,
 )
 from services.placement.hearing import Hearing
-from services.placement.index.kv_indexer import KvIndexer
+from services.placement.index.kv_indexer import KvIndexer, PullSnapshot
 from services.placement.ledger_file import LedgerFile
 from services.placement.pinger import Pinger, Verdict
 from services.placement.policies import DEFAULT_POLICY

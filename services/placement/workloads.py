@@ -13,15 +13,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.messages import Load, Rates, Tier
+from kvproto.messages import Load, Rates
 from services.placement import load_rows as rows
 from services.placement import price_kernel
+from services.placement.index.changes import TIERS
 from services.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = npt.NDArray[np.int64]
 
-TIERS: tuple[Tier, ...] = tuple(Tier)
 FIRST_COLUMNS = 64
 LEAST_RATE = 1e-3  # tokens/s: whoever says less has not measured
 
@@ -179,6 +179,7 @@ class Workloads:
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values
+        now = max(now, self.now)  # a milestone that came before its booking is counted with its own time
         waited = now - values[rows.AT, column]
         values[rows.AT, column] = self.now = now
         rate = values[rows.RATE, column] or UNMEASURED_RATE

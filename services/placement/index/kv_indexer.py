@@ -5,7 +5,7 @@ events ──▶ Follower (one per life of a worker) ──▶ PrefixIndex ◀�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ CLEANED_PER_TICK = 20_000  # blocks of those gone: some milliseconds
 
 @dataclass(frozen=True, slots=True)
 class PullSnapshot:
-    """Ask a worker for all it holds."""
+    """Ask a worker for all it holds; parts come back to `on_snapshot`. An action of the core as it is."""
 
     worker: str
     epoch: str
@@ -43,10 +43,8 @@ class KvIndexer:
         self.left_out_total = 0
         self._followers: dict[str, Follower] = {}
         self._generation = -1  # of the index, when these were noted:
-        self._names: list[str] = []
+        self._asked: tuple[str, ...] = ()
         self._holders = np.empty(0, dtype=np.intp)
-        self._asked: tuple[str, ...] = ()  # of `depths`, and the holders that it found:
-        self._asked_holders = self._holders
 
     # ------------------------------------------------------------------ workers
 
@@ -132,38 +130,24 @@ class KvIndexer:
         hashes = unpack(b"".join(block_hashes))
         if len(hashes) != len(block_hashes):
             raise ValueError("block hashes have 16 bytes")
-        depths = self.index.find(hashes)[TIERS.index(tier)]
-        names, holders = self._who()
-        return {name: depth for name, depth in zip(names, depths.take(holders).tolist(), strict=True) if depth}
+        depths = self.index.find(hashes)[TIERS.index(tier)].tolist()
+        return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
         """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one."""
         found = self.index.find(hashes)
-        if workers is not self._asked or self._generation != self.index.generation:  # a decision asks as the last did
-            self._who()
-            at = {name: one.holder for name, one in self._followers.items()}
-            self._asked = workers
-            self._asked_holders = np.array([at.get(name, -1) for name in workers], dtype=np.intp)
-        depths = found.take(self._asked_holders, axis=1)
-        depths[:, self._asked_holders < 0] = 0
+        holders = self._holders_of(workers)
+        depths = found.take(holders, axis=1)
+        depths[:, holders < 0] = 0
         return depths
 
-    def matches_by_tier(self, hashes: Hashes, workers: Iterable[str] | None = None) -> Mapping[str, tuple[int, ...]]:
-        """Of each worker, or of those of `workers` that are known, for each tier, how many blocks of the chain it has
-        there or in a faster one."""
-        depths = self.index.find(hashes)
-        names, holders = self._who()
-        # Whole rows at once: a loop over workers and tiers would take longer than the look-up.
-        found = dict(zip(names, zip(*depths.take(holders, axis=1).tolist(), strict=True), strict=True))
-        return found if workers is None else {name: found[name] for name in workers if name in found}
-
-    def _who(self) -> tuple[list[str], npt.NDArray[np.intp]]:
-        """Workers, and the holders that stand for them."""
-        if self._generation != self.index.generation:
-            self._generation = self.index.generation
-            self._names = list(self._followers)
-            self._holders = np.array([one.holder for one in self._followers.values()], dtype=np.intp)
-        return self._names, self._holders
+    def _holders_of(self, workers: tuple[str, ...]) -> npt.NDArray[np.intp]:
+        """The holders that stand for them, -1 for those not followed; kept, as a decision asks as the last one did."""
+        if workers is not self._asked or self._generation != self.index.generation:
+            at = {name: one.holder for name, one in self._followers.items()}
+            self._asked, self._generation = workers, self.index.generation
+            self._holders = np.array([at.get(name, -1) for name in workers], dtype=np.intp)
+        return self._holders
 
     def state_of(self, worker: str) -> Follows | None:
         follower = self._followers.get(worker)

@@ -31,7 +31,6 @@ class Question:
     prompt_tokens: int
     matched: Floats  # `[tiers, candidates]` prompt tokens that one has in the tier or a faster one, as far as believed
     heat: float  # requests of about the last half hour whose longest match ended where this one's does
-    block_size: int
     hashes: Hashes  # of the prompt's blocks, if they are known
     depth: int  # how many of them from the start anybody has
 

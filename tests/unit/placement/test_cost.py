@@ -58,7 +58,6 @@ def question(
         prompt_tokens=prompt,
         matched=np.array(rows, dtype=float),
         heat=heat,
-        block_size=16,
         hashes=NO_HASHES,
         depth=0,
     )

@@ -59,7 +59,7 @@ def test_nothing_is_left_to_compile() -> None:
     assert indexer.tick(0)
     indexer.on_snapshot("w", Snapshot("e", 9, Tier.HOST, 0, 1, 0, b"".join(names[-1_000:])), 0)
     assert indexer.find_matches(names) == {"v": 2_000 - 1_024}, "it gave way"
-    indexer.matches_by_tier(pack(names), ["v"])
+    indexer.depths(pack(names), ("v",))
     indexer.index.compact()
     indexer.leave("v")
     indexer.tick(1)

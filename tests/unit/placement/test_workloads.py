@@ -52,6 +52,15 @@ def test_a_backlog_grows_by_what_is_given_and_drains_at_the_measured_rate() -> N
     loads.check_integrity()
 
 
+def test_what_is_told_late_does_not_turn_time_back() -> None:
+    loads = Workloads()
+    column = a_worker(loads)
+    loads.give(column, 1000, 1.0)
+    loads.correct(column, 500, 0.2)
+    assert loads.now == 1.0
+    assert backlog(loads, column, 1.0) == pytest.approx(1.5)
+
+
 def test_a_report_sets_it_right_but_for_what_it_cannot_have_seen() -> None:
     loads = Workloads()
     column = a_worker(loads)
