@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,25 +12,10 @@ from kvproto.client import Client, Generation
 from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
 from kvproto.stream import Stream
-from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=40, temperature=0.9, seed=7, ignore_eos=True, n=3, logprobs=2)
-
-
-@pytest.fixture
-async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
-    fleet = FakeFleet(nats_url, fleet_buckets)
-    yield fleet
-    await fleet.stop()
-
-
-@pytest.fixture
-async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
-    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
-    yield client
-    await client.close()
 
 
 @dataclass

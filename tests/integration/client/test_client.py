@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,25 +21,10 @@ from kvproto.errors import (
     OutOfMemory,
 )
 from kvproto.messages import Finished, FinishReason, Sampling, Started, Tokens
-from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture
-async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
-    fleet = FakeFleet(nats_url, fleet_buckets)
-    yield fleet
-    await fleet.stop()
-
-
-@pytest.fixture
-async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
-    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
-    yield client
-    await client.close()
 
 
 async def ready(client: Client, count: int) -> None:

@@ -84,13 +84,6 @@ async def start_replica(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator
     await asyncio.gather(*(connection.close() for connection in opened))
 
 
-@pytest.fixture
-async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
-    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
-    yield client
-    await client.close()
-
-
 async def knows(client: Client, count: int) -> None:
     async with asyncio.timeout(5):
         while sum(role is Role.PLACEMENT for role, _ in client.members.view.members) != count:

@@ -46,13 +46,6 @@ async def worker(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeWo
     await fleet.stop()
 
 
-@pytest.fixture
-async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
-    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
-    yield client
-    await client.close()
-
-
 async def ask(client: Client, prompt: tuple[int, ...]) -> None:
     async with client.generate(Generation("demo", SAMPLING, prompt)) as stream:
         async for _ in stream:

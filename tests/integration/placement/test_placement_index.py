@@ -33,13 +33,6 @@ async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFle
     await fleet.stop()
 
 
-@pytest.fixture
-async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
-    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
-    yield client
-    await client.close()
-
-
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():

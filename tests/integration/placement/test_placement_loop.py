@@ -106,7 +106,7 @@ class TestPlace:
         await knows(loop, "w1", "w2")
         first = (await place(requester, fleet_buckets, session="s")).worker
         workers[first].load = Load(waiting=30)
-        await until(lambda: loop.core.fleet.workers[first].requests == 30)
+        await until(lambda: loop.core.fleet.workers[first].load.waiting == 30)
         assert (await place(requester, fleet_buckets, request="r2", session="s")).worker != first
 
 
