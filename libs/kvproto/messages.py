@@ -19,6 +19,7 @@ Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, pa
 Name = Annotated[str, MaxLength(256)]  # ids, roles, model names
 Text = Annotated[str, MaxLength(8_388_608)]
 File = Annotated[str, MaxLength(67_108_864)]  # a tokenizer.json may have tens of megabytes
+Addresses = Annotated[tuple[Annotated[str, MaxLength(256)], ...], MaxLength(8)]  # unix:PATH, tcp:HOST:PORT
 Count = Annotated[int, Range(0, 2**63 - 1)]
 U64 = Annotated[int, Range(0, 2**64 - 1)]
 Seconds = Annotated[float, Range(0.0, 1e12)]
@@ -42,11 +43,13 @@ class Role(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where blocks live, fastest first."""
+    """Where a worker gets blocks from, fastest first. `peer` is another worker's device or host: nobody says that it
+    holds blocks there."""
 
     DEVICE = "device"
     HOST = "host"
     VAULT = "vault"
+    PEER = "peer"
 
 
 class Encoding(StrEnum):
@@ -77,6 +80,7 @@ class AdminCommand(StrEnum):
     INSPECT = "inspect"
     BUNDLE = "bundle"
     READ_KV = "read_kv"
+    ERASE = "erase"  # what only this token sequence has, from device, host and vaults
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -143,6 +147,8 @@ class Placement:
     policy: Name = ""
     why: Text = ""
     placement: Name = ""
+    source: Name = ""  # another worker that holds more of the prompt on its device or host
+    source_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,9 @@ class GenerateRequest:
     traceparent: Annotated[str, MaxLength(128)] | None = None
     watcher: Name | None = None  # the placement that booked it and wants to see it end (bare producers)
     continuations: Annotated[tuple[Continuation, ...], MaxLength(128)] = ()
+    exact: bool = False  # no block that was ever quantised, and none computed on one, is used
+    source: Name = ""  # a worker to pull blocks from, as placement said
+    source_tokens: Count = 0
 
     def continuation(self, choice: int) -> Continuation:
         """Where a choice goes on."""
@@ -220,6 +229,7 @@ class ProducerRequest:
     logprobs: Annotated[int, Range(0, 128)] | None = None
     min_tokens: Count = 0
     context_overflow: Overflow = Overflow.ERROR
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,11 +413,13 @@ class WorkerRecord:
     started_unix_ms: Count = 0
     block_bytes: Count = 0  # of one block, all layers
     public_prefixes: Annotated[tuple[PublicPrefix, ...], MaxLength(256)] = ()
+    data_plane: Addresses = ()
+    kv_format: bytes = b""  # 16 bytes: which blocks' bytes it can use (`kvproto.dataplane.block.kv_format`)
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """Lease of a process that holds no blocks: placement or ingress."""
+    """Lease of any other process: placement, ingress or vault."""
 
     id: Name
     epoch: Name
@@ -420,6 +432,23 @@ class MemberRecord:
     address: Name = ""
     inbox: Name = ""
     started_unix_ms: Count = 0
+    data_plane: Addresses = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """One tier as a worker uses it, or as a vault is: `*_total` count since the start."""
+
+    blocks: Count = 0
+    bytes_used: Count = 0
+    bytes_total: Count = 0
+    hit_tokens_total: Count = 0  # of prompts, restored from it
+    restores_total: Count = 0
+    restored_bytes_total: Count = 0
+    restore_seconds_total: Seconds = 0.0
+    offloaded_blocks_total: Count = 0
+    evictions_total: Count = 0
+    failures_total: dict[str, int] = field(default_factory=dict)  # by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +469,7 @@ class Load:
     preemptions_total: Count = 0
     evictions_total: Count = 0
     blocks_addressed: Count = 0  # full blocks in the content index, held or not
+    tiers: dict[str, TierLoad] = field(default_factory=dict)  # those below the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +484,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Core NATS, about twice a second: liveness, load, and what an index needs to notice a lost last event."""
+    """Core NATS, about twice a second: liveness, load, and what an index needs to notice a lost last event.
+
+    A vault sends the same, with its own id as `worker`.
+    """
 
     worker: Name
     epoch: Name
@@ -592,6 +625,7 @@ class Inspection:
 
     cached_tokens: Count
     blocks: tuple[int, ...]
+    tiers: dict[str, Count] = field(default_factory=dict)  # tokens from the start, in the tier or a faster one
 
 
 @dataclass(frozen=True, slots=True)
@@ -739,3 +773,61 @@ class Explanation:
 
     placement: Name
     decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HotChain:
+    """A prefix in demand: hashes back to back, the roots that its blocks are kept under, and who has them."""
+
+    hashes: Annotated[bytes, MaxLength(1_000_000)]
+    root: bytes
+    public_root: bytes = b""  # of the first `public_blocks`
+    public_blocks: Count = 0
+    source: Name = ""  # a worker; "": vaults
+    heat: float = 0.0  # requests of about the last half hour
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadRequest:
+    """A worker that is about to be ready asks what it should have: at most so many blocks."""
+
+    worker: Name
+    model: Name
+    model_revision: Name
+    block_size: Count
+    blocks: Count
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadPlan:
+    """Hottest first."""
+
+    placement: Name
+    chains: Annotated[tuple[HotChain, ...], MaxLength(4096)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VictimRequest:
+    """Which worker of a model (default: of any) is the cheapest to lose?"""
+
+    model: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VictimCost:
+    """What would be lost with a worker: blocks that nobody else holds, and the seconds to compute again those of them
+    that are in demand."""
+
+    worker: Name
+    seconds: Seconds
+    unique_blocks: Count
+    unique_hot_blocks: Count
+    requests: Count  # that it works on now
+
+
+@dataclass(frozen=True, slots=True)
+class VictimReport:
+    """Cheapest first."""
+
+    placement: Name
+    workers: tuple[VictimCost, ...] = ()

@@ -18,6 +18,7 @@ KEYS_BUCKET = "keys"
 INGRESS_INBOX = "_ing"
 PLACEMENT_INBOX = "_plc"
 WORKER_INBOX = "_wrk"
+VAULT_INBOX = "_vlt"
 PRODUCER_INBOX = "_prd"
 ADMIN_INBOX = "_adm"
 MAX_INBOX = 512
@@ -100,6 +101,12 @@ class Subjects:
 
     def placement_explain(self) -> str:
         return f"{self.namespace}.placement.explain"
+
+    def placement_preload(self) -> str:
+        return f"{self.namespace}.placement.preload"
+
+    def placement_victim(self) -> str:
+        return f"{self.namespace}.placement.victim"
 
     # buckets
     def bucket(self, name: str) -> str:

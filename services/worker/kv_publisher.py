@@ -1,8 +1,4 @@
-"""Numbers what changed in the content index, for placement's index to follow. Pure; one owner per worker: the loop.
-
-`seq` and `digest` move together, so a heartbeat that carries both lets a listener tell a lost last event from an event
-that is still under way. The digest covers operations received, stored and removed alike, not entries kept: a listener
-may keep a bounded part of the index and still compare.
+"""What steps did to the worker's blocks, as events. Pure; one owner per worker: the loop.
 
     a step ran ──▶ one event at once                          (what waited leaves with it)
     nothing ran ──▶ changes wait ──`due`──▶ one event         (no sooner than 50 ms after the last)
@@ -13,28 +9,15 @@ without the wait each could be a message.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
-from kvproto.block_hash import digest_term
-from kvproto.messages import BlockRun, KvEvents, Snapshot, Tier, TierEvents
+from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
+from kvservice.event_log import IDLE_PERIOD_S, EventLog
 from services.worker.outputs import StepResult
 
-KEPT_DIGESTS = 4096
-IDLE_PERIOD_S = 0.05  # between two events while no step runs anything
-HASHES_PER_PART = 768 * 1024 // 16  # of a snapshot: below what one NATS message takes
 
-
-class KvPublisher:
-    """Events of one epoch. `seq` is that of the last event made, 0 before the first."""
-
-    def __init__(self, epoch: str) -> None:
-        self.epoch = epoch
-        self.seq = 0
-        self.digest = 0
-        self._seq_of: OrderedDict[int, int] = OrderedDict({0: 0})
-        self._waiting: list[TierEvents] = []
-        self._last_at = float("-inf")
+class KvPublisher(EventLog):
+    """Events of a worker's epoch."""
 
     def batch(self, results: Iterable[StepResult], now: float, *, hold: bool = True) -> KvEvents | None:
         """One event for what the steps changed, in their order; None if that is nothing, or if it waits.
@@ -45,56 +28,11 @@ class KvPublisher:
         for result in results:
             ran = ran or result.sequences > 0
             if result.removed:
-                self._waiting.append(TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(result.removed)),)))
+                self.note((TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(result.removed)),)),))
             if result.stored:
                 runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in result.stored)
-                self._waiting.append(TierEvents(Tier.DEVICE, False, runs))
+                self.note((TierEvents(Tier.DEVICE, False, runs),))
+            self.note(result.below)
         if ran or not hold or now >= self._last_at + IDLE_PERIOD_S:
             return self.flush(now)
         return None
-
-    @property
-    def due(self) -> float | None:
-        """When what waits may leave; None if nothing does."""
-        return self._last_at + IDLE_PERIOD_S if self._waiting else None
-
-    def flush(self, now: float) -> KvEvents | None:
-        """The event of all that waits; None if nothing does."""
-        if not self._waiting:
-            return None
-        changes, self._waiting = tuple(self._waiting), []
-        for change in changes:
-            for run in change.runs:
-                for block_hash in run.hashes:
-                    self.digest ^= digest_term(block_hash)
-        self.seq += 1
-        self._last_at = now
-        self._seq_of.pop(self.digest, None)  # a digest that comes back stands for its latest event
-        self._seq_of[self.digest] = self.seq
-        if len(self._seq_of) > KEPT_DIGESTS:
-            self._seq_of.popitem(last=False)
-        return KvEvents(self.epoch, self.seq, changes)
-
-    def seq_of(self, digest: int) -> int:
-        """Which event led to `digest`: the one that a snapshot taken under it is complete up to.
-
-        Of a digest that is long gone nothing is known: 0, so that a listener takes every event after it.
-        """
-        return self._seq_of.get(digest, 0)
-
-    def snapshot(self, held: Mapping[Tier, Sequence[bytes]], digest: int, asked: Tier | None = None) -> list[Snapshot]:
-        """What was `held` under `digest`, of all tiers or the one `asked` for, in parts numbered across tiers.
-
-        All parts are of one event. Nothing held is one empty part: whoever asked is to hear that it is nothing.
-        """
-        seq = self.seq_of(digest)
-        chunks = [
-            (tier, b"".join(hashes[start : start + HASHES_PER_PART]))
-            for tier, hashes in held.items()
-            if asked in (None, tier)
-            for start in range(0, len(hashes), HASHES_PER_PART)
-        ] or [(asked or Tier.DEVICE, b"")]
-        return [
-            Snapshot(self.epoch, seq, tier, part, len(chunks), digest, hashes)
-            for part, (tier, hashes) in enumerate(chunks)
-        ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, TokenLogprobs
+from kvproto.messages import FinishReason, TierEvents, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +87,4 @@ class StepResult:
     prefill_tokens: int = 0  # those of them that belong to prompts
     sequences: int = 0  # that took part
     seconds: float = 0.0
+    below: list[TierEvents] = field(default_factory=list)  # what changed in tiers below the device

@@ -9,8 +9,9 @@ import pytest
 from kvproto import codec
 from kvproto.messages import KvEvents, Milestones
 from kvproto.subjects import Subjects
+from kvservice.event_log import IDLE_PERIOD_S
 from services.worker.broadcast import MILESTONE_PERIOD_S, Broadcast
-from services.worker.kv_publisher import IDLE_PERIOD_S, KvPublisher
+from services.worker.kv_publisher import KvPublisher
 from services.worker.milestones import PER_MESSAGE, MilestoneLog
 from services.worker.outputs import StepResult
 

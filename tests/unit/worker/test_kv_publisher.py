@@ -10,7 +10,8 @@ from engine_rig import Transcript, make_engine, spec
 
 from kvproto.errors import OutOfMemory
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
-from services.worker.kv_publisher import HASHES_PER_PART, IDLE_PERIOD_S, KvPublisher
+from kvservice.event_log import HASHES_PER_PART, IDLE_PERIOD_S
+from services.worker.kv_publisher import KvPublisher
 from services.worker.model.base import Drawn
 from services.worker.model.fake import FakeRunner
 from services.worker.outputs import StepResult

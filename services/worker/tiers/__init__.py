@@ -1,0 +1,1 @@
+"""Blocks beyond the device: host memory, vaults, peers, and what it pays to fetch from them."""

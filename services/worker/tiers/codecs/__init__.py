@@ -1,0 +1,1 @@
+"""How a block is written for a vault: as it is, or quantised."""
