@@ -8,7 +8,7 @@ from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 
 
 def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: BlockShape, *, exact: bool) -> str:
-    """"" if there is none, else a metric's label. The checksum is the data plane's to check.
+    """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
 
     The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine.
     """

@@ -67,6 +67,10 @@ class ConnectionThread:
         return True
 
     @property
+    def is_connected(self) -> bool:
+        return self._client is not None
+
+    @property
     def busy_since(self) -> float | None:
         """When the oldest job came that is not over yet."""
         with self._changed:

@@ -59,5 +59,5 @@ class Deadlines:
 def _make(call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception:  # noqa: BLE001 - the top of a loop: one call's fault is not the next one's
+    except Exception:  # the top of a loop: one call's fault is not the next one's
         logger.exception("a deadline's call failed")

@@ -3,8 +3,8 @@
     seconds of a fetch  =  latency  +  bytes x seconds per byte      (bytes as they lie in the pool)
 
 A regression that forgets: each measurement weighs KEPT of the next one, and less the longer it took, so that a single
-bad one moves little and a change that lasts is followed. What a fetch that was given up says is believed at once, as the
-next one would be given up too, and the first probe after it likewise.
+bad one moves little and a change that lasts is followed. What a fetch that was given up says is believed at once, as
+the next one would be given up too, and the first probe after it likewise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ SHRINK_WEIGHT = 0.3  # of the newest fetch
 PROBE_AFTER_S = 30.0  # without any measurement
 PROBE_SOON_S = 2.0  # after a failure; doubles up to the above while probes do not help
 LEAST_S = 1e-6
+LEAST_PER_BYTE_S = 1e-13
 LEAST_SHARE = 0.1  # of a probe or a failed fetch that counts as its bytes', however long the latency
+WORSE = 1.25  # times what was expected, before a fetch that was given up says anything
 TELLING = 1e-3  # spread of sizes, relative, below which they do not tell latency from bytes
 COMPARED_BYTES = 16 * 1024 * 1024
 TOLERATED = 4.0  # times slower than the fastest
@@ -62,7 +64,7 @@ class LinkSpeedMeter:
     def given_up(self, nbytes: int, seconds: float, now: float) -> None:
         """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then."""
         known = self.speed
-        if known is not None and seconds > seconds_of(known, nbytes):
+        if known is not None and seconds > WORSE * seconds_of(known, nbytes):
             if nbytes:
                 self._believe(self._latency, max(seconds - self._latency, LEAST_SHARE * seconds) / nbytes)
             else:
@@ -86,7 +88,7 @@ class LinkSpeedMeter:
     def _believe(self, latency: float, per_byte: float) -> None:
         """Nothing measured before counts any more."""
         self._w = self._n = self._s = self._nn = self._sn = 0.0
-        self._latency, self._per_byte = latency, per_byte
+        self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
         self._note(0.0, latency)
         self._note(COMPARED_BYTES, latency + COMPARED_BYTES * per_byte)
 
@@ -100,18 +102,21 @@ class LinkSpeedMeter:
         self._sn = KEPT * self._sn + weight * nbytes * seconds
 
     def _fit(self) -> None:
+        latency, per_byte = self._fitted()
+        self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
+
+    def _fitted(self) -> tuple[float, float]:
         spread = self._w * self._nn - self._n * self._n
         if spread <= TELLING * self._w * self._nn:  # all of one size: both are as much longer or shorter
             off = self._s / (self._w * self._latency + self._n * self._per_byte) if self._per_byte else 0.0
-            self._latency, self._per_byte = self._latency * off, self._per_byte * off or self._s / self._n
-            return
+            return self._latency * off, self._per_byte * off or self._s / self._n
         per_byte = (self._w * self._sn - self._n * self._s) / spread
         latency = (self._s - per_byte * self._n) / self._w
         if per_byte <= 0:
-            latency, per_byte = self._s / self._w, LEAST_SHARE * self._s / self._n
-        elif latency < 0:
-            latency, per_byte = 0.0, self._sn / self._nn
-        self._latency, self._per_byte = latency, per_byte
+            return self._s / self._w, LEAST_SHARE * self._s / self._n
+        if latency < 0:
+            return 0.0, self._sn / self._nn
+        return latency, per_byte
 
 
 def seconds_of(speed: LinkSpeed, nbytes: int) -> float:

@@ -5,6 +5,7 @@ could be hoped for, or when its time is up. Owns its answers; any thread may bri
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvproto.messages import Tier
@@ -12,25 +13,33 @@ from services.worker.tiers.base import BlockName, Finding
 
 
 class Look:
-    """One answer of each holder is awaited; `expect` says how many before any can come."""
+    """One answer of each holder is awaited; `expect` says whose before any can come. `on_strays` is told, just before
+    the finding is ready, which vault has blocks of it that are not at their owner, by hash."""
 
-    def __init__(self, names: Sequence[BlockName], finding: Finding, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        names: Sequence[BlockName],
+        finding: Finding,
+        on_ready: Callable[[], None],
+        on_strays: Callable[[dict[bytes, str]], None],
+    ) -> None:
         self._lock = threading.Lock()
         self._names = names
         self._finding = finding
         self._on_ready = on_ready
+        self._on_strays = on_strays
         self._at_owner = bytearray(len(names))  # 1 where the vault that should keep a block has it
         self._elsewhere: dict[int, str] = {}  # another vault that has it
         self._at_peer = bytearray(len(names))
-        self._expected = {Tier.VAULT: 0, Tier.PEER: 0}
-        self.strays: dict[bytes, str] = {}  # of the finding, once it is ready: hash -> vault that is not the owner
+        self._expected: Counter[Tier] = Counter()
+        self._over = False
 
-    def expect(self, vaults: int, peers: int) -> None:
-        self._expected = {Tier.VAULT: vaults, Tier.PEER: peers}
+    def expect(self, tiers: Iterable[Tier]) -> None:
+        self._expected = Counter(tiers)
 
     @property
     def is_over(self) -> bool:
-        return self._finding.ready
+        return self._over
 
     def has(self, tier: Tier, source: str, at: Iterable[int], *, owned: bool) -> None:
         """The source has these blocks."""
@@ -55,17 +64,20 @@ class Look:
     def end(self) -> None:
         """What is known by now is the finding. Only the first call counts."""
         with self._lock:
-            if self._finding.ready:
+            if self._over:
                 return
+            self._over = True
             depth = self._vault_depth()
-            self.strays = {
+            strays = {
                 self._names[at].hash: vault
                 for at, vault in self._elsewhere.items()
                 if at < depth and not self._at_owner[at]
             }
-            self._finding.vault = depth
-            self._finding.peer = _depth(self._at_peer)
-            self._finding.ready = True
+        if strays:
+            self._on_strays(strays)
+        self._finding.vault = depth
+        self._finding.peer = _depth(self._at_peer)
+        self._finding.ready = True
         self._on_ready()
 
     def _vault_depth(self) -> int:

@@ -112,10 +112,10 @@ def test_blocks_that_travel_smaller_than_they_are_make_a_probe_count_for_more() 
     for at in range(20):  # int8 of fp32: a quarter of the bytes
         meter.fetched(40 * MB, 0.011, float(at), 10 * MB)
     assert meter.speed is not None
-    assert meter.speed.bytes_per_s == pytest.approx(4e9, rel=0.05)
+    assert meter.speed.bytes_per_s == pytest.approx(4e9, rel=0.1)
     for at in range(20):
         meter.probed(0.001, MB, 0.002, 100.0 + at)
-    assert meter.speed.bytes_per_s == pytest.approx(4e9, rel=0.05)
+    assert meter.speed.bytes_per_s == pytest.approx(4e9, rel=0.1)
 
 
 @given(
