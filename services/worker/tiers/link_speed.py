@@ -23,7 +23,8 @@ LEAST_SHARE = 0.1  # of a probe or a failed fetch that counts as its bytes', how
 WORSE = 1.25  # times what was expected, before a fetch that was given up says anything
 TELLING = 1e-3  # spread of sizes, relative, below which they do not tell latency from bytes
 COMPARED_BYTES = 16 * 1024 * 1024
-TOLERATED = 4.0  # times slower than the fastest
+TOLERATED = 4.0  # times slower than the fastest, and
+TOLERATED_S = 0.05  # so much, for what is compared: among fast ones the ratio is noise
 
 
 class LinkSpeedMeter:
@@ -127,7 +128,7 @@ def is_laggard(speed: LinkSpeed, others: Iterable[LinkSpeed]) -> bool:
     """Whether one is so much slower than the fastest that its blocks count as absent: a fetch is as slow as the
     slowest of those it comes from."""
     fastest = min((seconds_of(other, COMPARED_BYTES) for other in others), default=float("inf"))
-    return seconds_of(speed, COMPARED_BYTES) > TOLERATED * fastest
+    return seconds_of(speed, COMPARED_BYTES) > max(TOLERATED * fastest, fastest + TOLERATED_S)
 
 
 def slowest(speeds: Iterable[LinkSpeed]) -> LinkSpeed | None:

@@ -27,11 +27,14 @@ PROBE_LIMIT_S = 2.0
 
 
 class Source:
-    def __init__(self, tier: Tier, address: SourceAddress, connect: Connect) -> None:
+    def __init__(
+        self, tier: Tier, address: SourceAddress, connect: Connect, *, look_limit_s: float = LOOK_LIMIT_S
+    ) -> None:
         self.tier = tier
         self.address = address
         self.id = address.id
         self._connect = connect
+        self._look_limit_s = look_limit_s
         self._lock = threading.Lock()
         self._meter = LinkSpeedMeter()
         self._looks: ConnectionThread | None = None
@@ -83,14 +86,14 @@ class Source:
         if looks is None or now < self._unasked_until:
             return False
         busy_since = looks.busy_since
-        if busy_since is not None and now - busy_since > LOOK_LIMIT_S:
+        if busy_since is not None and now - busy_since > self._look_limit_s:
             return False
         return looks.submit(job)
 
     def answered(self, seconds: float) -> None:
         """A look took so long: who is late is left alone for a while, so that not each look waits in vain."""
         with self._lock:
-            if seconds <= LOOK_LIMIT_S:
+            if seconds <= self._look_limit_s:
                 self._pause = FIRST_PAUSE_S
                 return
             self._unasked_until = time.monotonic() + self._pause

@@ -143,6 +143,7 @@ def test_a_laggard_is_told_from_its_fellows_and_the_slowest_decides() -> None:
     fast, fair, slow = LinkSpeed(0.001, 2e9), LinkSpeed(0.001, 1e9), LinkSpeed(0.001, 2e7)
     every = [fast, fair, slow]
     assert [is_laggard(one, every) for one in every] == [False, False, True]
+    assert not is_laggard(LinkSpeed(0.001, 6e8), [LinkSpeed(0.001, 6e9), LinkSpeed(0.001, 6e8)]), "milliseconds"
     assert not is_laggard(slow, [slow]), "alone there is nothing to compare it with"
     assert slowest([fast, fair]) == fair
     assert slowest([]) is None
