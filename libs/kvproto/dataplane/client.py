@@ -152,8 +152,7 @@ class DataPlaneClient:
         view = room.cast("B")
         if len(view) != header.length:
             raise InvalidRequest(f"a sink of {len(view)} bytes for a block of {header.length}")
-        self._link.receive_into(view, deadline)
-        if not header.matches(view):
+        if not self._link.receive_block(header, view, deadline):
             return GetStatus.CORRUPT, True
         return (GetStatus.OK, True) if on_block(index, header, view) else (GetStatus.REFUSED, False)
 
