@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -53,16 +54,17 @@ def names_of(blocks: int, *, seed: int = 0, root: Root = ROOT) -> list[BlockName
     return names
 
 
-def payload_of(name: BlockName, shape: BlockShape = SHAPE) -> memoryview:
+@lru_cache(maxsize=4096)
+def payload_of(name: BlockName) -> memoryview:
     """Numbers that are this block's alone."""
     seed = int.from_bytes(name.hash[:8], "little")
-    return memoryview(np.random.default_rng(seed).standard_normal(shape.numbers, dtype=np.float32)).cast("B")
+    return memoryview(np.random.default_rng(seed).standard_normal(SHAPE.numbers, dtype=np.float32)).cast("B")
 
 
-def block_of(name: BlockName, *, lossy: bool = False, shape: BlockShape = SHAPE, fmt: bytes = FORMAT) -> Block:
-    payload = payload_of(name, shape)
+def block_of(name: BlockName, *, lossy: bool = False) -> Block:
+    payload = payload_of(name)
     size = len(payload)
-    return BlockHeader(*name[:4], fmt, BlockCodec.RAW, size, size, lossy).sealed(payload), payload
+    return BlockHeader(*name[:4], FORMAT, BlockCodec.RAW, size, size, lossy).sealed(payload), payload
 
 
 # ---------------------------------------------------------------------------------------------- stores
@@ -84,8 +86,7 @@ class DictStore:
         self.blocks: dict[tuple[bytes, bytes], tuple[BlockHeader, memoryview]] = {}
         self.change: Callable[[Block], Block | None] = lambda block: block
         self.pause_s = 0.0
-        self.takes = True
-        self.most = 1_000_000
+        self.room = 1_000_000  # blocks
         self.order: list[bytes] = []  # as they were stored
         self.asked: list[tuple[str, int]] = []
 
@@ -107,8 +108,8 @@ class DictStore:
         return [block is not None and not (exact and block[0].lossy) for block in found]
 
     def reserve(self, header: BlockHeader) -> memoryview | None:
-        full = len(self.blocks) >= self.most
-        return memoryview(bytearray(header.length)) if self.takes and not full else None
+        self.room -= 1
+        return memoryview(bytearray(header.length)) if self.room >= 0 else None
 
     def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
         with self.lock:
@@ -187,10 +188,9 @@ class Fetched:
         *,
         exact: bool = False,
         peer: str = "",
-        shape: BlockShape = SHAPE,
     ) -> None:
         self.names = names
-        self.memory = [bytearray(shape.raw_bytes) for _ in names]
+        self.memory = [bytearray(SHAPE.raw_bytes) for _ in names]
         self.landing = Landing([None] * len(names))
         self.done = threading.Event()
         self.calls = 0
