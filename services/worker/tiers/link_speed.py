@@ -86,6 +86,12 @@ class LinkSpeedMeter:
         self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S)
         self._measured_at = now
 
+    def doubt(self) -> None:
+        """It seems too slow to be asked, so no fetch will tell: a probe is to, soon, and is believed."""
+        if not self._suspect:
+            self._suspect = True
+            self._probe_after = PROBE_SOON_S
+
     def _believe(self, latency: float, per_byte: float) -> None:
         """Nothing measured before counts any more."""
         self._w = self._n = self._s = self._nn = self._sn = 0.0

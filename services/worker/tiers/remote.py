@@ -29,7 +29,7 @@ from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.connection_thread import Connect
 from services.worker.tiers.deadlines import Deadlines
 from services.worker.tiers.fetching import Fetch, Intake
-from services.worker.tiers.link_speed import is_laggard, slowest
+from services.worker.tiers.link_speed import LinkSpeedMeter, is_laggard, slowest
 from services.worker.tiers.looking import Look
 from services.worker.tiers.quarantine import Quarantine
 from services.worker.tiers.remote_counts import RemoteCounts
@@ -283,7 +283,10 @@ class RemoteTiers:
         if len(sources) < 2:
             return set()
         speeds = {name: speed for name, source in sources.items() if (speed := source.own_speed()) is not None}
-        return {name for name, speed in speeds.items() if is_laggard(speed, speeds.values())}
+        laggards = {name for name, speed in speeds.items() if is_laggard(speed, speeds.values())}
+        for name in laggards:
+            sources[name].measured(LinkSpeedMeter.doubt)
+        return laggards
 
     def _fault(self, source: Source, reason: str) -> None:
         with self._lock:

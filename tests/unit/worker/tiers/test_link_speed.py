@@ -107,6 +107,19 @@ def test_probes_after_failures_become_rarer_until_a_fetch_comes_through() -> Non
     assert meter.due(now + PROBE_SOON_S)
 
 
+def test_who_seems_too_slow_to_be_asked_gets_another_chance_soon() -> None:
+    meter = probed(rate=1e7)
+    meter.doubt()
+    assert meter.due(PROBE_SOON_S)
+    meter.probed(0.001, MB, 0.101, 2.0)
+    assert not meter.due(2.0 + PROBE_SOON_S), "it is slow indeed"
+    meter.doubt()
+    assert not meter.due(2.0 + PROBE_SOON_S)
+    meter.probed(0.001, MB, 0.002, 30.0)
+    assert meter.speed is not None
+    assert meter.speed.bytes_per_s == pytest.approx(1e9)
+
+
 def test_blocks_that_travel_smaller_than_they_are_make_a_probe_count_for_more() -> None:
     meter = probed(rate=1e9)
     for at in range(20):  # int8 of fp32: a quarter of the bytes
