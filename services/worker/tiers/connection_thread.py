@@ -51,6 +51,7 @@ class ConnectionThread:
         self._running: tuple[float, Job] | None = None
         self._client: DataPlaneClient | None = None
         self._away = False
+        self._is_missed = False  # said once
         self._closed = False
         self.used_at = time.monotonic()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -122,9 +123,14 @@ class ConnectionThread:
                 if self._closed:
                     client.abort()
             self._tend(client)
+            if self._is_missed:
+                logger.info("%s: connected again", self._name)
+            self._is_missed = False
             return client
         except KvfleetError as error:
-            logger.info("%s: %s", self._name, error)
+            if not self._is_missed and not self._closed:
+                logger.warning("%s: cannot connect, and tries again: %s", self._name, error)
+            self._is_missed = True
         except Exception:  # a loop's top
             logger.exception("%s: cannot connect", self._name)
         with self._changed:

@@ -24,7 +24,7 @@ from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.hash_ring import HashRing
 from kvproto.messages import Tier, TierLoad
-from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed
+from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.connection_thread import Connect
 from services.worker.tiers.deadlines import Deadlines
@@ -61,7 +61,7 @@ class RemoteSettings:
     look_limit_s: float = LOOK_LIMIT_S
 
 
-class RemoteTiers:
+class RemoteTiers(Remote):
     def __init__(self, settings: RemoteSettings, keyring: KeyRing, *, tls: ssl.SSLContext | None = None) -> None:
         self._settings = settings
         self._keyring = keyring
