@@ -91,7 +91,8 @@ class DataPlaneServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """`unix:/path`, `tcp:host:port`; the port that was really bound."""
+        """`unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port that was
+        really bound."""
         return tuple(map(str, self._addresses))
 
     @property

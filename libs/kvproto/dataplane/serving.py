@@ -102,7 +102,7 @@ class Connection:
     def serve(self) -> None:
         while True:
             head = self._link.receive_head(time.monotonic() + self._limits.idle_s)
-            request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.handshake_s)
+            request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.request_s)
             if not self._still_trusted():
                 raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
             match request:
