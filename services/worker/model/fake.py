@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvproto.messages import TokenLogprobs
+from kvproto.dataplane.block import kv_format
 from services.worker.model.base import Drawn, Scored
 from services.worker.step_plan import Draw, Slice
 
@@ -31,6 +32,32 @@ def _value(token: int, position: int) -> int:
     mixed = ((token + 1) * _TOKEN ^ (position + 1) * _POSITION) & _MASK
     mixed ^= mixed >> 29
     return (mixed * _POSITION & _MASK) >> _VALUE_BITS
+
+
+class FakeMemory:
+    """See `BlockMemory`: the slots of a FakeRunner, as bytes."""
+
+    rows: tuple[int, int, str]
+
+    def __init__(self, slots: array[int], totals: list[int], block_size: int) -> None:
+        self.block_bytes = slots.itemsize * block_size
+        self.kv_format = kv_format(1, 1, 1, block_size, "fake")
+        self.rows = (block_size, slots.itemsize, "int8")
+        self._slots, self._totals, self._size = slots, totals, block_size
+        self._bytes = memoryview(slots).cast("B")
+
+    def view(self, block: int) -> memoryview:
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def read(self, block: int, target: memoryview) -> None:
+        target[:] = self.view(block)
+
+    def write(self, block: int, source: memoryview) -> None:
+        self.view(block)[:] = source
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._totals[block] = self._slots[(block + 1) * self._size - 1]
 
 
 class FakeRunner:
@@ -66,6 +93,7 @@ class FakeRunner:
         self.bytes_per_block = self.bytes_per_slot * block_size
         self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
         self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
+        self.memory = FakeMemory(self.slots, self._totals, block_size)
         self._decode_seconds = 1 / tokens_per_s if tokens_per_s else 0.0
         self._prefill_seconds = 1 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
         self._step_seconds = step_seconds

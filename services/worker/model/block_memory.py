@@ -1,0 +1,69 @@
+"""Whole blocks of a KvPool as bytes, and pinned host memory for them. See `services.worker.model.base.BlockMemory`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvproto.dataplane.block import kv_format
+from services.worker.model.kv_pool import KvPool
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class PoolMemory:
+    """On a GPU copies run on a stream of their own, through pinned memory where `target` is (see `pinned`)."""
+
+    def __init__(self, pool: KvPool) -> None:
+        shape = pool.shape
+        name = "int8" if shape.quantized else DTYPES[shape.dtype]
+        self.block_bytes = shape.bytes_per_block(pool.block_size)
+        self.kv_format = kv_format(shape.layers, shape.kv_heads, shape.head_dim, pool.block_size, name)
+        width = self.block_bytes // (shape.layers * 2 * shape.kv_heads) if shape.quantized else shape.head_dim
+        rows = shape.layers * 2 * shape.kv_heads * (1 if shape.quantized else pool.block_size)
+        self.rows = (rows, width, name)
+        self._pool = pool
+        self._bytes = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
+        self._on_host = pool.device.type == "cpu"
+        self._array = self._bytes.numpy() if self._on_host else None
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+
+    def view(self, block: int) -> memoryview | None:
+        return None if self._array is None else memoryview(self._array[block])
+
+    def read(self, block: int, target: memoryview) -> None:
+        bytes_of = np.frombuffer(target, dtype=np.uint8)
+        if self._array is not None:
+            np.copyto(bytes_of, self._array[block])
+            return
+        with torch.cuda.stream(self._stream):
+            torch.from_numpy(bytes_of).copy_(self._bytes[block], non_blocking=True)
+        self._synchronise()
+
+    def write(self, block: int, source: memoryview) -> None:
+        bytes_of = np.frombuffer(source, dtype=np.uint8)
+        if self._array is not None:
+            np.copyto(self._array[block], bytes_of)
+            return
+        with torch.cuda.stream(self._stream):
+            self._bytes[block].copy_(torch.from_numpy(bytes_of), non_blocking=True)
+        self._synchronise()
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        """The host waited for the copies: what runs next sees them."""
+
+    def reserve(self, blocks: Sequence[int]) -> None:
+        """These will be written: their pages are taken ahead."""
+        if blocks:
+            self._pool.reach(max(blocks))
+
+    def _synchronise(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def pinned(size: int) -> memoryview:
+    """`size` zero bytes that a GPU can copy from and to without going through other memory."""
+    return memoryview(torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy())
