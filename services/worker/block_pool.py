@@ -203,9 +203,7 @@ class BlockPool:
 
     # ------------------------------------------------------------------ content
 
-    def fill(
-        self, block: int, parent: bytes, ids: Sequence[int], block_hash: bytes, *, lossy: bool = False
-    ) -> int:
+    def fill(self, block: int, parent: bytes, ids: Sequence[int], block_hash: bytes, *, lossy: bool = False) -> int:
         """`block`, held by the caller alone, now has KV for all its tokens: make it findable.
 
         Returns the block to use from now on: where the same content is cached already the caller holds that one

@@ -11,6 +11,8 @@ never needs more than the window and one block, however long it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from services.worker.block_pool import BlockPool, Match
 from services.worker.sequence import Sequence, State
 
@@ -125,8 +127,9 @@ class BlockTables:
             return False
         return self.window is None or not at or self.pool.lists(sequence.hashes[at - 1])
 
-    def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Raises AssertionError if the tables of these, which are all that hold blocks, disagree with the pool."""
+    def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
+        """Raises AssertionError if the tables of these, who with `others` are all that hold blocks, disagree with the
+        pool."""
         size = self._size
         for sequence in sequences:
             assert sequence.filled == sequence.computed // size
@@ -136,4 +139,4 @@ class BlockTables:
             assert sequence.blocks[: sequence.passed] == [-1] * sequence.passed
             assert -1 not in sequence.blocks[sequence.passed :]
             assert sequence.passed == min(self._first_reached(sequence.computed), len(sequence.blocks))
-        self.pool.check_integrity([sequence.blocks for sequence in sequences])
+        self.pool.check_integrity([*(sequence.blocks for sequence in sequences), *others])

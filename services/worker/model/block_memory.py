@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ class PoolMemory:
         self._bytes = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
         self._on_host = pool.device.type == "cpu"
         self._array = self._bytes.numpy() if self._on_host else None
-        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._stream: Any = None
+        if not self._on_host:
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
 
     def view(self, block: int) -> memoryview | None:
         return None if self._array is None else memoryview(self._array[block])
@@ -54,11 +57,6 @@ class PoolMemory:
     def landed(self, blocks: Sequence[int]) -> None:
         """The host waited for the copies: what runs next sees them."""
 
-    def reserve(self, blocks: Sequence[int]) -> None:
-        """These will be written: their pages are taken ahead."""
-        if blocks:
-            self._pool.reach(max(blocks))
-
     def _synchronise(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -66,4 +64,4 @@ class PoolMemory:
 
 def pinned(size: int) -> memoryview:
     """`size` zero bytes that a GPU can copy from and to without going through other memory."""
-    return memoryview(torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy())
+    return memoryview(torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvproto.messages import TokenLogprobs
 from kvproto.dataplane.block import kv_format
+from kvproto.messages import TokenLogprobs
 from services.worker.model.base import Drawn, Scored
 from services.worker.step_plan import Draw, Slice
 

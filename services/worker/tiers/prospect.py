@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 class BlockName(NamedTuple):
     """A full block's content address and what it is made of. `ids` are u32 little-endian; `root` is the one that the
-    block is kept under: of a forked chain the public one for its first blocks."""
+    block is kept under: of a forked chain the public one for its first blocks. `run` is the first hash of the block's
+    aligned run of its chain (`runs_of`), by which vaults share blocks; b"": its own."""
 
     root: bytes
     hash: bytes
     parent: bytes
     ids: bytes
+    run: bytes = b""
 
 
 @dataclass(slots=True)

@@ -40,15 +40,7 @@ class ReuseWatch:
 
     def ask(self, root: bytes, hashes: Sequence[bytes]) -> int:
         """A request came with this chain. Returns how many of its blocks were asked for before."""
-        names = self._names
-        seen = depth_of(hashes, names.__contains__)
-        if seen:
-            names.move_to_end(hashes[seen - 1])
-        for block_hash in hashes[seen:]:
-            names[block_hash] = None
-            names.move_to_end(block_hash)
-        while len(names) > self._kept_names:
-            names.popitem(last=False)
+        seen = self.extend(hashes)
         if hashes:
             share = self._shares.setdefault(root, _Share())
             self._shares.move_to_end(root)
@@ -57,11 +49,16 @@ class ReuseWatch:
                 self._shares.popitem(last=False)
         return seen
 
-    def extend(self, hashes: Sequence[bytes]) -> None:
-        """A sequence ended with this chain: whoever goes on asks for its generated blocks too."""
-        seen = depth_of(hashes, self._names.__contains__)
-        for block_hash in hashes[seen:]:
-            self._names[block_hash] = None
+    def extend(self, hashes: Sequence[bytes]) -> int:
+        """Note a chain, also that of a sequence that ended: whoever goes on asks for its generated blocks too."""
+        names = self._names
+        seen = depth_of(hashes, names.__contains__)
+        for block_hash in reversed(hashes):  # so that what follows is forgotten before what it follows
+            names[block_hash] = None
+            names.move_to_end(block_hash)
+        while len(names) > self._kept_names:
+            names.popitem(last=False)
+        return seen
 
     def share(self, root: bytes) -> float:
         """Of the blocks asked for lately, the share that had been asked for before; 0 without experience."""

@@ -21,12 +21,22 @@ class CopySpeed:
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
 
+    def start(self, count: int, seconds: float) -> None:
+        """The first measurement, whatever its size."""
+        if count and seconds > 0:
+            self.bytes_per_s = count / seconds
+
     def observe(self, count: int, seconds: float) -> None:
         if count < LEAST_BYTES or seconds <= 0:
             return
         rate = count / seconds
-        self.bytes_per_s = rate if not self.bytes_per_s else 1 / (
-            (1 - WEIGHT) / self.bytes_per_s + WEIGHT / rate  # means of seconds per byte, so that a slow one counts
+        self.bytes_per_s = (
+            rate
+            if not self.bytes_per_s
+            else 1
+            / (
+                (1 - WEIGHT) / self.bytes_per_s + WEIGHT / rate  # means of seconds per byte, so that a slow one counts
+            )
         )
 
     def seconds(self, count: int) -> float:
