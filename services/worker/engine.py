@@ -360,6 +360,20 @@ class Engine:
         below = self.tiers.holdings() if self.tiers is not None else {}
         return {Tier.DEVICE: self.cached_hashes()} | below
 
+    def erase(self, root: Root, ids: Items[int]) -> int:
+        """Forget what only this token sequence has, in every tier. Returns how many blocks of this worker went."""
+        hashes = chain(root, ids, self.pool.block_size)
+        return self.pool.erase(root, hashes, ids) if self.tiers is None else self.tiers.erase(root, hashes, ids)
+
+    def depths(self, root: Root, ids: Items[int]) -> dict[Tier, int]:
+        """How many leading tokens of `ids` are cached, by tier of this worker: there or in a faster one."""
+        on_device = self.locate(root, ids)[0]
+        if self.tiers is None or self.tiers.host is None:
+            return {Tier.DEVICE: on_device}
+        hashes = chain(root, ids, self.pool.block_size)
+        below = self.tiers.host.depth(hashes, 0, len(hashes)) * self.pool.block_size
+        return {Tier.DEVICE: on_device, Tier.HOST: max(on_device, below)}
+
     def locate(self, root: Root, ids: Items[int]) -> tuple[int, list[int]]:
         """How many leading tokens of `ids` are cached, and the blocks that hold them."""
         match = self.pool.match(root, chain(root, ids, self.pool.block_size), ids, limit=len(ids))
