@@ -56,8 +56,8 @@ class Scheduler:
         self.pacer = StepPacer(token_budget, itl_target_s)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # sorted by rank
-        # What tiers below the device do: say whether a sequence whose turn it is waits for blocks that are brought, with
-        # so many blocks to be left to others; hear of who is about to give its blocks away.
+        # What tiers below do: say whether a sequence whose turn it is waits for blocks to be brought, so many blocks
+        # being left to others; hear of who is about to give its blocks away.
         self.claims: Callable[[Sequence, Match, int], bool] = lambda sequence, match, spare: False
         self.on_preempt: Callable[[Sequence], None] = lambda sequence: None
         self._shares = TenantShares()
@@ -196,7 +196,7 @@ class Scheduler:
                     self._fail(plan, sequence, self._out_of_memory(sequence))
                     continue
                 served = self._admit(plan, sequence, leaders)
-                if served is sequence and sequence.blocks:
+                if served is sequence and _runs(sequence):
                     unplanned.add(id(sequence))
             if served is None:
                 room = False
@@ -293,6 +293,10 @@ class Scheduler:
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
         assert len(self.running) <= self.slots
         self.tables.check_integrity(self.running, others)
+
+
+def _runs(sequence: Sequence) -> bool:
+    return sequence.state is State.RUNNING
 
 
 def _draw(sequence: Sequence) -> Draw:

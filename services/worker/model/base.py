@@ -37,6 +37,9 @@ class BlockMemory(Protocol):
     def rows(self) -> tuple[int, int, str]:
         """A block as rows of numbers: how many, of how many numbers each, and their dtype; int8: already quantised."""
 
+    def host_memory(self, size: int) -> memoryview:
+        """Zero bytes on the host that blocks are copied to and from. Raises MemoryError."""
+
     def view(self, block: int) -> memoryview | None:
         """The block itself, writable; None where the host cannot address it."""
 

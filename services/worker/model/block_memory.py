@@ -1,4 +1,4 @@
-"""Whole blocks of a KvPool as bytes, and pinned host memory for them. See `services.worker.model.base.BlockMemory`."""
+"""Whole blocks of a KvPool as bytes, and host memory for them. See `services.worker.model.base.BlockMemory`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from kvproto.dataplane.block import kv_format
 from services.worker.model.kv_pool import KvPool
+from services.worker.tiers.host_memory import host_memory
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class PoolMemory:
-    """On a GPU copies run on a stream of their own, through pinned memory where `target` is (see `pinned`)."""
+    """On a GPU copies run on a stream of their own, and whoever asked for one waits for it."""
 
     def __init__(self, pool: KvPool) -> None:
         shape = pool.shape
@@ -32,6 +33,12 @@ class PoolMemory:
         self._stream: Any = None
         if not self._on_host:
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+
+    def host_memory(self, size: int) -> memoryview:
+        """Pinned where a GPU copies from and to it."""
+        if self._on_host:
+            return host_memory(size)
+        return memoryview(torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
     def view(self, block: int) -> memoryview | None:
         return None if self._array is None else memoryview(self._array[block])
@@ -60,8 +67,3 @@ class PoolMemory:
     def _synchronise(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def pinned(size: int) -> memoryview:
-    """`size` zero bytes that a GPU can copy from and to without going through other memory."""
-    return memoryview(torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]

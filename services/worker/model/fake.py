@@ -21,6 +21,7 @@ from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
 from services.worker.model.base import Drawn, Scored
 from services.worker.step_plan import Draw, Slice
+from services.worker.tiers.host_memory import host_memory
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -45,6 +46,9 @@ class FakeMemory:
         self.rows = (block_size, slots.itemsize, "int8")
         self._slots, self._totals, self._size = slots, totals, block_size
         self._bytes = memoryview(slots).cast("B")
+
+    def host_memory(self, size: int) -> memoryview:
+        return host_memory(size)
 
     def view(self, block: int) -> memoryview:
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
