@@ -5,11 +5,12 @@ The engine tells what happens to sequences, asks when one's turn comes, and lets
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvproto.block_hash import Root
+from kvproto.block_hash import ForkedRoot, Root, parent_of
 from kvproto.messages import Tier, TierEvents, TierLoad
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
@@ -22,6 +23,7 @@ from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
 PROBE_BLOCKS = 4
+KEPT_FORKS = 4096
 
 
 class Tiers:
@@ -43,6 +45,8 @@ class Tiers:
         self.reuse = ReuseWatch()
         self.copier = Copier()
         self.wake = wake
+        self.lent: list[list[tuple[BlockPool, list[int]]]] = []  # chains held for peers; an empty one is given back
+        self._forks: OrderedDict[bytes, bytes] = OrderedDict()  # parent of a chain's first own block -> tenant's root
         self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
         self.offloader = (
             Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
@@ -74,7 +78,12 @@ class Tiers:
 
     def started(self, sequence: EngineSequence) -> None:
         """A request runs for the first time."""
-        self.reuse.ask(own_root(sequence.root), sequence.hashes)
+        root = sequence.root
+        self.reuse.ask(own_root(root), sequence.hashes)
+        if isinstance(root, ForkedRoot):
+            self._forks[parent_of(root, sequence.hashes, root.blocks)] = root.own
+            if len(self._forks) > KEPT_FORKS:
+                self._forks.popitem(last=False)
 
     def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         """Its prompt is computed: the part that was found was of use again, the rest may be."""
@@ -177,11 +186,33 @@ class Tiers:
             )
         return loads
 
+    def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
+        """The pools with this worker's blocks, fastest first, and how a block's bytes are had."""
+        pools: list[tuple[BlockPool, Callable[[int], memoryview]]] = [(self.pool, self._read_device)]
+        return pools if self.host is None else [*pools, (self.host.pool, self.host.view)]
+
+    def _read_device(self, block: int) -> memoryview:
+        view = self.memory.view(block)
+        if view is None:
+            view = memoryview(bytearray(self.memory.block_bytes))
+            self.memory.read(block, view)
+        return view
+
+    def root_above(self, parent: bytes) -> bytes:
+        """The root that a chain is kept under whose first block, as far as it is listed, has this parent."""
+        return self._forks.get(parent, parent)
+
     def held(self) -> list[list[int]]:
         """Blocks of the device that are held here, by holder."""
-        return [*self.restorer.held(), *(self.offloader.held() if self.offloader is not None else [])]
+        offloading = self.offloader.held() if self.offloader is not None else []
+        return [*self.restorer.held(), *offloading, *self._lent_of(self.pool)]
+
+    def _lent_of(self, pool: BlockPool) -> list[list[int]]:
+        self.lent = [held for held in self.lent if held]
+        return [chain for held in self.lent for of, chain in held if of is pool]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the host's books do not balance."""
         if self.host is not None and self.offloader is not None:
-            self.host.pool.check_integrity([*self.restorer.held_on_host(), *self.offloader.held_on_host()])
+            holders = [*self.restorer.held_on_host(), *self.offloader.held_on_host(), *self._lent_of(self.host.pool)]
+            self.host.pool.check_integrity(holders)
