@@ -31,7 +31,8 @@ from services.worker.tiers.prospect import Prospect
 from services.worker.tiers.speed import LinkSpeed
 
 MOST_RESTORES = 2  # for one sequence before it runs
-LATE = 1.5  # times the predicted seconds
+LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
+PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
 LOOK_LIMIT_S = 0.03
 LOOK_WORTH_S = 0.005  # prompts that take no longer do not wait for an answer
@@ -130,7 +131,7 @@ class Restorer:
         if not parts:
             return False
         sequence.restores += 1
-        self._begin(sequence, match, parts, prospect)
+        self._begin(sequence, match, parts, prospect, block_s)
         return True
 
     def _offers(self, sequence: EngineSequence, prospect: Prospect | None, start: int, usable: int) -> list[Offer]:
@@ -145,7 +146,9 @@ class Restorer:
                     offers.append(Offer(tier, min(depth, usable), speed))
         return offers
 
-    def _begin(self, sequence: EngineSequence, match: Match, parts: list[Part], prospect: Prospect | None) -> None:
+    def _begin(
+        self, sequence: EngineSequence, match: Match, parts: list[Part], prospect: Prospect | None, block_s: float
+    ) -> None:
         size, pool = self._pool.block_size, self._pool
         start, end = parts[0].start, parts[-1].end
         pool.acquire(match.blocks)
@@ -161,7 +164,7 @@ class Restorer:
             pool.allocate(end - start),
             [],
             now,
-            now + LATE * max(part.seconds for part in parts) + GRACE_S,
+            now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * (end - start) * block_s),
             [sequence],
         )
         self._jobs.append(job)
@@ -265,8 +268,11 @@ class Restorer:
             self.seconds_total[tier] += now - job.began
             if len(came) == running.part.start - job.start:
                 came += lossy
-                by_tier[tier] += len(lossy)
                 self.restores_total[tier] += bool(lossy)
+                if lossy:
+                    by_tier[tier] += len(lossy)
+            if len(lossy) < wanted:
+                self._know_better(job, tier, running.part.start + len(lossy))
             if len(lossy) < wanted and running.landing is not None and running.landing.failure:
                 self.failures_total[tier, running.landing.failure] += 1
         self._memory.landed(job.blocks[: len(came)])
@@ -285,6 +291,16 @@ class Restorer:
             for sequence in job.waiting[:1]:  # who came later found them
                 sequence.restored[tier] = sequence.restored.get(tier, 0) + blocks * size
         return job.waiting
+
+    def _know_better(self, job: RestoreJob, tier: Tier, depth: int) -> None:
+        """More than this was found there, and is not to be had: it is not tried again."""
+        for sequence in job.waiting:
+            if (prospect := sequence.spec.prospect) is None:
+                continue
+            if tier is Tier.VAULT:
+                prospect.finding.vault = min(prospect.finding.vault, depth)
+            elif tier is Tier.PEER:
+                prospect.finding.peer = min(prospect.finding.peer, depth)
 
     def _end(self, running: _Running, job: RestoreJob, blocks: Sequence[int]) -> list[bool]:
         """Stop a part. Returns for each block that came whether it is lossy."""

@@ -22,6 +22,7 @@ class Faults:
 
     lost: float = 0.0  # a block that was found is not there any more
     stall: float = 0.0
+    stall_s: float = 0.005
     unready: float = 0.0  # a look that is never answered
     refuses: float = 0.0
     lossy: float = 0.0
@@ -82,7 +83,7 @@ class MemoryRemote:
         def bring() -> None:
             for at, (name, target) in enumerate(zip(names, targets, strict=True)):
                 if self._happens(self._faults.stall):
-                    time.sleep(0.02)
+                    time.sleep(self._faults.stall_s)
                 found = self.kept[tier].get(name.hash)
                 if found is None or self._happens(self._faults.lost):
                     landing.failure = "missing"
