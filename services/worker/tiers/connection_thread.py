@@ -143,11 +143,13 @@ class ConnectionThread:
         return min(2 * pause, LONGEST_PAUSE_S)
 
     def _serve(self, client: DataPlaneClient) -> None:
-        """Until the connection is of no further use."""
-        while not self._closed and not client.closed:
+        """Until the connection is of no further use. One that ended while it was idle costs no job anything."""
+        while not self._closed and not client.has_ended():
             with self._changed:
                 if not self._jobs:
                     self._changed.wait(TICK_S)
+                if self._closed or client.has_ended():
+                    return
                 self._running = self._jobs.popleft() if self._jobs else None
             job = self._running and self._running[1]
             try:

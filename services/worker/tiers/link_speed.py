@@ -23,7 +23,8 @@ LEAST_SHARE = 0.1  # of a probe or a failed fetch that counts as its bytes', how
 WORSE = 1.25  # times what was expected, before a fetch that was given up says anything
 TELLING = 1e-3  # spread of sizes, relative, below which they do not tell latency from bytes
 COMPARED_BYTES = 16 * 1024 * 1024
-TOLERATED = 4.0  # times slower than the fastest
+TOLERATED = 4.0  # times slower than the fastest, and
+TOLERATED_S = 0.05  # so much, for what is compared: among fast ones the ratio is noise
 
 
 class LinkSpeedMeter:
@@ -85,6 +86,12 @@ class LinkSpeedMeter:
         self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S)
         self._measured_at = now
 
+    def doubt(self) -> None:
+        """It seems too slow to be asked, so no fetch will tell: a probe is to, soon, and is believed."""
+        if not self._suspect:
+            self._suspect = True
+            self._probe_after = PROBE_SOON_S
+
     def _believe(self, latency: float, per_byte: float) -> None:
         """Nothing measured before counts any more."""
         self._w = self._n = self._s = self._nn = self._sn = 0.0
@@ -127,7 +134,7 @@ def is_laggard(speed: LinkSpeed, others: Iterable[LinkSpeed]) -> bool:
     """Whether one is so much slower than the fastest that its blocks count as absent: a fetch is as slow as the
     slowest of those it comes from."""
     fastest = min((seconds_of(other, COMPARED_BYTES) for other in others), default=float("inf"))
-    return seconds_of(speed, COMPARED_BYTES) > TOLERATED * fastest
+    return seconds_of(speed, COMPARED_BYTES) > max(TOLERATED * fastest, fastest + TOLERATED_S)
 
 
 def slowest(speeds: Iterable[LinkSpeed]) -> LinkSpeed | None:

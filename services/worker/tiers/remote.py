@@ -29,7 +29,7 @@ from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.connection_thread import Connect
 from services.worker.tiers.deadlines import Deadlines
 from services.worker.tiers.fetching import Fetch, Intake
-from services.worker.tiers.link_speed import is_laggard, slowest
+from services.worker.tiers.link_speed import LinkSpeedMeter, is_laggard, slowest
 from services.worker.tiers.looking import Look
 from services.worker.tiers.quarantine import Quarantine
 from services.worker.tiers.remote_counts import RemoteCounts
@@ -50,7 +50,7 @@ CLOSE_S = 3.0
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
     """`kv_format` and `shape` are of the worker's pool; `codec` is how it writes to vaults. `max_queued_bytes` is what
-    may wait for one vault."""
+    may wait for one vault, `look_limit_s` how long an engine waits to hear who has what."""
 
     worker: str
     host: str
@@ -58,6 +58,7 @@ class RemoteSettings:
     shape: BlockShape
     codec: BlockCodec = BlockCodec.RAW
     max_queued_bytes: int = 256 * 1024 * 1024
+    look_limit_s: float = LOOK_LIMIT_S
 
 
 class RemoteTiers:
@@ -113,7 +114,7 @@ class RemoteTiers:
         for address in wanted.values():
             if address.id not in sources:
                 connect = self._connect_to(address)
-                sources[address.id] = Source(tier, address, connect)
+                sources[address.id] = Source(tier, address, connect, look_limit_s=self._settings.look_limit_s)
                 if tier is Tier.VAULT:
                     self._writes[address.id] = self._write_behind(address, connect)
         self._ending = [thread for thread in self._ending if thread.is_alive()]
@@ -192,7 +193,7 @@ class RemoteTiers:
         for question in questions:
             if not question.source.look(question):
                 self._deadlines.after(0.0, partial(look.answered, question.source.tier))
-        self._deadlines.after(LOOK_LIMIT_S if questions else 0.0, look.end)
+        self._deadlines.after(self._settings.look_limit_s if questions else 0.0, look.end)
         return finding
 
     def fetch(
@@ -282,7 +283,10 @@ class RemoteTiers:
         if len(sources) < 2:
             return set()
         speeds = {name: speed for name, source in sources.items() if (speed := source.own_speed()) is not None}
-        return {name for name, speed in speeds.items() if is_laggard(speed, speeds.values())}
+        laggards = {name for name, speed in speeds.items() if is_laggard(speed, speeds.values())}
+        for name in laggards:
+            sources[name].measured(LinkSpeedMeter.doubt)
+        return laggards
 
     def _fault(self, source: Source, reason: str) -> None:
         with self._lock:

@@ -107,6 +107,19 @@ def test_probes_after_failures_become_rarer_until_a_fetch_comes_through() -> Non
     assert meter.due(now + PROBE_SOON_S)
 
 
+def test_who_seems_too_slow_to_be_asked_gets_another_chance_soon() -> None:
+    meter = probed(rate=1e7)
+    meter.doubt()
+    assert meter.due(PROBE_SOON_S)
+    meter.probed(0.001, MB, 0.101, 2.0)
+    assert not meter.due(2.0 + PROBE_SOON_S), "it is slow indeed"
+    meter.doubt()
+    assert not meter.due(2.0 + PROBE_SOON_S)
+    meter.probed(0.001, MB, 0.002, 30.0)
+    assert meter.speed is not None
+    assert meter.speed.bytes_per_s == pytest.approx(1e9)
+
+
 def test_blocks_that_travel_smaller_than_they_are_make_a_probe_count_for_more() -> None:
     meter = probed(rate=1e9)
     for at in range(20):  # int8 of fp32: a quarter of the bytes
@@ -143,6 +156,7 @@ def test_a_laggard_is_told_from_its_fellows_and_the_slowest_decides() -> None:
     fast, fair, slow = LinkSpeed(0.001, 2e9), LinkSpeed(0.001, 1e9), LinkSpeed(0.001, 2e7)
     every = [fast, fair, slow]
     assert [is_laggard(one, every) for one in every] == [False, False, True]
+    assert not is_laggard(LinkSpeed(0.001, 6e8), [LinkSpeed(0.001, 6e9), LinkSpeed(0.001, 6e8)]), "milliseconds"
     assert not is_laggard(slow, [slow]), "alone there is nothing to compare it with"
     assert slowest([fast, fair]) == fair
     assert slowest([]) is None
