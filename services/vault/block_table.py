@@ -238,7 +238,8 @@ class BlockTable:
         locked = sum(entry.bytes for entry in (*arriving, *(entry for entry in entries if entry.pins)))
         assert self.locked_bytes >= locked
         if self.locked_bytes == locked:  # else blocks are being sent that nobody can find any more
-            self.memory.check_integrity([entry.raw for entry in (*entries, *arriving)], ENTRY_BYTES)
+            in_use = [entry.raw for entry in (*entries, *arriving)]
+            self.memory.check_integrity(in_use, ENTRY_BYTES * len(in_use))
         assert self.memory.used_bytes <= self.memory.max_bytes
         held = [self.versions(block_hash)[0] for block_hash in self.held()]
         assert self.held_blocks == len(held)
