@@ -58,8 +58,9 @@ class BlockTable:
         self._counters = counters
         self._has_disk = has_disk
         self._continued: dict[bytes, int] = {}  # hash -> blocks held anywhere that continue it
-        self._continued_here: dict[bytes, int] = {}  # hash -> blocks in memory that continue it
+        self._continued_here: dict[bytes, int] = {}  # hash -> blocks in memory, or arriving there, that do
         self._arriving: dict[int, Entry] = {}  # by id of the buffer
+        self._pinned: set[Entry] = set()
         self._order = EvictionOrder(self._tick_if_evictable)
         self._tick = 0
 
@@ -102,15 +103,24 @@ class BlockTable:
 
     # ------------------------------------------------------------------ blocks arrive
 
-    def expect(self, header: BlockHeader) -> Entry | None:
-        """A place for a block's bytes, for which others may have to go. None if nothing may."""
+    def expect(self, header: BlockHeader, *, asked_for: bool = False) -> Entry | None:
+        """A place for a block's bytes, for which others may have to go. None if nothing may.
+
+        The one that it continues goes for it only where somebody asked for just this block.
+        """
         if not self.fits(header):
             return None
+        if not asked_for:
+            self._continue(header.parent)
         while (raw := self.memory.take(header.length, ENTRY_BYTES)) is None:
-            victim = self.pop_oldest()
+            victim = self.pop_oldest() or self._continued_by_one_in_use(arriving=asked_for)
             if victim is None:
+                if not asked_for:
+                    self._no_longer_continue(header.parent)
                 return None
             self.evict(victim)
+        if asked_for:
+            self._continue(header.parent)
         entry = self._arriving[id(raw)] = Entry(header, raw, memoryview(raw)[: header.length])
         self.locked_bytes += entry.bytes
         return entry
@@ -122,6 +132,7 @@ class BlockTable:
             raise ValueError("this buffer was not reserved for this block")
         del self._arriving[id(entry.raw)]
         self.locked_bytes -= entry.bytes
+        self._no_longer_continue(header.parent)
         return entry
 
     def give_back(self, entry: Entry) -> None:
@@ -138,7 +149,7 @@ class BlockTable:
             self._appeared(header)
         entry.resident = True
         self.resident[header.hash] = entry
-        self._continued_here[header.parent] = self._continued_here.get(header.parent, 0) + 1
+        self._continue(header.parent)
         self.touch(entry)
 
     # ------------------------------------------------------------------ and go
@@ -147,6 +158,12 @@ class BlockTable:
         """The next to go; it must then be evicted, or pinned."""
         block_hash = self._order.pop()
         return None if block_hash is None else self.resident[block_hash]
+
+    def _continued_by_one_in_use(self, *, arriving: bool) -> Entry | None:
+        """Where no end of a chain may go, since it is being sent: the last block before it that is not."""
+        in_use = [*self._pinned, *(self._arriving.values() if arriving else ())]
+        parents = (self.resident.get(entry.header.parent) for entry in in_use)
+        return min((one for one in parents if one is not None and not one.pins), key=lambda one: one.tick, default=None)
 
     def evict(self, entry: Entry) -> None:
         self._counters.evictions_total += 1
@@ -158,14 +175,11 @@ class BlockTable:
         header = entry.header
         entry.resident = False
         del self.resident[header.hash]
-        _count_down(self._continued_here, header.parent)
+        self._no_longer_continue(header.parent)
         if not is_held:
             self._disappeared(header)
         if not entry.pins:
             self.give_back(entry)
-        parent_tick = self._tick_if_evictable(header.parent)
-        if parent_tick is not None:
-            self._order.offer(header.parent, parent_tick)
 
     def add_on_disk(self, header: BlockHeader) -> None:
         if header.hash not in self.on_disk and header.hash not in self.resident:
@@ -204,16 +218,27 @@ class BlockTable:
     def pin(self, entry: Entry) -> None:
         if not entry.pins:
             self.locked_bytes += entry.bytes
+            self._pinned.add(entry)
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
         entry.pins -= 1
         if not entry.pins:
             self.locked_bytes -= entry.bytes
+            self._pinned.remove(entry)
             if entry.resident:
                 self._offer(entry)
             else:
                 self.give_back(entry)
+
+    def _continue(self, parent: bytes) -> None:
+        self._continued_here[parent] = self._continued_here.get(parent, 0) + 1
+
+    def _no_longer_continue(self, parent: bytes) -> None:
+        _count_down(self._continued_here, parent)
+        tick = self._tick_if_evictable(parent)
+        if tick is not None:
+            self._order.offer(parent, tick)
 
     def _offer(self, entry: Entry) -> None:
         if entry.resident and self._tick_if_evictable(entry.header.hash) is not None:
@@ -235,16 +260,15 @@ class BlockTable:
             assert entry.resident
             assert len(entry.view) == entry.header.length <= len(entry.raw)
         assert not any(entry.resident for entry in arriving)
-        locked = sum(entry.bytes for entry in (*arriving, *(entry for entry in entries if entry.pins)))
-        assert self.locked_bytes >= locked
-        if self.locked_bytes == locked:  # else blocks are being sent that nobody can find any more
-            in_use = [entry.raw for entry in (*entries, *arriving)]
-            self.memory.check_integrity(in_use, ENTRY_BYTES * len(in_use))
+        assert {entry for entry in entries if entry.pins} == {entry for entry in self._pinned if entry.resident}
+        assert self.locked_bytes == sum(entry.bytes for entry in (*arriving, *self._pinned))
+        in_use = [entry.raw for entry in {*entries, *arriving, *self._pinned}]
+        self.memory.check_integrity(in_use, ENTRY_BYTES * len(in_use))
         assert self.memory.used_bytes <= self.memory.max_bytes
         held = [self.versions(block_hash)[0] for block_hash in self.held()]
         assert self.held_blocks == len(held)
         assert self._continued == _parents(held)
-        assert self._continued_here == _parents(entry.header for entry in entries)
+        assert self._continued_here == _parents(entry.header for entry in (*entries, *arriving))
         evictable = {block_hash for block_hash in self.resident if self._tick_if_evictable(block_hash) is not None}
         assert self._order.offered() == evictable
 

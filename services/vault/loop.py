@@ -1,7 +1,7 @@
 """READ THIS FIRST: a vault's life, and what it tells the fleet.
 
-    connection threads ──get, has, reserve, commit, erase──▶ VaultStore ◀──next_spill, spilled── spill thread
-                                                                 │ take_changes, holdings           (with a disk)
+    connection threads ──get, has, reserve, commit, erase──▶ VaultStore ◀──next_spill, spilled── disk thread
+                                                                 │ take_changes, holdings           (if any)
                                                                  ▼
                                   event loop: members record · events · snapshots · heartbeats
 

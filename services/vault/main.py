@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import socket
 import ssl
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from kvservice.membership import member_record, open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
+from services.vault.disk import DiskStore
+from services.vault.disk_thread import DiskThread
 from services.vault.free_memory import default_max_bytes
 from services.vault.loop import CLOSE_S, VaultLoop
 from services.vault.settings import VaultSettings
@@ -34,6 +38,7 @@ from services.vault.vault_metrics import readings
 log = logging.getLogger(__name__)
 
 ALL_ADDRESSES = ("", "0.0.0.0", "::")
+LAST_WORDS_S = 2.0  # for the disk to take what is in memory alone
 
 
 def advertised(settings: VaultSettings) -> str | None:
@@ -74,6 +79,29 @@ def runtime_folder(settings: VaultSettings, life: lifecycle.Lifecycle) -> Path:
     return folder
 
 
+async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tuple[VaultStore, DiskThread | None]:
+    """With what its disk has from former lives. Raises Unavailable for a folder that cannot be used."""
+    max_bytes = settings.max_bytes or default_max_bytes()
+    if settings.disk_dir is None:
+        return VaultStore(max_bytes), None
+    disk = DiskStore(settings.disk_dir, settings.disk_max_bytes)
+    began = time.monotonic()
+    try:
+        found = await lifecycle.in_daemon_thread(disk.open)
+    except OSError as error:
+        raise Unavailable(f"cannot use --disk-dir {settings.disk_dir}: {error.strerror or error}") from None
+    log.info("%d blocks on disk, listed in %.1f s", len(found), time.monotonic() - began)
+    thread = DiskThread(disk, settings.disk_max_bytes)
+    store = VaultStore(max_bytes, thread, on_disk=found)
+    thread.start(store)
+
+    async def close() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, thread.close, LAST_WORDS_S)
+
+    life.closing("disk", close, LAST_WORDS_S + 5.0)
+    return store, thread
+
+
 async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     member = settings.member
     subjects = Subjects(settings.namespace)
@@ -92,7 +120,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     keys = await follow_keys(connection, subjects, ring)
     life.closing("keys", keys.stop)
 
-    store = VaultStore(settings.max_bytes or default_max_bytes())
+    store, disk = await open_store(settings, life)
     server = DataPlaneServer(
         store,
         ring,
@@ -115,7 +143,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("vault", loop.stop, CLOSE_S + 5.0)
     if settings.metrics_port is not None:
         registry = CollectorRegistry()
-        registry.register(LiveCollector(readings(loop, connection)))
+        registry.register(LiveCollector(readings(loop, connection, disk)))
         metrics = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
         life.closing("metrics", metrics.close)
         log.info("metrics on http://%s:%d/metrics", settings.host, metrics.port)

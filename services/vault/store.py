@@ -1,6 +1,6 @@
 """A vault's blocks as connections, disk and loop use them: one lock around the table, and never around bytes.
 
-Owned by nobody: connection threads, the spill thread and the loop call it. The lock is held for dictionary work only.
+Owned by nobody: connection threads, the disk's thread and the loop call it. The lock is held for dictionary work only.
 
     reserve ──▶ reserved ──commit──▶ held ──evict, erase──▶ gone
                    └──abandon──▶ free        (bytes that are being sent stay until `release`)
@@ -8,8 +8,9 @@ Owned by nobody: connection threads, the spill thread and the loop call it. The 
 * Nobody sees a block before its commit. Of two commits of one hash the first wins; but an exact block takes the place
   of a lossy one.
 * A block belongs to the root that its header names; asked for under another one it is not there.
-* Least recently used first, and of a chain its end first: a block that another one in memory continues stays. Of
-  what is used together the first of the chain is the youngest. What is being sent stays.
+* Least recently used first, and of a chain its end first: a block stays while another one in memory, or on its way
+  there, continues it. Of what is used together the first of the chain is the youngest. What is being sent stays; if
+  all ends of chains are, the last block before one of them goes.
 * Bytes that have lain for a minute are checked before they are sent: memory errs, too. Damaged, the block is gone.
 * With a disk, blocks that are about to be evicted are written to it beforehand, while there is still some room
   (`next_spill`): whoever puts never waits for it. If writing cannot keep pace, blocks are evicted unwritten
@@ -35,13 +36,16 @@ CHECK_AFTER_S = 60.0
 
 
 class Disk(Protocol):
-    """What the store asks of a disk, on connection threads. Calls take as long as disks do, never under the lock."""
+    """What the store asks of a disk. `read` and `forget` take as long as disks do: never under the lock."""
 
-    def read(self, block_hash: bytes, target: memoryview) -> bool:
-        """Bring the bytes of a block, verified, to `target`. False if it is damaged or gone."""
+    def read(self, header: BlockHeader, target: memoryview) -> bool:
+        """Bring the bytes of just this block, verified, to `target`. False if it is damaged or gone."""
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """They are not to come back, not even after a restart."""
+        """They are not to come back, not even after a restart. Never raises."""
+
+    def wake(self) -> None:
+        """There is little room: ask for `next_spill`. Returns at once."""
 
 
 class ServedBlocks:
@@ -63,8 +67,8 @@ class ServedBlocks:
 class VaultStore:
     """At most `max_bytes` of memory, and what a disk has, of which `on_disk` is known at the start.
 
-    `on_change` is called when `take_changes` has something after it had nothing, and `on_short` when there is a disk
-    and little room left: on any thread and under the lock, so they only pass it on.
+    `on_change` is called when `take_changes` has something after it had nothing: on any thread and under the lock, so
+    it only passes that on.
     """
 
     def __init__(
@@ -73,12 +77,10 @@ class VaultStore:
         disk: Disk | None = None,
         *,
         on_disk: Iterable[BlockHeader] = (),
-        on_short: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         check_after_s: float = CHECK_AFTER_S,
     ) -> None:
         self.counters = StoreCounters()
-        self._on_short = on_short
         self._clock = clock
         self._check_after_s = check_after_s
         self._disk = disk
@@ -198,7 +200,7 @@ class VaultStore:
             for entry in entries:
                 self._table.unpin(entry)
 
-    # ------------------------------------------------------------------ what the spill thread calls
+    # ------------------------------------------------------------------ what the disk's thread calls
 
     def next_spill(self) -> Entry | None:
         """The next block to be written to disk, pinned, while there is little room; None if there is nothing to do.
@@ -216,18 +218,34 @@ class VaultStore:
                 self._table.evict(entry)
             return None
 
-    def spilled(self, entry: Entry, written: bool, gone: Sequence[bytes] = ()) -> None:
-        """What `next_spill` gave has been written, or cannot be; `gone` are blocks that the disk gave up for it."""
+    def spilled(self, entry: Entry, written: bool) -> bool:
+        """What `next_spill` or `pin_unwritten` gave has been written, or cannot be. False: the disk is to forget it."""
         with self._lock:
-            for block_hash in gone:
-                self.counters.disk_evictions_total += self._table.remove_on_disk(block_hash)
-            forget = written and not entry.resident  # erased, or replaced by a better one, while it was written
-            if written and entry.resident:
+            wanted = entry.resident  # else it was erased, or replaced by a better one, while it was written
+            if written and wanted:
                 self.counters.spilled_total += 1
                 self._table.add_on_disk(entry.header)
             self._table.unpin(entry)
-        if forget and self._disk is not None:
-            self._disk.forget([entry.header.hash])
+            return wanted
+
+    def lost_on_disk(self, hashes: Sequence[bytes]) -> None:
+        """The disk gave these up: for others, or because they were damaged."""
+        with self._lock:
+            for block_hash in hashes:
+                self.counters.disk_evictions_total += self._table.remove_on_disk(block_hash)
+
+    def unwritten(self) -> list[Entry]:
+        """What a restart would lose, the most recently used first, and of what was used together the parents first."""
+        with self._lock:
+            entries = [one for one in self._table.resident.values() if not self._table.is_on_disk(one.header)]
+            return sorted(entries, key=lambda entry: -entry.tick)
+
+    def pin_unwritten(self, entry: Entry) -> bool:
+        """Whether one of those is still there; then it is pinned, for `spilled`."""
+        with self._lock:
+            if entry.resident:
+                self._table.pin(entry)
+            return entry.resident
 
     # ------------------------------------------------------------------ what the loop calls
 
@@ -285,11 +303,11 @@ class VaultStore:
 
     # ------------------------------------------------------------------ inside
 
-    def _expect(self, header: BlockHeader) -> Entry | None:
-        """Under the lock: a place for a block, and a word to the disk if others had to go unwritten for it."""
-        entry = self._table.expect(header)
-        if self._spare_bytes and self._table.room < self._spare_bytes:
-            self._on_short()
+    def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> Entry | None:
+        """Under the lock: a place for a block, and a word to the disk if there is little room left."""
+        entry = self._table.expect(header, asked_for=asked_for)
+        if self._disk is not None and self._table.room < self._spare_bytes:
+            self._disk.wake()
         return entry
 
     def _is_whole(self, entry: Entry) -> bool:
@@ -319,19 +337,19 @@ class VaultStore:
             if entry is not None and entry.header is header:  # it came meanwhile
                 self._table.pin(entry)
                 return entry
-            coming = self._expect(header)
+            coming = self._expect(header, asked_for=True)
             if coming is None:
                 self.counters.misses["no_room"] += 1
                 return None
         assert self._disk is not None
-        readable = False
         try:
-            readable = self._disk.read(block_hash, coming.view)
-        finally:
-            coming.checked_at = self._clock()
-            with self._lock:
-                taken = self._take_in(coming, readable)
-        return taken
+            readable = self._disk.read(header, coming.view)
+        except BaseException:
+            self.abandon(header, coming.view)
+            raise
+        coming.checked_at = self._clock()
+        with self._lock:
+            return self._take_in(coming, readable)
 
     def _take_in(self, coming: Entry, readable: bool) -> Entry | None:
         """Under the lock: what was read from disk, pinned; or what came another way meanwhile, if it is as good."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from kvproto.connection import Connection
 from kvproto.dataplane.server import Counters
 from kvservice.metrics import Reading
+from services.vault.disk_thread import DiskThread
 from services.vault.loop import VaultLoop
 
 REASON = ("reason",)
@@ -39,7 +40,7 @@ _DATA_PLANE = (
 )
 
 
-def readings(vault: VaultLoop, connection: Connection) -> list[Reading]:
+def readings(vault: VaultLoop, connection: Connection, disk: DiskThread | None) -> list[Reading]:
     store, server = vault.store, vault.server
 
     def of_store(field: str) -> Callable[[], float]:
@@ -79,6 +80,18 @@ def readings(vault: VaultLoop, connection: Connection) -> list[Reading]:
             "data-plane connections that were not let in",
             labels=REASON,
             read_labelled=lambda: by_reason(server.counters.refused),
+        ),
+        Reading("kvfleet_vault_disk_used_bytes", "of the files", lambda: disk.used_bytes if disk else 0),
+        Reading("kvfleet_vault_disk_capacity_bytes", "most bytes of files", lambda: disk.max_bytes if disk else 0),
+        Reading(
+            "kvfleet_vault_disk_damaged_blocks_total",
+            "blocks that the disk did not keep",
+            lambda: disk.counts.damaged if disk else 0,
+        ),
+        Reading(
+            "kvfleet_vault_disk_failures_total",
+            "writes and erasures that the disk refused",
+            lambda: disk.failures_total if disk else 0,
         ),
         Reading("kvfleet_vault_events_total", "block events told", lambda: vault.log.seq),
         Reading("kvfleet_vault_snapshots_total", "snapshots sent", lambda: vault.snapshots_total),
