@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from kvproto.block_hash import HASH_BYTES
 from kvproto.dataplane import handshake
 from kvproto.dataplane.addresses import Address, TcpAddress, candidates, connected
 from kvproto.dataplane.block import BlockHeader
@@ -152,8 +153,7 @@ class DataPlaneClient:
         view = room.cast("B")
         if len(view) != header.length:
             raise InvalidRequest(f"a sink of {len(view)} bytes for a block of {header.length}")
-        self._link.receive_into(view, deadline)
-        if not header.matches(view):
+        if not self._link.receive_block(header, view, deadline):
             return GetStatus.CORRUPT, True
         return (GetStatus.OK, True) if on_block(index, header, view) else (GetStatus.REFUSED, False)
 
@@ -175,7 +175,7 @@ class DataPlaneClient:
     def put(self, root: bytes, blocks: Sequence[tuple[BlockHeader, memoryview]], deadline: float) -> list[PutStatus]:
         """Offer blocks of one root; only those that the server wants are sent. Headers are sealed already."""
         headers = tuple(header for header, _ in blocks)
-        _check(root, headers)
+        _check(root, [header.hash for header in headers])
         payloads = [memoryview(payload).cast("B") for _, payload in blocks]
         for header, payload in zip(headers, payloads, strict=True):
             if header.root != root or header.length != len(payload):
@@ -291,11 +291,11 @@ def _opened(
     return link
 
 
-def _check(root: bytes, blocks: Sequence[Any]) -> None:
-    if len(blocks) > MAX_BLOCKS:
-        raise InvalidRequest(f"at most {MAX_BLOCKS} blocks a request, got {len(blocks)}")
-    if len(root) != 16:
-        raise InvalidRequest("a root has 16 bytes", field="root")
+def _check(root: bytes, hashes: Sequence[bytes]) -> None:
+    if len(hashes) > MAX_BLOCKS:
+        raise InvalidRequest(f"at most {MAX_BLOCKS} blocks a request, got {len(hashes)}")
+    if any(len(each) != HASH_BYTES for each in (root, *hashes)):
+        raise InvalidRequest(f"roots and hashes have {HASH_BYTES} bytes")
 
 
 def _ms(deadline: float) -> int:

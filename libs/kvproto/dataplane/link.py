@@ -11,14 +11,19 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import HandshakeRefused, PeerGone, PeerTimeout
 from kvproto.dataplane.wire import HEAD_BYTES, Head, Message, unpack, unpack_head
 
 _MOST_BUFFERS = 512  # of one sendmsg; IOV_MAX is 1,024
 _SCRATCH_BYTES = 256 * 1024
+
+
+def _ignore(piece: memoryview) -> None:
+    pass
 
 
 class Link:
@@ -51,8 +56,8 @@ class Link:
         except (OSError, ValueError) as error:
             raise PeerGone(f"the connection ended: {error}") from None
 
-    def receive_into(self, view: memoryview, deadline: float) -> None:
-        """Fill `view`, of bytes."""
+    def receive_into(self, view: memoryview, deadline: float, on_bytes: Callable[[memoryview], None] = _ignore) -> None:
+        """Fill `view`, of bytes; `on_bytes` sees each piece while the processor's cache still has it."""
         with _as_peer_errors():
             while view:
                 self._sock.settimeout(_left(deadline))
@@ -60,6 +65,7 @@ class Link:
                 if not count:
                     raise PeerGone("the connection ended")
                 self.bytes_in += count
+                on_bytes(view[:count])
                 view = view[count:]
 
     def receive(self, count: int, deadline: float) -> bytes:
@@ -67,6 +73,12 @@ class Link:
         received = bytearray(count)
         self.receive_into(memoryview(received), deadline)
         return bytes(received)
+
+    def receive_block(self, header: BlockHeader, view: memoryview, deadline: float) -> bool:
+        """Fill `view`, of `header.length` bytes; whether they are those that were sealed."""
+        checking = header.checking()
+        self.receive_into(view, deadline, checking.update)
+        return bool(checking.intdigest() == header.checksum)
 
     def skip(self, count: int, deadline: float) -> None:
         """Receive and forget."""

@@ -200,8 +200,8 @@ class Connection:
                 if not isinstance(message, Body) or length != expected:
                     raise ProtocolError(f"{type(message).__name__} of {length} bytes, {expected} were wanted")
                 for at in sorted(reserved):
-                    self._link.receive_into(reserved[at], deadline)
-                    statuses[at] = self._settle(headers[at], reserved.pop(at))
+                    is_whole = self._link.receive_block(headers[at], reserved[at], deadline)
+                    statuses[at] = self._settle(headers[at], reserved.pop(at), is_whole)
             taken = tuple(status for status in statuses if status is not None)
             self._link.send([frame(Taken(taken))], deadline)
         finally:
@@ -228,8 +228,8 @@ class Connection:
             statuses.append(None)
         return statuses
 
-    def _settle(self, header: BlockHeader, buffer: memoryview) -> PutStatus:
-        if not header.matches(buffer):
+    def _settle(self, header: BlockHeader, buffer: memoryview, is_whole: bool) -> PutStatus:
+        if not is_whole:
             self._store.abandon(header, buffer)
             self._tally.add(checksum_failures=1)
             return PutStatus.CORRUPT
