@@ -81,7 +81,7 @@ def runtime_folder(settings: VaultSettings, life: lifecycle.Lifecycle) -> Path:
 
 async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tuple[VaultStore, DiskThread | None]:
     """With what its disk has from former lives. Raises Unavailable for a folder that cannot be used."""
-    max_bytes = settings.max_bytes or default_max_bytes()
+    max_bytes = settings.max_bytes or default_max_bytes() // settings.vaults_on_host
     if settings.disk_dir is None:
         return VaultStore(max_bytes), None
     disk = DiskStore(settings.disk_dir, settings.disk_max_bytes)

@@ -17,6 +17,7 @@ class VaultSettings(ServiceSettings):
         ge=1,
         description="memory for blocks and all that belongs to them; default: a quarter of what is free, 8 GiB",
     )
+    vaults_on_host: int = Field(1, ge=1, description="how many vaults share that default")
     disk_dir: Path | None = Field(
         None, description="keep what memory has no room for in this folder, over restarts too"
     )
