@@ -46,12 +46,18 @@ def stats_report(view: FleetView) -> dict[str, Any]:
     return {
         "workers": len(alive),
         "ready": sum(one.state is State.READY for one in alive),
-        "placements": sum(role is Role.PLACEMENT for role, _ in view.members),
+        "placements": members_of(view, Role.PLACEMENT),
+        "vaults": members_of(view, Role.VAULT),
         "models": sorted({one.record.model for one in alive}),
         "hit_rate": load["hit_tokens_total"] / prompt if prompt else 0.0,
         "load": load,
         "rates": rates,
     }
+
+
+def members_of(view: FleetView, role: Role) -> int:
+    """How many processes of a role other than worker are registered."""
+    return sum(one is role for one, _ in view.members)
 
 
 def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kvproto.client import Client
 from kvproto.errors import KvfleetError, ModelNotFound, NotFound, NoWorkers, Unavailable
 from kvproto.messages import AdminCommand, AdminRequest, Inspection, Role, SessionHead
 from services.ingress.config import IngressConfig
-from services.ingress.fleet_report import models_report, stats_report, workers_report
+from services.ingress.fleet_report import members_of, models_report, stats_report, workers_report
 from services.ingress.http_exchange import Exchange, integer_query
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
@@ -180,7 +180,8 @@ class FleetRoutes:
             "ingress": self._config.id,
             "nats": self._client.connection.is_connected,
             "workers_ready": sum(1 for _ in self._client.members.view.ready()),
-            "placements": sum(role is Role.PLACEMENT for role, _ in self._client.members.view.members),
+            "placements": members_of(self._client.members.view, Role.PLACEMENT),
+            "vaults": members_of(self._client.members.view, Role.VAULT),
             "models": [record.model for record in self._models.served()],
         }
         await _json(exchange, report, status=503 if missing else 200)
