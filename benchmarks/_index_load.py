@@ -15,7 +15,8 @@ of the peer, which makes the same load from the same seed.
 
 Every fifth prompt is a chain that nobody holds. Workers evict leaves first, the chain that they have had longest before
 others; the chains of prompts stay. With three tiers a worker's share of a prompt's chain lies on its device and then on
-its host, and four vaults have the chain's first half or more, in runs of 64, of every other chain all but one run. The fleet holds more than a million different blocks, and ever more of them while it runs, as fewer are
+its host, and four vaults have the chain's first half or more, in runs of 64, of every other chain all but one run. The
+fleet holds more than a million different blocks, and ever more of them while it runs, as fewer are
 shared: an index that is bounded to a million is full, and evicts too.
 """
 
@@ -49,8 +50,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Blocks that a worker evicted, last of the chain first, and then stored behind `parent`, all in one tier. Vaults are
-    numbered after the workers."""
+    """Blocks that a worker evicted, last of the chain first, and then stored behind `parent`, all in one tier. Vaults
+    have numbers after the workers'."""
 
     worker: int
     removed: list[bytes]
@@ -61,7 +62,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`depths` are those of each worker, on device and host; 0: has nothing of it. `vaulted` are the blocks in vaults."""
+    """`depths` are those of each worker, on device and host; 0: has nothing of it. `vaulted` are blocks in vaults."""
 
     hashes: list[bytes]
     depths: tuple[int, ...] = (0,) * WORKERS

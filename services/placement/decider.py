@@ -25,7 +25,7 @@ from services.placement.policies import Choice, Policy, Question
 from services.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
-from services.placement.workloads import SOURCES, Floats, Workloads
+from services.placement.workloads import PRICED_TIERS, Floats, Workloads
 
 LONGEST_S = 1e9  # that an answer can say
 
@@ -176,7 +176,7 @@ class Decider:
 
     def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int) -> Matched:
         count = len(among.workers)
-        indexed, believed = np.zeros((len(SOURCES), count)), np.zeros((len(SOURCES), count))
+        indexed, believed = np.zeros((len(PRICED_TIERS), count)), np.zeros((len(PRICED_TIERS), count))
         first, block_size = NO_HASHES, among.spaces[0].address.block_size if among.spaces else 1
         most = float(max(tokens - 1, 0))  # one token is always fed: what the first new one is drawn from
         asked = []
@@ -191,7 +191,9 @@ class Decider:
             asked.append((space, depths))
             credit, pooled = self._workloads.credits_of(space.columns), self._indexer.pooled
             alone = len(among.spaces) == 1
-            here = (indexed, believed) if alone else (np.zeros((len(SOURCES), len(space.numbers))) for _ in range(2))
+            here = (
+                (indexed, believed) if alone else (np.zeros((len(PRICED_TIERS), len(space.numbers))) for _ in range(2))
+            )
             found, expected = here
             fill(depths, space.groups, credit, pooled, size, most, found, expected)
             coming = self._promises.depths(hashes, space.names)
@@ -227,7 +229,7 @@ class Decider:
 
 def _hit(on_device: float, restored: Sequence[float]) -> dict[str, int]:
     """Tokens that will be had from each tier, as the price was reckoned."""
-    found = zip(SOURCES, (on_device, *restored), strict=True)
+    found = zip(PRICED_TIERS, (on_device, *restored), strict=True)
     return {tier.value: int(tokens) for tier, tokens in found if tokens >= 1}
 
 

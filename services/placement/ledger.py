@@ -15,21 +15,22 @@ from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Pla
 from services.placement.fleet import Worker
 from services.placement.policies import Choice
 from services.placement.price_kernel import COST, TERMS
-from services.placement.workloads import SOURCES, Floats
+from services.placement.workloads import PRICED_TIERS, Floats
 
 KEPT = 4096
 KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
 CANDIDATES_KEPT = 8
 
 NOTHING_YET = Actual()
-TIER_NAMES = tuple(tier.value for tier in SOURCES)
+TIER_NAMES = tuple(tier.value for tier in PRICED_TIERS)
 
 Key = tuple[str, str]  # tenant, request
 
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them, and `matched` `[4, n]`, tokens that one has in the tier or a faster one."""
+    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them; `matched` `[4, n]`, tokens that one
+    has in the tier or a faster one, or could pull."""
 
     workers: tuple[str, ...]
     prices: Floats | None

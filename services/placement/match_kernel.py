@@ -1,6 +1,4 @@
-"""What each candidate could have of a prompt, tier by tier, in tokens: one loop over workers. Numba. Pure but for what it
-fills.
-"""
+"""What each candidate could have of a prompt, tier by tier: one loop, for Numba. Pure but for what it fills."""
 
 # mypy: ignore-errors
 # Numba types these functions, by other rules than a checker's.

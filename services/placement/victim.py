@@ -29,8 +29,9 @@ RESTARTS = 3  # as workers come and go meanwhile
 
 
 class Survey:
-    """One answer in the making, about the ready ones of `workers` that serve `model`, or any model for "". `workers` are
-    all living ones."""
+    """One answer in the making, about the ready ones of `workers` that serve `model`, or any model for "".
+
+    `workers` are all that live."""
 
     def __init__(
         self,
@@ -104,7 +105,10 @@ class Survey:
         holders = self._found[alone, 1][first]
         seconds = self._tokens[alone][first] / self._rate() * heat / (1 + heat)
         width = len(self._counts)
-        return np.bincount(holders, weights=seconds, minlength=width), np.bincount(holders, minlength=width)
+        of_each = np.zeros(width)
+        np.add.at(of_each, holders, seconds)
+        blocks: Counts = np.bincount(holders, minlength=width)
+        return of_each, blocks
 
     def _rate(self) -> float:
         """Prefill tokens/s of a worker as they are in the mean."""

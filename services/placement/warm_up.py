@@ -20,7 +20,7 @@ from services.placement.index import hash_kernel, kernels, reading, sole_kernel
 from services.placement.index.changes import read_changes
 from services.placement.index.hashing import chain
 from services.placement.index.prefix_index import PrefixIndex, pack
-from services.placement.workloads import SOURCES, Workloads
+from services.placement.workloads import PRICED_TIERS, Workloads
 
 SOURCES = tuple(
     Path(str(one.__file__))
@@ -75,7 +75,7 @@ def _call_all() -> None:
         index.sole_holders(hashes, index.mask_of([holder]))
     workloads = Workloads()
     idle = workloads.view(np.array([workloads.add(0.0, 0.0)]), 0.0)
-    matched = np.zeros((len(SOURCES), 1))
+    matched = np.zeros((len(PRICED_TIERS), 1))
     groups = np.zeros(1, dtype=np.int64)
     match_kernel.fill(np.zeros((3, 1), dtype=np.int32), groups, np.ones(1), 0, 16.0, 0.0, matched, matched.copy())
     priced = idle.price(matched, 1, heat=0.0, others=0.0, busy=0.0)

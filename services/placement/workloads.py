@@ -22,7 +22,7 @@ from services.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = npt.NDArray[np.int64]
 
-SOURCES = (*TIERS, Tier.PEER)  # where a worker gets blocks from: rows of what is matched and of restore rates
+PRICED_TIERS = (*TIERS, Tier.PEER)  # where a worker gets blocks from: rows of what is matched and of restore rates
 FIRST_COLUMNS = 64
 LEAST_RATE = 1e-3  # tokens/s: whoever says less has not measured
 
@@ -87,7 +87,7 @@ class Workloads:
         self._size = 0
         self._free: list[int] = []
         self._values: Floats = np.zeros((rows.COUNT, FIRST_COLUMNS))
-        self._restore: Floats = np.zeros((len(SOURCES), FIRST_COLUMNS))
+        self._restore: Floats = np.zeros((len(PRICED_TIERS), FIRST_COLUMNS))
 
     # ------------------------------------------------------------------ columns
 
@@ -167,11 +167,13 @@ class Workloads:
 
     def credits_of(self, columns: Columns) -> Floats:
         """What share of the blocks that each is said to hold is believed."""
-        return self._values[rows.CREDIT].take(columns)
+        credits: Floats = self._values[rows.CREDIT].take(columns)
+        return credits
 
     def requests_of(self, columns: Columns) -> Floats:
         """Waiting, running and booked."""
-        return self._values[rows.REQUESTS].take(columns)
+        requests: Floats = self._values[rows.REQUESTS].take(columns)
+        return requests
 
     def of(self, column: int, now: float) -> Workload:
         values = self._values[:, column].tolist()
@@ -196,4 +198,4 @@ class Workloads:
         assert (self._values[rows.NEVER_NEGATIVE] >= 0).all()
 
 
-_TIER_NUMBER = {tier.value: number for number, tier in enumerate(SOURCES)}
+_TIER_NUMBER = {tier.value: number for number, tier in enumerate(PRICED_TIERS)}

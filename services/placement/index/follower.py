@@ -1,4 +1,4 @@
-"""Follows one life of one worker or vault through gaps, lost events and snapshots. Pure: a state machine that owns its holder.
+"""Follows one life of a worker or vault through gaps, lost events and snapshots. Pure: a state machine with a holder.
 
     NEW ──event 1, or a heartbeat that counts none──▶ EXACT ──gap, digest differs, heartbeat stays ahead──▶ BEHIND
       └──any other event or heartbeat──▶ BEHIND ──its turn──▶ PULLING ──all parts──▶ EXACT

@@ -141,8 +141,8 @@ class KvIndexer:
         return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
-        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one; of those
-        not followed only what vaults have is known."""
+        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one; who is
+        not followed has what vaults have."""
         found = self.index.find(hashes)
         holders = self._holders_of(workers)
         depths = found.take(holders, axis=1)
