@@ -287,8 +287,7 @@ class PlacementCore:
 
     def survey(self, model: str, now: float) -> Survey:
         """Which of a model's workers is the cheapest to lose."""
-        hot, workers = self.decider.heat.hottest(now), self.fleet.of_model("")
-        return Survey(model, workers, hot, self.indexer, self.workloads)
+        return Survey(model, self.fleet, self.decider.heat.hottest(now), self.indexer, self.workloads)
 
     def wake_at(self) -> float | None:
         """When a Tick is needed at the latest to keep the promises made; None: no hurry."""

@@ -29,8 +29,8 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them; `matched` `[4, n]`, tokens that one
-    has in the tier or a faster one, or could pull."""
+    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them; `matched` `[4, n]`, tokens that
+    one has in the tier or a faster one, or could pull."""
 
     workers: tuple[str, ...]
     prices: Floats | None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvproto.messages import State, VictimCost
-from services.placement.fleet import Worker
+from services.placement.fleet import Fleet
 from services.placement.heat import HotPrefix
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Counts, Hashes
@@ -29,18 +29,18 @@ RESTARTS = 3  # as workers come and go meanwhile
 
 
 class Survey:
-    """One answer in the making, about the ready ones of `workers` that serve `model`, or any model for "".
-
-    `workers` are all that live."""
+    """One answer in the making, about the ready workers of `model`, or of any for ""."""
 
     def __init__(
         self,
         model: str,
-        workers: Sequence[Worker],
+        fleet: Fleet,
         prefixes: Sequence[HotPrefix],
         indexer: KvIndexer,
         workloads: Workloads,
     ) -> None:
+        self._fleet = fleet
+        workers = fleet.of_model("")
         self._asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
         self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
         hot = [one for one in prefixes if model in ("", one.prefix.model)]
@@ -74,6 +74,8 @@ class Survey:
         seconds, hot_blocks = self._weigh()
         found = []
         for worker in self._asked:
+            if self._fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
+                continue  # meanwhile it went by itself
             holder = self._holders.get(worker.id)
             requests = int(self._workloads.of(worker.column, self._workloads.now).requests)
             if holder is None:  # more workers than there was room for: nothing is known of it
