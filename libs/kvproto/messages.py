@@ -757,6 +757,8 @@ class Decision:
     candidates_total: Count
     placement: Name
     actual: Actual = Actual()
+    source: Name = ""  # whom the worker was to pull from, and what that one had
+    source_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import random
 import time
+from dataclasses import replace
 
 from kvproto import codec
 from kvproto.affinity import ring_key
@@ -235,6 +236,9 @@ class RequestDriver:
             traceparent=generation.traceparent,
             continuations=assembly.continuations(),
         )
+        placed = stream.placement
+        if placed is not None and placed.worker == worker and placed.source:
+            body = replace(body, source=placed.source, source_tokens=placed.source_tokens)
         data = codec.encode(body, self._version_of(worker))
         if len(data) > self.connection.max_payload:
             raise PayloadTooLarge(
