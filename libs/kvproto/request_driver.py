@@ -234,6 +234,7 @@ class RequestDriver:
             expires_unix_ms=int((time.time() + remaining) * 1000),
             traceparent=generation.traceparent,
             continuations=assembly.continuations(),
+            exact=generation.exact,
         )
         data = codec.encode(body, self._version_of(worker))
         if len(data) > self.connection.max_payload:

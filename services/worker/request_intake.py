@@ -59,4 +59,5 @@ def sequences_of(
             priority=request.priority,
             deadline=deadline,
             choice=choice,
+            exact=request.exact,
         )
