@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvproto.block_hash import Root
+from kvproto.block_hash import ForkedRoot, Root
 from kvproto.messages import Tier, TierEvents, TierLoad
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
@@ -125,7 +125,8 @@ class Tiers:
             self.offloader.forget(hashes)
             gone += self.host.erase(root, hashes, ids)
         if self.remote is not None:
-            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size))
+            public = root.blocks if isinstance(root, ForkedRoot) else 0
+            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
         return gone
 
     # ------------------------------------------------------------------ queries
