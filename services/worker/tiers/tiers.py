@@ -5,6 +5,7 @@ The engine tells what happens to sequences, asks when one's turn comes, and lets
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
 PROBE_BLOCKS = 4
+MOST_ERASING = 1024  # sequences that wait for blocks on their way down
 
 
 class Tiers:
@@ -41,6 +43,7 @@ class Tiers:
         self.host = host
         self.remote = remote
         self.reuse = ReuseWatch()
+        self._erasing: deque[tuple[Root, Sequence[bytes], Sequence[int]]] = deque(maxlen=MOST_ERASING)
         self.copier = Copier()
         self.wake = wake
         self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
@@ -107,6 +110,11 @@ class Tiers:
         """Between steps. Returns sequences that go back to the queue."""
         if self.offloader is not None and self.offloader.has_work:
             self.offloader.tend()
+        if self._erasing and self.offloader is not None:
+            ready = [erasure for erasure in self._erasing if not self.offloader.is_carrying(erasure[1])]
+            for erasure in ready:
+                self._erasing.remove(erasure)
+                self._erase(*erasure)
         return self.restorer.poll(prefill_tokens_per_s)
 
     @property
@@ -119,7 +127,14 @@ class Tiers:
         return self.restorer.due_in()
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-        """Forget what only this token sequence has, in every tier. Returns how many blocks went here."""
+        """Forget what only this token sequence has, in every tier; what is on its way down when it is there. Returns
+        how many blocks went at once."""
+        gone = self._erase(root, hashes, ids)
+        if self.offloader is not None and self.offloader.is_carrying(hashes):
+            self._erasing.append((root, hashes, ids))
+        return gone
+
+    def _erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
         gone = self.pool.erase(root, hashes, ids)
         if self.offloader is not None and self.host is not None:
             self.offloader.forget(hashes)
