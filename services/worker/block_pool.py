@@ -108,6 +108,10 @@ class BlockPool:
         """How many of `blocks` would become available if a holder of them let go."""
         return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
 
+    def find(self, block_hash: bytes) -> int | None:
+        """The block of this content, held or not."""
+        return self._index.find(block_hash)
+
     def lists(self, block_hash: bytes) -> bool:
         """Whether a full block of this content can be found."""
         return self._index.find(block_hash) is not None
@@ -152,6 +156,15 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def ancestry(self, block_hash: bytes) -> list[int]:
+        """The chain that ends with this block, as far up as the index has it; empty if it is not there."""
+        blocks: list[int] = []
+        block = self._index.find(block_hash)
+        while block is not None:
+            blocks.append(block)
+            block = self._index.find(self._index[block].parent)
+        return blocks[::-1]
 
     def content(self, block: int) -> Content:
         """Of a cached or held block that can be found. Raises KeyError for another one."""

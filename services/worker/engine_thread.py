@@ -111,6 +111,10 @@ class EngineThread:
         self._command(partial(self._answer, query, future))
         return future
 
+    def post(self, work: Callable[[Engine], None]) -> None:
+        """Have the engine's thread do this between two steps. From any thread; nobody hears how it went."""
+        self._command(partial(work, self._engine))
+
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         self._wake.set()

@@ -37,7 +37,9 @@ _TIER_LOAD = (
     ("kvfleet_worker_tier_offloaded_blocks_total", "blocks written to the tier", "offloaded_blocks_total"),
     ("kvfleet_worker_tier_evictions_total", "blocks of the tier overwritten", "evictions_total"),
 )
-_FAILURES = ("late", "unwanted", "timeout", "gone", "checksum", "format", "missing")  # others exist once they happen
+_FAILURES = (  # others exist once they happen
+    "late", "unwanted", "timeout", "gone", "given_up", "checksum", "format", "missing", "wrong", "quarantined",
+)  # fmt: skip
 
 
 def _tier_readings(loads: Callable[[], Mapping[str, TierLoad]]) -> list[Reading]:

@@ -54,6 +54,8 @@ class FakeWorker:
         await self.loop.stop()
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
         await self.connection.close()
+        if (tiers := self.thread._engine.tiers) is not None:
+            await asyncio.get_running_loop().run_in_executor(None, tiers.close)
 
 
 class FakeFleet:

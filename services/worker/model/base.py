@@ -35,7 +35,7 @@ class BlockMemory(Protocol):
 
     @property
     def rows(self) -> tuple[int, int, str]:
-        """A block as rows of numbers: how many, of how many numbers each, and their dtype; int8: already quantised."""
+        """A block as rows of numbers: how many, of how many numbers each, and their dtype; int8: each has a scale."""
 
     def host_memory(self, size: int) -> memoryview:
         """Zero bytes on the host that blocks are copied to and from. Raises MemoryError."""

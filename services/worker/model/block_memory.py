@@ -23,9 +23,7 @@ class PoolMemory:
         name = "int8" if shape.quantized else DTYPES[shape.dtype]
         self.block_bytes = shape.bytes_per_block(pool.block_size)
         self.kv_format = kv_format(shape.layers, shape.kv_heads, shape.head_dim, pool.block_size, name)
-        width = self.block_bytes // (shape.layers * 2 * shape.kv_heads) if shape.quantized else shape.head_dim
-        rows = shape.layers * 2 * shape.kv_heads * (1 if shape.quantized else pool.block_size)
-        self.rows = (rows, width, name)
+        self.rows = (shape.layers * 2 * shape.kv_heads * pool.block_size, shape.head_dim, name)
         self._pool = pool
         self._bytes = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
         self._on_host = pool.device.type == "cpu"

@@ -20,6 +20,7 @@ from typing import Any
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
 from services.worker.model.base import Drawn, Scored
+from services.worker.model.vector.numbers import SCALE_BYTES
 from services.worker.step_plan import Draw, Slice
 from services.worker.tiers.host_memory import host_memory
 
@@ -43,7 +44,7 @@ class FakeMemory:
     def __init__(self, slots: array[int], totals: list[int], block_size: int) -> None:
         self.block_bytes = slots.itemsize * block_size
         self.kv_format = kv_format(1, 1, 1, block_size, "fake")
-        self.rows = (block_size, slots.itemsize, "int8")
+        self.rows = (block_size, slots.itemsize - SCALE_BYTES, "int8")
         self._slots, self._totals, self._size = slots, totals, block_size
         self._bytes = memoryview(slots).cast("B")
 

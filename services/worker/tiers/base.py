@@ -17,6 +17,8 @@ from kvproto.messages import Tier, TierLoad
 from services.worker.tiers.prospect import BlockName, Finding
 from services.worker.tiers.speed import LinkSpeed
 
+__all__ = ["BlockName", "Finding", "Landing", "LinkSpeed", "Remote"]
+
 
 @dataclass(slots=True)
 class Landing:

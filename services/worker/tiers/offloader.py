@@ -267,12 +267,11 @@ class Offloader:
 
     # ------------------------------------------------------------------ queries
 
-    def is_carrying(self, hashes: Sequence[bytes]) -> bool:
-        """Whether a part of this chain is on its way down, and so held."""
-        some = set(hashes)
-        if self._batch is not None and self._batch.chain.last in some:
-            return True
-        return any(self._host.pool.content(hold.slots[-1]).hash in some for hold in self._holds)
+    def carried(self) -> list[bytes]:
+        """Last blocks of chains on their way down, and so held."""
+        on_host = (self._host.pool.content(hold.slots[-1]).hash for hold in self._holds)
+        batch = [self._batch.chain.last] if self._batch is not None else []
+        return batch + [end for end in on_host if end]
 
     def held(self) -> list[list[int]]:
         """Blocks of the device that are being copied, by holder."""

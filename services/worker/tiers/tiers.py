@@ -5,12 +5,12 @@ The engine tells what happens to sequences, asks when one's turn comes, and lets
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from kvproto.block_hash import ForkedRoot, Root
+from kvproto.block_hash import ForkedRoot, Root, parent_of
 from kvproto.messages import Tier, TierEvents, TierLoad
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
@@ -23,7 +23,18 @@ from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
 PROBE_BLOCKS = 4
-MOST_ERASING = 1024  # sequences that wait for blocks on their way down
+MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
+KEPT_FORKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Erasure:
+    """A sequence to be forgotten once what is on its way is there. `known`: its hashes."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: Sequence[int]
+    known: frozenset[bytes]
 
 
 class Tiers:
@@ -43,9 +54,11 @@ class Tiers:
         self.host = host
         self.remote = remote
         self.reuse = ReuseWatch()
-        self._erasing: deque[tuple[Root, Sequence[bytes], Sequence[int]]] = deque(maxlen=MOST_ERASING)
+        self._erasing: deque[_Erasure] = deque(maxlen=MOST_ERASING)
         self.copier = Copier()
         self.wake = wake
+        self.lent: list[list[tuple[BlockPool, list[int]]]] = []  # chains held for peers; an empty one is given back
+        self._forks: OrderedDict[bytes, bytes] = OrderedDict()  # parent of a chain's first own block -> tenant's root
         self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
         self.offloader = (
             Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
@@ -77,7 +90,12 @@ class Tiers:
 
     def started(self, sequence: EngineSequence) -> None:
         """A request runs for the first time."""
-        self.reuse.ask(own_root(sequence.root), sequence.hashes)
+        root = sequence.root
+        self.reuse.ask(own_root(root), sequence.hashes)
+        if isinstance(root, ForkedRoot):
+            self._forks[parent_of(root, sequence.hashes, root.blocks)] = root.own
+            if len(self._forks) > KEPT_FORKS:
+                self._forks.popitem(last=False)
 
     def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         """Its prompt is computed: the part that was found was of use again, the rest may be."""
@@ -110,11 +128,12 @@ class Tiers:
         """Between steps. Returns sequences that go back to the queue."""
         if self.offloader is not None and self.offloader.has_work:
             self.offloader.tend()
-        if self._erasing and self.offloader is not None:
-            ready = [erasure for erasure in self._erasing if not self.offloader.is_carrying(erasure[1])]
-            for erasure in ready:
-                self._erasing.remove(erasure)
-                self._erase(*erasure)
+        for _ in range(len(self._erasing)):
+            late = self._erasing.popleft()
+            if late.known.isdisjoint(self._carried()):
+                self.erase(late.root, late.hashes, late.ids)
+            else:
+                self._erasing.append(late)
         return self.restorer.poll(prefill_tokens_per_s)
 
     @property
@@ -127,14 +146,11 @@ class Tiers:
         return self.restorer.due_in()
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-        """Forget what only this token sequence has, in every tier; what is on its way down when it is there. Returns
-        how many blocks went at once."""
-        gone = self._erase(root, hashes, ids)
-        if self.offloader is not None and self.offloader.is_carrying(hashes):
-            self._erasing.append((root, hashes, ids))
-        return gone
-
-    def _erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Forget what only this token sequence has, in every tier; what is on its way down or to a peer, when it is
+        there. Returns how many blocks went at once."""
+        late = _Erasure(root, hashes, ids, frozenset(hashes))
+        if not late.known.isdisjoint(self._carried()):
+            self._erasing.append(late)
         gone = self.pool.erase(root, hashes, ids)
         if self.offloader is not None and self.host is not None:
             self.offloader.forget(hashes)
@@ -143,6 +159,11 @@ class Tiers:
             public = root.blocks if isinstance(root, ForkedRoot) else 0
             self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
         return gone
+
+    def _carried(self) -> list[bytes]:
+        """Last blocks of chains that are held here, by no sequence."""
+        lent = [pool.content(chain[-1]).hash for held in self.lent for pool, chain in held]
+        return [end for end in lent if end] + (self.offloader.carried() if self.offloader is not None else [])
 
     # ------------------------------------------------------------------ queries
 
@@ -193,11 +214,33 @@ class Tiers:
             )
         return loads
 
+    def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
+        """The pools with this worker's blocks, fastest first, and how a block's bytes are had."""
+        pools: list[tuple[BlockPool, Callable[[int], memoryview]]] = [(self.pool, self._read_device)]
+        return pools if self.host is None else [*pools, (self.host.pool, self.host.view)]
+
+    def _read_device(self, block: int) -> memoryview:
+        view = self.memory.view(block)
+        if view is None:
+            view = memoryview(bytearray(self.memory.block_bytes))
+            self.memory.read(block, view)
+        return view
+
+    def root_above(self, parent: bytes) -> bytes:
+        """The root that a chain is kept under whose first block, as far as it is listed, has this parent."""
+        return self._forks.get(parent, parent)
+
     def held(self) -> list[list[int]]:
         """Blocks of the device that are held here, by holder."""
-        return [*self.restorer.held(), *(self.offloader.held() if self.offloader is not None else [])]
+        offloading = self.offloader.held() if self.offloader is not None else []
+        return [*self.restorer.held(), *offloading, *self._lent_of(self.pool)]
+
+    def _lent_of(self, pool: BlockPool) -> list[list[int]]:
+        self.lent = [held for held in self.lent if held]
+        return [chain for held in self.lent for of, chain in held if of is pool]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the host's books do not balance."""
         if self.host is not None and self.offloader is not None:
-            self.host.pool.check_integrity([*self.restorer.held_on_host(), *self.offloader.held_on_host()])
+            holders = [*self.restorer.held_on_host(), *self.offloader.held_on_host(), *self._lent_of(self.host.pool)]
+            self.host.pool.check_integrity(holders)

@@ -145,10 +145,9 @@ async def test_what_is_going_down_is_erased_too(rig: Rig) -> None:
     for n in range(10):
         assert await rig.turn(ROMEO * 2, f"s{n}") == 0
         await rig.delete(f"s{n}")
-    await rig.settled()
-    async with asyncio.timeout(5):
-        while await rig.blocks() != (0, 0):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while await rig.blocks() != (0, 0):
+                await asyncio.sleep(0.001)
 
 
 async def test_a_public_prefix_is_nobodys(rig: Rig) -> None:
@@ -177,6 +176,7 @@ async def test_another_tenants_equal_session_stays(rig: Rig) -> None:
 async def test_a_worker_that_was_killed_holds_nothing_up(rig: Rig) -> None:
     await rig.turn(ROMEO, "s", worker="w1")
     await rig.turn(" and on", "s", worker="w0")
+    await rig.settled()
     await rig.workers[1].kill()
     async with asyncio.timeout(3):
         about = await rig.about("s")
