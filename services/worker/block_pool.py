@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvproto.block_hash import Root, digest_term, parent_of
+from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
 from services.worker.content_index import Content, ContentIndex, depth_of
 from services.worker.eviction.base import EvictionPolicy
 from services.worker.eviction.lru import LruEviction
@@ -250,11 +250,13 @@ class BlockPool:
         self._index.add(block, Content(parent, tail, None, lossy))
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-        """Forget what only this token sequence has: from its end on, until a block that is held or others continue.
+        """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
+        the public prefix, which is nobody's.
 
         Returns how many blocks went, a partial tail included.
         """
         size, gone = self.block_size, 0
+        public = root.blocks if isinstance(root, ForkedRoot) else 0
         cached = self.chain_to(hashes)
         for full in range(len(cached), -1, -1):
             start = full * size
@@ -263,7 +265,7 @@ class BlockPool:
                 if not self._refs[tail]:
                     self._forget(tail)
                     gone += 1
-            if not full:
+            if full <= public:
                 break
             block = cached[full - 1]
             if self._refs[block] or self._index.has_children(hashes[full - 1]):

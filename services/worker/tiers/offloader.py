@@ -41,6 +41,10 @@ class _Chain:
     end: int
     done: int = 0  # blocks that had their turn
 
+    @property
+    def last(self) -> bytes:
+        return self.hashes[self.end - 1]
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -53,6 +57,7 @@ class _Batch:
     host: list[int]  # held on the host: the same
     copied_from: int
     copy: CopyJob | None
+    forgotten: bool = False  # erased meanwhile: it goes nowhere
 
 
 class _VaultHold:
@@ -114,9 +119,8 @@ class Offloader:
             self._enqueue(_Chain(sequence.root, sequence.hashes, end))
 
     def _enqueue(self, chain: _Chain) -> None:
-        key = chain.hashes[chain.end - 1]
-        self._queue[key] = chain
-        self._queue.move_to_end(key)
+        self._queue[chain.last] = chain
+        self._queue.move_to_end(chain.last)
         if len(self._queue) > MOST_QUEUED:
             self._queue.popitem(last=False)
 
@@ -192,6 +196,10 @@ class Offloader:
 
     def _finish(self, batch: _Batch) -> None:
         chain, at = batch.chain, batch.copied_from
+        if batch.forgotten:
+            self._pool.release(batch.device)
+            self._host.pool.release(batch.host)
+            return
         if batch.copy is not None:
             done = batch.copy.close()
             slots = batch.host[at : at + done]
@@ -252,10 +260,18 @@ class Offloader:
         """These were erased: nothing of them goes down any more."""
         gone = set(hashes)
         self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if key not in gone)
+        if self._batch is not None and self._batch.chain.last in gone:
+            self._batch.forgotten = True
         for block_hash in hashes:
             self._vaulted.pop(block_hash, None)
 
     # ------------------------------------------------------------------ queries
+
+    def carried(self) -> list[bytes]:
+        """Last blocks of chains on their way down, and so held."""
+        on_host = (self._host.pool.content(hold.slots[-1]).hash for hold in self._holds)
+        batch = [self._batch.chain.last] if self._batch is not None else []
+        return batch + [end for end in on_host if end]
 
     def held(self) -> list[list[int]]:
         """Blocks of the device that are being copied, by holder."""

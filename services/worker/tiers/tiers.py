@@ -5,9 +5,9 @@ The engine tells what happens to sequences, asks when one's turn comes, and lets
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvproto.block_hash import ForkedRoot, Root, parent_of
@@ -23,7 +23,18 @@ from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
 PROBE_BLOCKS = 4
+MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
 KEPT_FORKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Erasure:
+    """A sequence to be forgotten once what is on its way is there. `known`: its hashes."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: Sequence[int]
+    known: frozenset[bytes]
 
 
 class Tiers:
@@ -43,6 +54,7 @@ class Tiers:
         self.host = host
         self.remote = remote
         self.reuse = ReuseWatch()
+        self._erasing: deque[_Erasure] = deque(maxlen=MOST_ERASING)
         self.copier = Copier()
         self.wake = wake
         self.lent: list[list[tuple[BlockPool, list[int]]]] = []  # chains held for peers; an empty one is given back
@@ -116,6 +128,12 @@ class Tiers:
         """Between steps. Returns sequences that go back to the queue."""
         if self.offloader is not None and self.offloader.has_work:
             self.offloader.tend()
+        for _ in range(len(self._erasing)):
+            late = self._erasing.popleft()
+            if late.known.isdisjoint(self._carried()):
+                self.erase(late.root, late.hashes, late.ids)
+            else:
+                self._erasing.append(late)
         return self.restorer.poll(prefill_tokens_per_s)
 
     @property
@@ -128,14 +146,24 @@ class Tiers:
         return self.restorer.due_in()
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-        """Forget what only this token sequence has, in every tier. Returns how many blocks went here."""
+        """Forget what only this token sequence has, in every tier; what is on its way down or to a peer, when it is
+        there. Returns how many blocks went at once."""
+        late = _Erasure(root, hashes, ids, frozenset(hashes))
+        if not late.known.isdisjoint(self._carried()):
+            self._erasing.append(late)
         gone = self.pool.erase(root, hashes, ids)
         if self.offloader is not None and self.host is not None:
             self.offloader.forget(hashes)
             gone += self.host.erase(root, hashes, ids)
         if self.remote is not None:
-            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size))
+            public = root.blocks if isinstance(root, ForkedRoot) else 0
+            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
         return gone
+
+    def _carried(self) -> list[bytes]:
+        """Last blocks of chains that are held here, by no sequence."""
+        lent = [pool.content(chain[-1]).hash for held in self.lent for pool, chain in held]
+        return [end for end in lent if end] + (self.offloader.carried() if self.offloader is not None else [])
 
     # ------------------------------------------------------------------ queries
 
