@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from services.cli import chat, explain, generate, init, kv_size, up
+from services.cli import chat, drain, explain, generate, init, kv_size, up
 
-SERVICES = ("worker", "ingress", "placement")
+SERVICES = ("worker", "ingress", "placement", "vault")
 
 app = typer.Typer(
     name="kvfleet",
@@ -20,7 +20,7 @@ app = typer.Typer(
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="One process each, flags or KVFLEET_* variables: kvfleet worker --help, ingress --help, placement --help.",
+    epilog="One process each, flags or KVFLEET_* variables: kvfleet worker|ingress|placement|vault --help.",
 )
 
 
@@ -38,6 +38,7 @@ app.command("init")(init.init)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("explain")(explain.explain)
+app.command("drain")(drain.drain)
 app.command("kv-size")(kv_size.kv_size)
 
 

@@ -91,7 +91,8 @@ class DataPlaneServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """`unix:/path`, `tcp:host:port`; the port that was really bound."""
+        """`unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port that was
+        really bound."""
         return tuple(map(str, self._addresses))
 
     @property
@@ -175,12 +176,12 @@ class DataPlaneServer:
                 self._ending[oldest] = self._strangers.pop(oldest)
                 self._ending[oldest].abort()
             self._strangers[thread] = link
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._say("cannot start a thread: %s", error)
-            self._forget(thread)
-            link.close()
+            try:
+                thread.start()  # under the lock: whoever finds it there may join it
+            except RuntimeError as error:
+                del self._strangers[thread]
+                sock.close()
+                self._say("cannot start a thread: %s", error)
 
     # ------------------------------------------------------------------ one connection, on its thread
 

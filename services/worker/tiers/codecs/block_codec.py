@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,8 @@ def warm_up() -> None:
         decode(BlockCodec.INT8, shape, memoryview(small), memoryview(raw))
 
 
-_Kernel = Callable[[int], None]
+_Kernel = Callable[[Any], None]
+_Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 
 
 @cache
@@ -123,17 +125,16 @@ def _function(address: int) -> _Kernel:
 
 
 def _call(kernel: _Kernel, shape: BlockShape, raw: memoryview, small: memoryview) -> tuple[float, float, float]:
-    numbers = _address(small)
-    sums = np.zeros(3)
-    fields = (shape.kind, _address(raw), numbers, numbers + shape.numbers, shape.runs, shape.head_dim, sums.ctypes.data)
-    block = np.array(fields, dtype=np.int64)
-    kernel(block.ctypes.data)
-    first, second, third = sums.tolist()
-    return first, second, third
+    """Its fields stand in `kernels`, in this order."""
+    numbers, sums = _address(small), _Sums()
+    scales = numbers + shape.numbers
+    kernel(_Fields(shape.kind, _address(raw), numbers, scales, shape.runs, shape.head_dim, ctypes.addressof(sums)))
+    return sums[0], sums[1], sums[2]
 
 
 def _address(buffer: memoryview) -> int:
-    return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _check(name: str, buffer: memoryview, size: int, *, written: bool = False) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -377,3 +381,33 @@ def test_threads_give_the_same_bytes() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
             assert list(pool.map(round_trip, works)) == alone
+
+
+def test_the_interpreter_is_free_meanwhile() -> None:
+    """Nobody is asked to give it up here, so another thread moves only when a call lets go of it."""
+    shape = BlockShape(1 << 17, 64, "float32")
+    raw, small = memoryview(bytearray(shape.raw_bytes)), memoryview(bytearray(encoded_bytes(INT8, shape)))
+    moved, stop = [0], threading.Event()
+
+    def move() -> None:
+        while not stop.is_set():
+            moved[0] += 1
+            time.sleep(0)
+
+    before = sys.getswitchinterval()
+    mover = threading.Thread(target=move)
+    mover.start()
+    sys.setswitchinterval(60)
+    try:
+        for call in (partial(encode, INT8, shape, raw, small), partial(decode, INT8, shape, small, raw)):
+            for _ in range(50):
+                at = moved[0]
+                call()
+                if moved[0] > at:
+                    break
+            else:
+                raise AssertionError("no other thread moved")
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        mover.join()
