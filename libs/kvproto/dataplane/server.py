@@ -162,8 +162,7 @@ class DataPlaneServer:
                 self._say("cannot accept: %s", error)
                 time.sleep(0.05)
             return
-        if sock.family != socket.AF_UNIX:
-            addresses.tune(sock)
+        addresses.tune(sock)
         link = Link(sock)
         thread = threading.Thread(target=self._run, args=(link,), name=f"dataplane-{self._identity}-c", daemon=True)
         with self._lock:
