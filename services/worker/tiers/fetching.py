@@ -24,7 +24,7 @@ from services.worker.tiers.block_check import fault_of
 from services.worker.tiers.codecs.block_codec import decode
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.deadlines import Deadlines
-from services.worker.tiers.link_speed import seconds_of
+from services.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from services.worker.tiers.remote_counts import RemoteCounts
 from services.worker.tiers.source import Source
 from services.worker.tiers.vault_ring import Share
@@ -175,6 +175,8 @@ class FetchPart:
     def fail(self, reason: str) -> None:
         self._fetch.cut(self._next, reason)
         self._over(gave_up=True)
+        if self._began is not None:
+            self.source.measured(LinkSpeedMeter.doubt)
 
     def refused(self) -> None:
         """Nobody is there, or too much waits."""

@@ -63,13 +63,15 @@ class LinkSpeedMeter:
         self._fit()
 
     def given_up(self, nbytes: int, seconds: float, now: float) -> None:
-        """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then."""
+        """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then. Says nothing if no more
+        could be expected."""
         known = self.speed
-        if known is not None and seconds > WORSE * seconds_of(known, nbytes):
-            if nbytes:
-                self._believe(self._latency, max(seconds - self._latency, LEAST_SHARE * seconds) / nbytes)
-            else:
-                self._believe(seconds, self._per_byte)
+        if known is None or seconds <= WORSE * seconds_of(known, nbytes):
+            return
+        if nbytes:
+            self._believe(self._latency, max(seconds - self._latency, LEAST_SHARE * seconds) / nbytes)
+        else:
+            self._believe(seconds, self._per_byte)
         self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S) if self._suspect else PROBE_SOON_S
         self._suspect = True
         self._measured_at = now
@@ -87,7 +89,7 @@ class LinkSpeedMeter:
         self._measured_at = now
 
     def doubt(self) -> None:
-        """It seems too slow to be asked, so no fetch will tell: a probe is to, soon, and is believed."""
+        """It failed, or seems too slow to be asked: a probe is to tell soon, and is believed."""
         if not self._suspect:
             self._suspect = True
             self._probe_after = PROBE_SOON_S

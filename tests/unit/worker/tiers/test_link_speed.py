@@ -74,9 +74,11 @@ def test_a_fetch_that_was_given_up_is_believed_at_once() -> None:
     assert meter.speed is not None
     assert meter.speed.latency_s == 3.0
     meter = probed(rate=1e9)
-    meter.given_up(50 * MB, 0.001, 1.0)
+    for nbytes, seconds in ((50 * MB, 0.001), (0, 0.0), (0, 0.001), (MB, 0.002)):
+        meter.given_up(nbytes, seconds, 20.0)
     assert meter.speed is not None
     assert meter.speed.bytes_per_s == pytest.approx(1e9), "given up sooner than could be expected: says nothing"
+    assert not meter.due(20.0 + PROBE_SOON_S)
 
 
 def test_after_a_failure_a_probe_comes_soon_and_is_believed_at_once() -> None:
