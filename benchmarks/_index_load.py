@@ -14,8 +14,9 @@ of the peer, which makes the same load from the same seed.
 | others | 16 to 2,048, as many of each power of two | one or several workers, to any depth |
 
 Every fifth prompt is a chain that nobody holds. Workers evict leaves first, the chain that they have had longest before
-others; the chains of prompts stay. With three tiers a worker's share of a prompt's chain lies in all of them, one after
-the other. The fleet holds more than a million different blocks, and ever more of them while it runs, as fewer are
+others; the chains of prompts stay. With three tiers a worker's share of a prompt's chain lies on its device and then on
+its host, and four vaults have the chain's first half or more, in runs of 64, of every other chain all but one run. The
+fleet holds more than a million different blocks, and ever more of them while it runs, as fewer are
 shared: an index that is bounded to a million is full, and evicts too.
 """
 
@@ -25,6 +26,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 WORKERS = 64
@@ -36,7 +38,8 @@ MISSES = 5  # every fifth prompt
 CHAINS = {128: 100, 1_904: 16}  # of prompts, for each number of distinct depths
 HEARD_BETWEEN = 4  # events between two look-ups
 SHARED_BEFORE, SHARED = 1 / 2, 1 / 4  # of the other chains that a worker begins, those that another one has begun
-TIER_ENDS = (0.6, 0.85, 1.0)  # of a share in three tiers
+ON_DEVICE = 0.7  # of a share, if the rest lies on the host
+VAULTS, VAULT_RUN = 4, 64
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +50,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Blocks that a worker evicted, last of the chain first, and then stored behind `parent`, all in one tier."""
+    """Blocks that a worker evicted, last of the chain first, and then stored behind `parent`, all in one tier. Vaults
+    have numbers after the workers'."""
 
     worker: int
     removed: list[bytes]
@@ -58,10 +62,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`depths` are those of each worker, over all tiers; 0: has nothing of it."""
+    """`depths` are those of each worker, on device and host; 0: has nothing of it. `vaulted` are blocks in vaults."""
 
     hashes: list[bytes]
     depths: tuple[int, ...] = (0,) * WORKERS
+    vaulted: frozenset[int] = frozenset()
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Of each worker, with what vaults have from where its own ends."""
+        ends = {depth: next(at for at in count(depth) if at not in self.vaulted) for depth in set(self.depths)}
+        return tuple(ends[depth] for depth in self.depths)
 
     @property
     def is_hit(self) -> bool:
@@ -101,7 +112,11 @@ class Load:
             for prompt in several:
                 for worker, depth in enumerate(prompt.depths):
                     yield from self._held(worker, prompt.hashes, depth)
-        held = sum(max(prompt.depths) for several in self._wide.values() for prompt in several)
+                for first in sorted({at - at % VAULT_RUN for at in prompt.vaulted}):
+                    run = [prompt.hashes[at] for at in range(first, first + VAULT_RUN) if at in prompt.vaulted]
+                    yield Event(WORKERS + run[0][0] % VAULTS, [], b"", run, 2)
+        wide = [prompt for several in self._wide.values() for prompt in several]
+        held = sum(len(prompt.vaulted.union(range(max(prompt.depths)))) for prompt in wide)
         while held < self._blocks:
             worker = self._turn()
             chain, depth = self._grow(self._workers[worker])
@@ -147,12 +162,16 @@ class Load:
         depths = self._chance.sample(range(1, length), distinct)
         several = [depths[worker % distinct] for worker in range(WORKERS)]
         self._chance.shuffle(several)
-        return Prompt(self._new(length), tuple(several))
+        return Prompt(self._new(length), tuple(several), self._vaulted(length) if self._tiers > 1 else frozenset())
+
+    def _vaulted(self, length: int) -> frozenset[int]:
+        end = self._chance.randrange(length // 2, length)
+        lost = self._chance.randrange(0, 2 * end, VAULT_RUN)
+        return frozenset(range(end)) - frozenset(range(lost, lost + VAULT_RUN))
 
     def _held(self, worker: int, hashes: list[bytes], depth: int) -> Iterator[Event]:
         start = 0
-        for tier in range(self._tiers):
-            end = depth if self._tiers == 1 else round(depth * TIER_ENDS[tier])
+        for tier, end in enumerate([depth] if self._tiers == 1 else [round(depth * ON_DEVICE), depth]):
             for at in range(start, end, RUN):
                 yield Event(worker, [], hashes[at - 1] if at else b"", hashes[at : min(at + RUN, end)], tier)
             start = end

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks._index_load import BLOCKS, HEARD_BETWEEN, RUN, WORKERS, Event, Load, Prompt
+from benchmarks._index_load import BLOCKS, HEARD_BETWEEN, RUN, VAULTS, WORKERS, Event, Load, Prompt
 from benchmarks._report import progress
 from kvproto import codec
 from kvproto.block_hash import digest_term
@@ -19,6 +19,7 @@ from services.placement.warm_up import warm_up
 
 EPOCH = "e1"
 NAMES = [f"w-{number:02}" for number in range(WORKERS)]
+MEMBERS = [*NAMES, *(f"vault-{number}" for number in range(VAULTS))]
 
 
 class Ours:
@@ -28,16 +29,18 @@ class Ours:
         warm_up()
         self.indexer = KvIndexer(BLOCKS, WORKERS)
         self._load = load
-        self._seq = [0] * WORKERS
-        self._digest = [0] * WORKERS
-        for name in NAMES:
-            self.indexer.join(name, EPOCH)
+        self._seq = [0] * len(MEMBERS)
+        self._digest = [0] * len(MEMBERS)
+        for number, name in enumerate(MEMBERS):
+            self.indexer.join(name, EPOCH, vault=number >= WORKERS)
         for event in load.fill():
             self.hear(event.worker, self.encode(event))
         self.check()
         gc.collect()
         gc.freeze()  # the load's million objects are not placement's, and no collection should visit them
-        progress(f"{len(self.indexer.index):,} blocks of {WORKERS} workers indexed")
+        progress(
+            f"{len(self.indexer.index):,} blocks of {WORKERS} workers indexed, {self.indexer.vaults()[1]:,} in vaults"
+        )
 
     def encode(self, event: Event) -> bytes:
         """As the worker would send it now: its events are numbered."""
@@ -50,12 +53,12 @@ class Ours:
         return codec.encode_events(KvEvents(EPOCH, self._seq[event.worker], tuple(changes)))
 
     def hear(self, worker: int, data: bytes) -> None:
-        self.indexer.on_events(NAMES[worker], data, 0.0)
+        self.indexer.on_events(MEMBERS[worker], data, 0.0)
 
     def check(self) -> None:
         """The index is full, and agrees with every worker on what was said."""
         assert self.indexer.malformed_total == self.indexer.unknown_total == 0
-        for name, seq, digest in zip(NAMES, self._seq, self._digest, strict=True):
+        for name, seq, digest in zip(MEMBERS, self._seq, self._digest, strict=True):
             self.indexer.on_heartbeat(Heartbeat(name, EPOCH, State.READY, event_seq=seq, digest=digest), 0.0)
             assert self.indexer.state_of(name) is Follows.EXACT, name
         assert not self.indexer.tick(0.0)
@@ -89,7 +92,7 @@ class Ours:
             began = time.perf_counter()
             found = question(asked)
             seconds = time.perf_counter() - began
-            right = {name: depth for name, depth in zip(NAMES, prompt.depths, strict=True) if depth}
+            right = {name: depth for name, depth in zip(NAMES, prompt.reaches, strict=True) if depth}
             assert answer(found) == right, "a wrong answer"
             every.append(seconds)
             if prompt.is_hit:

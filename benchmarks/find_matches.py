@@ -11,7 +11,7 @@ the load knows; that with the fifth of misses, which take less, is reported besi
 | arrays | `depths`, which placement calls: hashes as an array, blocks in every tier by worker |
 | bytes | `find_matches`: hashes as a list of bytes, for each worker that has some its blocks |
 
-Both with all blocks in one tier, and with each worker's share of a prompt spread over three.
+Both with all blocks in one tier, and with each worker's share of a prompt on device and host and some of it in vaults.
 """
 
 from __future__ import annotations

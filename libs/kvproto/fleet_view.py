@@ -29,7 +29,7 @@ FORGET_DEAD_S = 60.0
 
 
 class Change(Enum):
-    """What an event did to one worker, for readers that act on it."""
+    """What an event did to one worker, or other member, for readers that act on it."""
 
     JOINED = "joined"
     LEFT = "left"
@@ -127,11 +127,26 @@ class FleetView:
             return Change.JOINED
         return None
 
-    def on_member(self, record: MemberRecord, now: float) -> None:
+    def on_member(self, record: MemberRecord, now: float) -> Change:
+        known = self.members.get((record.role, record.id))
         self.members[record.role, record.id] = (record, now)
+        if known is None:
+            return Change.JOINED
+        return Change.UPDATED if known[0].epoch == record.epoch else Change.NEW_EPOCH
 
-    def on_member_gone(self, role: Role, member: str) -> None:
-        self.members.pop((role, member), None)
+    def on_member_gone(self, role: Role, member: str) -> MemberRecord | None:
+        """Who that was, if it was known."""
+        known = self.members.pop((role, member), None)
+        return None if known is None else known[0]
+
+    def sweep_members(self, now: float) -> list[MemberRecord]:
+        """Others than workers whose records were not renewed: forgotten now. Call a few times a second."""
+        if now < self._blind_until:
+            return []
+        silent = [record for record, at in self.members.values() if now - at > RECORD_FRESH_S + 2]
+        for record in silent:
+            del self.members[record.role, record.id]
+        return silent
 
     def on_disconnected(self) -> None:
         self._blind_until = float("inf")
@@ -163,8 +178,6 @@ class FleetView:
             self._deaths.append(now)
         for worker in [w for w, v in self.workers.items() if v.dead_since and now - v.dead_since > FORGET_DEAD_S]:
             del self.workers[worker]
-        for key in [k for k, (_, at) in self.members.items() if now - at > RECORD_FRESH_S + 2]:
-            del self.members[key]
         return [view.record.id for view in silent]
 
     def _bury(self, view: WorkerView, now: float) -> Change:

@@ -113,10 +113,12 @@ class Lease:
 
 
 Listener = Callable[[Change, WorkerView], None]
+MemberListener = Callable[[Change, MemberRecord], None]
 
 
 class Members:
-    """One reader of the fleet: owns a `FleetView`, tells listeners who joined, left or restarted.
+    """One reader of the fleet: owns a `FleetView`, tells listeners which workers joined, left or restarted, and member
+    listeners the same of all other members: vaults, placements, ingresses.
 
     Listeners run on the loop, inside callbacks, and must not block.
     """
@@ -130,6 +132,7 @@ class Members:
     ) -> None:
         self.view = FleetView()
         self.listeners: list[Listener] = []
+        self.member_listeners: list[MemberListener] = []
         self._on_heartbeat = on_heartbeat
         self._connection = connection
         self._subjects = subjects
@@ -200,6 +203,13 @@ class Members:
                 except Exception:  # one listener's fault must not end the watch that all depend on
                     log.exception("a listener of members failed")
 
+    def _tell_of_member(self, change: Change, record: MemberRecord) -> None:
+        for listener in self.member_listeners:
+            try:
+                listener(change, record)
+            except Exception:  # as above
+                log.exception("a listener of members failed")
+
     async def _rewatch(self) -> None:
         """After a reconnect the old watch is blind: list everything again."""
         self.view.on_reconnected(self._now())
@@ -238,10 +248,13 @@ class Members:
                     if record.id == member:
                         self._tell(self.view.on_worker_record(record, entry.revision, now), member)
             elif entry.value is None:
-                if role in set(Role):
-                    self.view.on_member_gone(Role(role), member)
+                gone = self.view.on_member_gone(Role(role), member) if role in set(Role) else None
+                if gone is not None:
+                    self._tell_of_member(Change.LEFT, gone)
             else:
-                self.view.on_member(codec.decode(MemberRecord, entry.value), now)
+                other = codec.decode(MemberRecord, entry.value)
+                if (other.role.value, other.id) == (role, member):
+                    self._tell_of_member(self.view.on_member(other, now), other)
         except CodecError as error:
             log.warning("members: record %s is unreadable: %s", entry.key, error)
 
@@ -262,3 +275,5 @@ class Members:
             await asyncio.sleep(SWEEP_PERIOD_S)
             for worker in self.view.sweep(self._now()):
                 self._tell(Change.LEFT, worker)
+            for gone in self.view.sweep_members(self._now()):
+                self._tell_of_member(Change.LEFT, gone)

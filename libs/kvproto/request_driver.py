@@ -14,6 +14,7 @@ import contextlib
 import logging
 import random
 import time
+from dataclasses import replace
 
 from kvproto import codec
 from kvproto.affinity import ring_key
@@ -234,7 +235,11 @@ class RequestDriver:
             expires_unix_ms=int((time.time() + remaining) * 1000),
             traceparent=generation.traceparent,
             continuations=assembly.continuations(),
+            exact=generation.exact,
         )
+        placed = stream.placement
+        if placed is not None and placed.worker == worker and placed.source:
+            body = replace(body, source=placed.source, source_tokens=placed.source_tokens)
         data = codec.encode(body, self._version_of(worker))
         if len(data) > self.connection.max_payload:
             raise PayloadTooLarge(

@@ -58,6 +58,11 @@ def _show(request: str, attempt: dict[str, Any]) -> None:
         markup=False,
     )
     out.print(attempt["why"], markup=False)
+    if attempt.get("source_worker_id"):
+        out.print(
+            f"may pull from {attempt['source_worker_id']}, which has {attempt['source_tokens']:,} tokens of the prompt",
+            markup=False,
+        )
     out.print()
     tables.print(_candidates(attempt))
     left_out = attempt["candidates_total"] - len(attempt["candidates"])

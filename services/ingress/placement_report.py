@@ -42,6 +42,8 @@ def _attempt(decision: Decision) -> dict[str, Any]:
         "prompt_tokens": decision.prompt_tokens,
         "expected_hit_tokens": decision.expected_hit,
         "expected_ttft_ms": _ms(decision.expected_ttft_s),
+        "source_worker_id": decision.source or None,
+        "source_tokens": decision.source_tokens,
         "candidates": [_candidate(one, decision.worker) for one in decision.candidates],
         "candidates_total": decision.candidates_total,
         "actual": _actual(decision.actual),

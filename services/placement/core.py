@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, PlacementStats
+from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, PlacementStats, PreloadRequest, Tier
 from services.placement.actions import (
     Action,
     Answer,
@@ -37,6 +37,8 @@ from services.placement.events import (
     SnapshotHeard,
     SnapshotRefused,
     Tick,
+    VaultJoined,
+    VaultLeft,
     WorkerAnswered,
     WorkerDisconnected,
     WorkerJoined,
@@ -52,11 +54,14 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger import Ledger
 from services.placement.metrics_aggregator import MetricsAggregator
 from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
+from services.placement.preload import Preload
 from services.placement.promises import Promises
 from services.placement.prompts import Prompts
+from services.placement.victim import Survey
 from services.placement.workloads import Workloads
 
 MAX_FORWARDED = 65_536  # requests of bare producers watched at a time
+OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
 
 
@@ -86,6 +91,7 @@ class PlacementCore:
         self._shares = shares
         self.workloads = Workloads()
         self.fleet = Fleet(self.workloads)
+        self.vaults: dict[str, str] = {}  # living ones: id -> epoch
         self.bookings = Bookings(self.workloads)
         self.indexer = indexer or KvIndexer()
         self.promises = Promises()
@@ -136,6 +142,8 @@ class PlacementCore:
                         self.promises.break_off(key)
                     self.indexer.on_heartbeat(beat, now)
                     self.metrics.on_heartbeat(beat, now)
+                elif self.vaults.get(beat.worker) == beat.epoch:
+                    self.indexer.on_heartbeat(beat, now, vault=True)
                 return []
             case BookingsShared(batch):
                 self._book_for_others(batch, now)
@@ -151,6 +159,7 @@ class PlacementCore:
             case Tick():
                 return self._tick(now)
             case WorkerJoined(record, heartbeat):
+                self.vaults.pop(record.id, None)  # a vault of this name: the worker has it
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
                 self.indexer.join(record.id, record.epoch)
@@ -171,6 +180,15 @@ class PlacementCore:
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
                 return self.forwarding.on_left(worker, now)
+            case VaultJoined(vault, epoch):
+                if vault not in self.fleet.workers:  # events name their author by its id alone
+                    self.vaults[vault] = epoch
+                    self.indexer.join(vault, epoch, vault=True)
+                return []
+            case VaultLeft(vault):
+                if self.vaults.pop(vault, None) is not None:
+                    self.indexer.leave(vault)
+                return []
             case WorkerDisconnected(worker):
                 return [PingWorker(worker)] if worker in self.fleet.workers else []
             case PingUnanswered(worker, nobody_listens):
@@ -209,8 +227,9 @@ class PlacementCore:
             if entry is None:
                 continue
             if one.passed is Passed.STARTED:
-                predicted, found = sum(entry.indexed.values()), sum(one.cached.values())
-                self._trust(worker.id, self.feedback.observe(worker.id, predicted, found, now))
+                # What vaults and peers brought, or did not, says nothing about this worker's own index.
+                found = sum(one.cached.get(tier, 0) for tier in OWN_TIERS)
+                self._trust(worker.id, self.feedback.observe(worker.id, entry.promised, found, now))
             elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
                 actions.append(Record(entry.decision(), entry.hashes, entry.block_size))
         return actions
@@ -259,6 +278,17 @@ class PlacementCore:
         """Ask whoever is silent instead of waiting for the members view to give up on it."""
         return [PingWorker(w.id) for w in self.fleet.workers.values() if self.fleet.claim_ping(w, now)]
 
+    # ------------------------------------------------------------------ questions that take longer than a decision may
+
+    def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
+        """What a worker about to be ready should have, in a message of about `max_bytes`."""
+        hot, workers = self.decider.heat.hottest(now), self.fleet.of_model(ask.model)
+        return Preload(ask, hot, workers, self.indexer, self.workloads, max_bytes)
+
+    def survey(self, model: str, now: float) -> Survey:
+        """Which of a model's workers is the cheapest to lose."""
+        return Survey(model, self.fleet, self.decider.heat.hottest(now), self.indexer, self.workloads)
+
     def wake_at(self) -> float | None:
         """When a Tick is needed at the latest to keep the promises made; None: no hurry."""
         return self.forwarding.wake_at()
@@ -298,3 +328,5 @@ class PlacementCore:
         self.promises.check_integrity()
         self.ledger.check_integrity()
         self.forwarding.check_integrity()
+        self.decider.heat.check_integrity()
+        assert not self.vaults.keys() & self.fleet.workers.keys()

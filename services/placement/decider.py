@@ -13,32 +13,33 @@ import numpy as np
 
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
-from kvproto.messages import Booked, Placement, PlaceRequest
+from kvproto.messages import Booked, Placement, PlaceRequest, Tier
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Space, Worker
-from services.placement.heat import Heat
-from services.placement.index.changes import TIERS
+from services.placement.heat import Heat, Prefix
 from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import Hashes
-from services.placement.ledger import Entry, Ledger, by_tier, consider
+from services.placement.index.prefix_index import Depths, Hashes
+from services.placement.ledger import Entry, Ledger, consider
+from services.placement.match_kernel import fill
 from services.placement.policies import Choice, Policy, Question
-from services.placement.price_kernel import FETCH, PREFILL, QUEUE, SLOT
+from services.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
-from services.placement.workloads import Floats, View, Workloads
+from services.placement.workloads import PRICED_TIERS, Floats, Workloads
 
 LONGEST_S = 1e9  # that an answer can say
 
 
 @dataclass(slots=True)
 class Matched:
-    """Prompt tokens that each candidate has, `[tiers, candidates]`, in the tier or a faster one."""
+    """Prompt tokens that each candidate could have, `[4, candidates]`, in the tier or a faster one."""
 
     indexed: Floats  # by the index
     believed: Floats  # of them, what experience with the worker lets one expect
     hashes: Hashes  # of the first candidate's address space
     block_size: int
     depth: int  # blocks from the start that anybody has
+    spaces: list[tuple[Space, Depths]]  # who was asked, and their blocks `[3, asked]`
 
 
 class Decider:
@@ -60,6 +61,7 @@ class Decider:
         self.default = default
         self.decisions_total = 0
         self.no_worker_total = 0
+        self.sourced_total = 0  # decisions that name a worker to pull from
         self._placement = placement
         self._fleet = fleet
         self._bookings = bookings
@@ -70,7 +72,7 @@ class Decider:
         self._unix_ms = unix_ms
         self._policies = policies
         self._workloads: Workloads = fleet.workloads
-        self._heat = Heat()
+        self.heat = Heat()
         self._booked: list[Booked] = []
         self._policy(default)
 
@@ -86,10 +88,10 @@ class Decider:
             raise ModelNotFound(f"no worker of this fleet has served {ask.model[:64]!r}", field="model")
         ready = self._fleet.ready(ask.model)
         excluded = _effective(ask.excluded, ready)
-        among = Ready.of((w for w in ready.workers if w.id not in excluded), ready.ring) if excluded else ready
+        among = ready.without(excluded)
         tokens = self._prompts.tokens(ask)
         loads = self._workloads.view(among.columns, now)
-        matched = self._match(tenant, ask, among, tokens, loads)
+        matched = self._match(tenant, ask, among, tokens)
         last_block = matched.hashes[matched.depth - 1].tobytes() if matched.depth else None
         question = Question(
             key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
@@ -101,7 +103,7 @@ class Decider:
             loads=loads,
             prompt_tokens=tokens,
             matched=matched.believed,
-            heat=self._heat.of(last_block, now) if last_block is not None else 0.0,
+            heat=self.heat.of(last_block, now) if last_block is not None else 0.0,
             hashes=matched.hashes,
             depth=matched.depth,
         )
@@ -109,8 +111,11 @@ class Decider:
         if choice is None:
             self.no_worker_total += 1
             raise NoWorkers(f"no worker that serves {ask.model[:64]} is ready", field="model")
-        if last_block is not None:
-            self._heat.add(last_block, now)
+        if last_block is not None and self.heat.add(last_block, now):
+            space = among.spaces[0].address
+            chain = matched.hashes[: matched.depth].copy()
+            prefix = Prefix(ask.model, space, self._prompts.root(space, tenant, ask), chain)
+            self.heat.keep(last_block, prefix, now)
         return self._settle(tenant, policy.name, choice, question, matched, now)
 
     def _settle(
@@ -120,16 +125,29 @@ class Decider:
         ask = question.ask
         worker = self._fleet.workers[choice.worker]
         number = _number(question.candidates, worker)
-        hit = {} if number is None else by_tier(matched.believed[:, number].tolist())
+        hit: dict[str, int] = {}
+        ttft_s, source, source_tokens = None, "", 0
+        if number is not None:
+            priced = choice.prices
+            if priced is None:
+                priced = question.loads.price(question.matched, question.prompt_tokens)
+            hit = _hit(question.matched[DEVICE, number], priced[RESTORED:, number].tolist())
+            if question.prompt_tokens and worker.rates.prefill_tokens_per_s:  # else nothing was measured there
+                ttft_s = min(float(sum(priced[term, number] for term in (QUEUE, SLOT, FETCH, PREFILL))), LONGEST_S)
+            if Tier.PEER.value in hit or self._could_try_a_peer(worker, question.matched[:, number].tolist()):
+                source, source_tokens = self._source(worker, matched)
+                self.sourced_total += 1
         placement = Placement(
             request=ask.request,
             worker=worker.id,
             attempt=ask.attempt,
             expected_hit=hit,
-            expected_ttft_s=_expected_ttft_s(question, choice, worker, number),
+            expected_ttft_s=ttft_s,
             policy=policy,
             why=choice.why,
             placement=self._placement,
+            source=source,
+            source_tokens=source_tokens,
         )
         feed = question.prompt_tokens - sum(hit.values())
         hashes, block_size = matched.hashes, matched.block_size
@@ -147,7 +165,7 @@ class Decider:
                 prompt_tokens=question.prompt_tokens,
                 considered=consider(question.candidates, number, choice, matched.believed),
                 candidates_total=len(question.candidates),
-                indexed={} if number is None else by_tier(matched.indexed[:, number].tolist()),
+                promised=0 if number is None else _own(matched.indexed[:, number].tolist(), hit),
                 attainable=int(matched.indexed[-1].max(initial=0)),
                 hashes=hashes.tobytes() if self._ledger.keeps_hashes else b"",
                 block_size=block_size,
@@ -156,12 +174,12 @@ class Decider:
         self.decisions_total += 1
         return placement
 
-    def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int, loads: View) -> Matched:
-        several = len(among.spaces) > 1
-        indexed: Floats | None = None
-        promised: Floats | None = None
+    def _match(self, tenant: str, ask: PlaceRequest, among: Ready, tokens: int) -> Matched:
+        count = len(among.workers)
+        indexed, believed = np.zeros((len(PRICED_TIERS), count)), np.zeros((len(PRICED_TIERS), count))
         first, block_size = NO_HASHES, among.spaces[0].address.block_size if among.spaces else 1
-        most = max(tokens - 1, 0)  # one token is always fed: its logits are what the first new one is drawn from
+        most = float(max(tokens - 1, 0))  # one token is always fed: what the first new one is drawn from
+        asked = []
         for space in among.spaces:
             hashes = self._prompts.hashes(space.address, tenant, ask)
             if not len(hashes):
@@ -169,21 +187,38 @@ class Decider:
             if space is among.spaces[0]:
                 first = hashes
             size = float(space.address.block_size)
-            found = np.minimum(self._indexer.depths(hashes, space.names) * size, most)
+            depths = self._indexer.depths(hashes, space.names)
+            asked.append((space, depths))
+            credit, pooled = self._workloads.credits_of(space.columns), self._indexer.pooled
+            alone = len(among.spaces) == 1
+            here = (
+                (indexed, believed) if alone else (np.zeros((len(PRICED_TIERS), len(space.numbers))) for _ in range(2))
+            )
+            found, expected = here
+            fill(depths, space.groups, credit, pooled, size, most, found, expected)
             coming = self._promises.depths(hashes, space.names)
-            soon = None if coming is None else np.minimum(coming * size, most)
-            if several:
-                indexed = _spread(indexed, len(TIERS), among, space, found)
-                promised = promised if soon is None else _spread(promised, 1, among, space, soon)
-            else:
-                indexed, promised = found, soon
-        if indexed is None:
-            indexed = np.zeros((len(TIERS), len(among.workers)))
-        believed = indexed * loads.credit
-        if promised is not None:
-            believed = np.maximum(believed, promised)
+            if coming is not None:
+                np.maximum(expected, np.minimum(coming[: len(space.numbers)] * size, most), out=expected)
+            if not alone:
+                indexed[:, space.numbers], believed[:, space.numbers] = found, expected
         depth = min(int(believed[-1].max(initial=0)) // block_size, len(first))
-        return Matched(indexed, believed, first, block_size, depth)
+        return Matched(indexed, believed, first, block_size, depth, asked)
+
+    @staticmethod
+    def _could_try_a_peer(worker: Worker, matched: Sequence[float]) -> bool:
+        """It has never pulled anything, so that nobody can say what that would cost: it may find out."""
+        return matched[PEER] > matched[VAULT] and not worker.rates.restore_bytes_per_s.get(Tier.PEER.value)
+
+    def _source(self, worker: Worker, matched: Matched) -> tuple[str, int]:
+        """Whom to pull from: who holds most, as far as believed; of equals who has least to do. And what it has."""
+        space, depths = next((space, depths) for space, depths in matched.spaces if worker.id in space.names)
+        asker = space.names.index(worker.id)
+        held = depths[HOST] * self._workloads.credits_of(space.columns)
+        held[(space.groups != space.groups[asker]) | (space.columns == worker.column)] = -1.0
+        requests = self._workloads.requests_of(space.columns)
+        requests[held < held.max()] = np.inf
+        giver = int(requests.argmin())
+        return space.names[giver], int(depths[HOST, giver]) * space.address.block_size
 
     def _policy(self, name: str) -> Policy:
         policy = self._policies.get(name)
@@ -192,22 +227,15 @@ class Decider:
         return policy
 
 
-def _spread(into: Floats | None, rows: int, among: Ready, space: Space, values: Floats) -> Floats:
-    """What was found for the workers of one address space, among all of them."""
-    into = np.zeros((rows, len(among.workers))) if into is None else into
-    into[:, space.numbers] = values
-    return into
+def _hit(on_device: float, restored: Sequence[float]) -> dict[str, int]:
+    """Tokens that will be had from each tier, as the price was reckoned."""
+    found = zip(PRICED_TIERS, (on_device, *restored), strict=True)
+    return {tier.value: int(tokens) for tier, tokens in found if tokens >= 1}
 
 
-def _expected_ttft_s(question: Question, choice: Choice, worker: Worker, number: int | None) -> float | None:
-    """Seconds of queue, restoring and prefill; None if nothing was measured there, or nothing is known of it."""
-    if number is None or not question.prompt_tokens or not worker.rates.prefill_tokens_per_s:
-        return None
-    priced = choice.prices
-    if priced is None:
-        priced = question.loads.price(question.matched, question.prompt_tokens)
-    seconds = float(sum(priced[term, number] for term in (QUEUE, SLOT, FETCH, PREFILL)))
-    return min(seconds, LONGEST_S)
+def _own(indexed: Sequence[float], hit: Mapping[str, int]) -> int:
+    """Tokens that the worker's own tiers should bring: of the host if it was to restore any."""
+    return int(indexed[HOST if Tier.HOST.value in hit else DEVICE])
 
 
 def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:

@@ -1,8 +1,9 @@
 """What happens to placement, as the pure core is told it. Pure data: no bytes, no clock.
 
 requesters ──PlaceAsked, GenerateAsked──▶ ┐
-workers ──Worker…, HeartbeatHeard,        │
-          BlocksChanged, MilestonesHeard─▶├─▶ PlacementCore.handle(event, now) ─▶ actions
+workers ──Worker…, MilestonesHeard──────▶ │
+workers, vaults ──Vault…, HeartbeatHeard, │
+          BlocksChanged, Snapshot…───────▶├─▶ PlacementCore.handle(event, now) ─▶ actions
 replicas ──BookingsShared──▶              │
 the clock ──Tick──▶                       ┘
 """
@@ -118,8 +119,23 @@ class NobodyListens:
 
 
 @dataclass(frozen=True, slots=True)
+class VaultJoined:
+    """A vault is alive, in this life of it; told again it changes nothing."""
+
+    vault: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class VaultLeft:
+    """Its record is gone."""
+
+    vault: str
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """A worker stored or removed blocks."""
+    """A worker or vault stored or removed blocks."""
 
     worker: str
     changes: Changes
@@ -176,6 +192,8 @@ Event = (
     | WorkerUpdated
     | WorkerNewEpoch
     | WorkerLeft
+    | VaultJoined
+    | VaultLeft
     | HeartbeatHeard
     | WorkerDisconnected
     | PingUnanswered

@@ -6,7 +6,7 @@ Client watching the same fleet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,7 @@ class Worker:
     heard_at: float
     space: AddressSpace
     column: int
+    kv_format: bytes = b""  # of the blocks that others can pull from it, and it from them; b"": none
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
 
@@ -42,25 +43,42 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Which of the ready workers, by number and name, address blocks alike."""
+    """Which of the ready workers, by number, address blocks alike. `names` and `columns` are theirs, and after them
+    those of workers that take no new work and still give blocks; who can pull from one another has the same number in
+    `groups`, -1 is nobody's."""
 
     address: AddressSpace
     numbers: Columns
     names: tuple[str, ...]
+    columns: Columns
+    groups: Columns
+
+    @staticmethod
+    def of(address: AddressSpace, numbers: list[int], workers: Sequence[Worker]) -> Space:
+        """`workers`: those of `numbers` first."""
+        formats = {format_: number for number, format_ in enumerate(sorted({w.kv_format for w in workers} - {b""}))}
+        return Space(
+            address,
+            np.array(numbers),
+            tuple(worker.id for worker in workers),
+            np.array([worker.column for worker in workers], dtype=np.int64),
+            np.array([formats.get(worker.kv_format, -1) for worker in workers], dtype=np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The ready workers of one model, by id, and the plain ring over them."""
+    """The ready workers of one model, by id, and the plain ring over them; `leaving` are its draining ones."""
 
     workers: tuple[Worker, ...]
     ring: HashRing
     columns: Columns  # of the workers, in their order
     spaces: tuple[Space, ...]
+    leaving: tuple[Worker, ...] = ()
 
     @staticmethod
-    def of(workers: Iterable[Worker], ring: HashRing) -> Ready:
-        listed = tuple(workers)
+    def of(workers: Iterable[Worker], ring: HashRing, leaving: Iterable[Worker] = ()) -> Ready:
+        listed, givers = tuple(workers), tuple(leaving)
         spaces: dict[AddressSpace, list[int]] = {}
         for number, worker in enumerate(listed):
             spaces.setdefault(worker.space, []).append(number)
@@ -69,10 +87,20 @@ class Ready:
             ring,
             np.array([worker.column for worker in listed], dtype=np.int64),
             tuple(
-                Space(space, np.array(numbers), tuple(listed[number].id for number in numbers))
+                Space.of(
+                    space, numbers, [*(listed[number] for number in numbers), *(w for w in givers if w.space == space)]
+                )
                 for space, numbers in spaces.items()
             ),
+            givers,
         )
+
+    def without(self, excluded: frozenset[str]) -> Ready:
+        """Who is left; the ring stays that of all."""
+        if not excluded:
+            return self
+        kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.leaving)]
+        return Ready.of(kept[0], self.ring, kept[1])
 
 
 class Fleet:
@@ -90,7 +118,10 @@ class Fleet:
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
         column = self.workloads.add(record.block_bytes / max(1, record.block_size), now)
-        worker = Worker(record.id, record.epoch, record.model, record.state, now, address_space(record), column)
+        space = address_space(record)
+        worker = Worker(
+            record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record)
+        )
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
             self.workloads.report(column, heartbeat.load, heartbeat.rates, 0, 0, now)
@@ -109,6 +140,9 @@ class Fleet:
             self.join(record, None, now)
             return True
         worker.heard_at = now
+        if worker.kv_format != _exchange_format(record):
+            worker.kv_format = _exchange_format(record)
+            self._ready.pop(worker.model, None)
         self._set_state(worker, record.state)
         return False
 
@@ -148,7 +182,8 @@ class Fleet:
             if not workers:
                 return Ready.of((), HashRing())  # names that requests invent must not fill the cache
             ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
-            found = self._ready[model] = Ready.of(workers, ring)
+            leaving = [w for w in self.workers.values() if w.model == model and w.state is State.DRAINING]
+            found = self._ready[model] = Ready.of(workers, ring, leaving)
         return found
 
     def build_rings(self) -> None:
@@ -179,6 +214,10 @@ class Fleet:
             if stale is not None:
                 self._rings.pop(self._names.pop(stale), None)
 
+    def of_model(self, model: str) -> list[Worker]:
+        """The living workers of a model, or with "" of all, by id."""
+        return sorted((w for w in self.workers.values() if model in ("", w.model)), key=lambda w: w.id)
+
     def check_integrity(self) -> None:
         """Every cached ready set is what the workers say. Raises AssertionError."""
         for model, cached in self._ready.items():
@@ -186,3 +225,8 @@ class Fleet:
             assert [w.id for w in cached.workers] == now == list(cached.ring.nodes), model
             assert all(self.workers[w.id] is w for w in cached.workers), model
         assert all(self.is_known(w.model) for w in self.workers.values()) or len(self._names) >= MAX_MODELS
+
+
+def _exchange_format(record: WorkerRecord) -> bytes:
+    """What its blocks' bytes mean, if others can reach them."""
+    return record.kv_format if record.data_plane else b""

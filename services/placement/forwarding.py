@@ -197,6 +197,9 @@ class Forwarding:
             expires_unix_ms=None if ask.deadline_ms is None else min(asked.unix_ms + ask.deadline_ms, 2**53),
             traceparent=ask.traceparent,
             watcher=self._placement,
+            source=placement.source,
+            source_tokens=placement.source_tokens,
+            exact=ask.exact,
         )
         return [Forward(placement.worker, asked.tenant, request, self._reply(forwarded))]
 

@@ -16,7 +16,15 @@ from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import is_token
 from kvproto.members import Members
-from kvproto.messages import BookedBatch, Milestones, Snapshot, SnapshotRequest, WorkerRecord
+from kvproto.messages import (
+    BookedBatch,
+    MemberRecord,
+    Milestones,
+    Role,
+    Snapshot,
+    SnapshotRequest,
+    WorkerRecord,
+)
 from kvproto.subjects import Subjects
 from services.placement import intake
 from services.placement.events import (
@@ -27,6 +35,8 @@ from services.placement.events import (
     MilestonesHeard,
     SnapshotHeard,
     SnapshotRefused,
+    VaultJoined,
+    VaultLeft,
     WorkerDisconnected,
     WorkerJoined,
     WorkerLeft,
@@ -56,7 +66,8 @@ class Hearing:
         system: Connection | None,
     ) -> None:
         self.members = Members(connection, subjects, on_heartbeat=lambda beat: tell(HeartbeatHeard(beat)))
-        self.members.listeners.append(self._on_member)
+        self.members.listeners.append(self._on_worker)
+        self.members.member_listeners.append(self._on_other_member)
         self.malformed_total = 0  # of all that was heard
         self.malformed_events_total = 0
         self.snapshots_asked_total = 0
@@ -110,7 +121,7 @@ class Hearing:
         if part is not None:
             self._tell(SnapshotHeard(worker, part))
 
-    # ------------------------------------------------------------------ workers
+    # ------------------------------------------------------------------ workers and vaults
 
     async def _on_events(self, message: Message) -> None:
         changes = self._read(message, lambda: read_changes(message.data))
@@ -124,7 +135,7 @@ class Hearing:
         if milestones is not None and milestones.worker == _last_token(message):
             self._tell(MilestonesHeard(milestones))
 
-    def _on_member(self, change: Change, view: WorkerView) -> None:
+    def _on_worker(self, change: Change, view: WorkerView) -> None:
         if not is_token(view.record.id):
             return  # no subject reaches it
         match change:
@@ -137,6 +148,15 @@ class Hearing:
                 self._tell(WorkerNewEpoch(self._known_state(view)))
             case Change.UPDATED:
                 self._tell(WorkerUpdated(self._known_state(view)))
+
+    def _on_other_member(self, change: Change, record: MemberRecord) -> None:
+        if record.role is not Role.VAULT or not is_token(record.id):
+            return
+        if change is Change.LEFT:
+            self._pulling.pop(record.id, None)
+            self._tell(VaultLeft(record.id))
+        elif change is not Change.UPDATED:
+            self._tell(VaultJoined(record.id, record.epoch))
 
     def _known_state(self, view: WorkerView) -> WorkerRecord:
         if view.state is view.record.state:  # as it mostly is, and every worker renews its record each second

@@ -19,15 +19,16 @@ from services.placement.events import GenerateAsked, PlaceAsked
 WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 
 
-def is_inbox(reply: str, *, of_producer: bool = False) -> bool:
-    """Whether an answer may go to this subject: an inbox, and of no placement's or worker's inbox space.
+def is_inbox(reply: str, *, of_producer: bool = False, of_worker: bool = False) -> bool:
+    """Whether an answer may go to this subject: an inbox, and of no placement's or worker's inbox space, but where a
+    worker asks.
 
     A producer's must not be an ingress's either: its worker writes there many times, unasked.
     """
     space = reply.partition(".")[0]
     if not subjects.is_inbox(reply) or (of_producer and space == INGRESS_INBOX):
         return False
-    return space not in (PLACEMENT_INBOX, WORKER_INBOX)
+    return space not in ((PLACEMENT_INBOX,) if of_worker else (PLACEMENT_INBOX, WORKER_INBOX))
 
 
 def read_place(subject: str, reply: str, data: bytes) -> PlaceAsked | Fail:

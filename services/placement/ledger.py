@@ -13,25 +13,24 @@ from dataclasses import dataclass, replace
 
 from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
 from services.placement.fleet import Worker
-from services.placement.index.changes import TIERS
 from services.placement.policies import Choice
 from services.placement.price_kernel import COST, TERMS
-from services.placement.workloads import Floats
+from services.placement.workloads import PRICED_TIERS, Floats
 
 KEPT = 4096
 KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
 CANDIDATES_KEPT = 8
 
 NOTHING_YET = Actual()
-TIER_NAMES = tuple(tier.value for tier in TIERS)
+TIER_NAMES = tuple(tier.value for tier in PRICED_TIERS)
 
 Key = tuple[str, str]  # tenant, request
 
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: `prices` `[8, n]` in seconds, as a Choice has them, and `matched`
-    `[tiers, n]`, tokens that one has in the tier or a faster one."""
+    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them; `matched` `[4, n]`, tokens that
+    one has in the tier or a faster one, or could pull."""
 
     workers: tuple[str, ...]
     prices: Floats | None
@@ -57,7 +56,7 @@ class Entry:
     prompt_tokens: int
     considered: Considered
     candidates_total: int
-    indexed: dict[str, int]  # by tier, what the index said, believed or not
+    promised: int  # tokens that its worker's own device and host should have, believed or not
     attainable: int
     hashes: bytes  # of the prompt's blocks, back to back; only where the ledger keeps them
     block_size: int
@@ -81,6 +80,8 @@ class Entry:
             candidates_total=self.candidates_total,
             placement=placement.placement,
             actual=self.actual,
+            source=placement.source,
+            source_tokens=placement.source_tokens,
         )
 
 

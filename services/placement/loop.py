@@ -9,11 +9,13 @@ lock; no callback awaits anything but a publish.
     _plc.<id>.r.<request>.<attempt> workers answer offers, and report the end of what they accepted
     kvf.placement.stats             what this replica has seen
     kvf.placement.explain           why it decided as it did  ──▶ an Explanation
+    kvf.placement.preload           what should a new worker have?      ──▶ a PreloadPlan
+    kvf.placement.victim            who is the cheapest to lose?        ──▶ a VictimReport
     kvf.placement.bookings          what it placed, for the other replicas to count it too
     members, events, milestones...  see `hearing`
 
 The first byte after the version byte tells the two answers of `kvf.place` apart: a Placement is a map, frames are an
-array. Replicas share the two request subjects in a queue group.
+array. Replicas share the two request subjects, `preload` and `victim` in a queue group.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ from services.placement.events import (
 from services.placement.hearing import Hearing
 from services.placement.index.kv_indexer import KvIndexer, PullSnapshot
 from services.placement.ledger_file import LedgerFile
+from services.placement.long_questions import LongQuestions
 from services.placement.pinger import Pinger, Verdict
 from services.placement.policies import DEFAULT_POLICY
 from services.placement.prompts import HashedPrompts
@@ -121,6 +124,7 @@ class PlacementLoop:
             keeps_hashes=ledger_file is not None,
         )
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
+        self.long_questions = LongQuestions(connection, self.core)
         self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
         self.ignored_total = 0  # requests without an inbox to answer to
         self.unsent_total = 0  # what NATS did not take from us
@@ -151,7 +155,7 @@ class PlacementLoop:
     @property
     def malformed_total(self) -> int:
         """Messages refused, or dropped, because the bytes or a field were wrong."""
-        return self.refused_total + self.hearing.malformed_total
+        return self.refused_total + self.hearing.malformed_total + self.long_questions.refused_total
 
     @property
     def decisions_total(self) -> int:
@@ -386,7 +390,12 @@ class PlacementLoop:
         self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(self._on_explain)))
         await self.hearing.start()
         self._tell(Tick())
-        for subject, callback in ((subjects.place_all(), self._on_place), (subjects.generate_all(), self._on_generate)):
+        for subject, callback in (
+            (subjects.place_all(), self._on_place),
+            (subjects.generate_all(), self._on_generate),
+            (subjects.placement_preload(), self.long_questions.on_preload),
+            (subjects.placement_victim(), self.long_questions.on_victim),
+        ):
             self._asked.append(await subscribe(subject, self._guarded(callback), queue=QUEUE))
         await self._connection.synced()
         lease = Lease(await Bucket.open(self._connection, subjects.members_bucket), self._record)

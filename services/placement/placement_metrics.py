@@ -42,6 +42,16 @@ def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
     core = loop.core
     return [
         Reading("kvfleet_placement_decisions_total", "requests placed", lambda: loop.decisions_total),
+        Reading(
+            "kvfleet_placement_sourced_decisions_total",
+            "requests placed with the name of a worker to pull from",
+            lambda: core.decider.sourced_total,
+        ),
+        Reading(
+            "kvfleet_placement_preload_answers_total",
+            "new workers told what to preload",
+            lambda: loop.long_questions.preload_answers_total,
+        ),
         Reading("kvfleet_placement_no_worker_total", "requests nobody could serve", lambda: loop.no_worker_total),
         Reading("kvfleet_placement_forwarded_total", "bare requests a worker accepted", lambda: loop.forwarded_total),
         Reading(
@@ -131,9 +141,15 @@ def _of_the_index(loop: PlacementLoop) -> list[Reading]:
             "workers not followed for want of room",
             lambda: indexer.left_out_total,
         ),
+        Reading("kvfleet_placement_followed_vaults", "vaults whose blocks are known", lambda: indexer.vaults()[0]),
+        Reading(
+            "kvfleet_placement_vault_blocks",
+            "blocks in them; one that several have counts for each",
+            lambda: indexer.vaults()[1],
+        ),
         Reading(
             "kvfleet_placement_snapshots_pulled_total",
-            "snapshots asked of workers",
+            "snapshots asked of workers and vaults",
             lambda: hearing.snapshots_asked_total,
         ),
         Reading(

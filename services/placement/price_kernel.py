@@ -28,8 +28,11 @@ from services.placement.load_rows import (
 
 TERMS = ("queue", "slot", "step", "fetch", "prefill", "copy", "harm")
 QUEUE, SLOT, STEP, FETCH, PREFILL, COPY, HARM = range(7)
-COST = 7  # their sum, the last row
-ROWS = 8
+COST = 7  # their sum
+RESTORED = 8  # from this row on: tokens that come from each tier below the device
+ROWS = 11
+
+DEVICE, HOST, VAULT, PEER = range(4)  # rows of what is matched, and of restore rates
 
 UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
 RECENT_S = 60.0  # what a worker was given counts as recent for about so long
@@ -78,9 +81,10 @@ def _comparable(rate, measured_at, mean, now):
 
 @njit
 def price(values, restore, matched, tokens, heat, now, others, busy, out):
-    """Fills `out` `[8, workers]`: the terms and their sum.
+    """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where.
 
-    `values` `[13, workers]` (load_rows), `restore` `[tiers, workers]` bytes/s, `matched` `[tiers, workers]` tokens.
+    `values` `[13, workers]` (load_rows), `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each tier's
+    with those of faster ones. A peer's blocks begin with the chain's first, a vault's where the worker's own end.
     """
     mean, token_s = _mean_rate(values), _least_token_s(values)
     least = np.inf
@@ -92,18 +96,32 @@ def price(values, restore, matched, tokens, heat, now, others, busy, out):
         ahead = requests - slots + 1
         out[SLOT, worker] = ahead * values[STAY, worker] / slots if slots > 0 and ahead > 0 else 0.0
         out[STEP, worker] = requests * token_s
-        fetch, fetched = 0.0, 0.0
-        prefill = (tokens - matched[0, worker]) / rate
-        for tier in range(1, len(matched)):  # between the ends of tiers all grows in straight lines: an end is cheapest
-            more = matched[tier, worker] - matched[tier - 1, worker]
-            if more <= 0:
-                continue
-            if restore[tier, worker] <= 0 or values[TOKEN_BYTES, worker] <= 0:
-                break  # never measured: no choice, and so is nothing beyond
-            fetched += more * values[TOKEN_BYTES, worker] / restore[tier, worker]
-            rest = (tokens - matched[tier, worker]) / rate
-            if fetched + rest < fetch + prefill:
-                fetch, prefill = fetched, rest
+        fetch = 0.0
+        prefill = (tokens - matched[DEVICE, worker]) / rate
+        fetched, end = 0.0, matched[DEVICE, worker]  # restored in order, so far
+        fetched_here, end_here = fetched, end  # without vaults
+        out[RESTORED:, worker] = 0.0
+        from_host = from_vault = 0.0
+        for tier in range(HOST, PEER + 1):  # between their ends all grows in straight lines: an end is cheapest
+            speed, reach = restore[tier, worker], matched[tier, worker]
+            if speed <= 0 or values[TOKEN_BYTES, worker] <= 0:
+                continue  # never measured: no choice
+            if tier == PEER and reach > matched[VAULT, worker] and speed > restore[VAULT, worker]:
+                fetched, end, from_vault = fetched_here, end_here, 0.0  # a peer that has more has that too
+            more = reach - end
+            if more > 0:
+                fetched, end = fetched + more * values[TOKEN_BYTES, worker] / speed, reach
+                if tier == HOST:
+                    from_host = more
+                elif tier == VAULT:
+                    from_vault = more
+                rest = (tokens - reach) / rate
+                if fetched + rest < fetch + prefill:
+                    fetch, prefill = fetched, rest
+                    out[RESTORED, worker], out[RESTORED + 1, worker] = from_host, from_vault
+                    out[RESTORED + 2, worker] = more if tier == PEER else 0.0
+            if tier == HOST:
+                fetched_here, end_here = fetched, end
         out[FETCH, worker], out[PREFILL, worker] = fetch, prefill
         recent = values[RECENT, worker] * math.exp(-idle / RECENT_S) / (rate * RECENT_S)
         out[HARM, worker] = others + busy * recent

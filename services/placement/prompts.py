@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvproto.block_hash import Root
 from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
 from kvproto.tenant_roots import TenantRoots
 from services.placement.index.hashing import chain
@@ -38,6 +39,10 @@ class Prompts(Protocol):
         """`[blocks, 2]` of the full blocks; none for text that only a worker can tokenise."""
         ...
 
+    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Root:
+        """What the chain of a prompt that has hashes begins with."""
+        ...
+
 
 class HashedPrompts:
     """Hashes token ids as workers do. Without the fleet key nothing can be hashed: then load alone decides."""
@@ -52,14 +57,17 @@ class HashedPrompts:
     def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
         if self._fleet_key is None or len(ask.prompt_ids) < space.block_size:
             return NO_HASHES
+        return chain(self.root(space, tenant, ask), ask.prompt_ids, space.block_size)
+
+    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Root:
         roots = self._roots.get(space)
         if roots is None:
             if len(self._roots) >= MAX_SPACES:
                 self._roots.clear()
-            roots = TenantRoots(space.model_revision, space.block_size, space.public_prefixes, self._fleet_key)
+            key = self._fleet_key or b""
+            roots = TenantRoots(space.model_revision, space.block_size, space.public_prefixes, key)
             self._roots[space] = roots
-        ids = ask.prompt_ids
-        return chain(roots.of(tenant, ids), ids, space.block_size)
+        return roots.of(tenant, ask.prompt_ids)
 
 
 MAX_SPACES = 64

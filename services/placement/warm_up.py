@@ -15,22 +15,28 @@ import numpy as np
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
-from services.placement import load_rows, price_kernel
-from services.placement.index import hash_kernel, kernels, reading
+from services.placement import load_rows, match_kernel, price_kernel
+from services.placement.index import hash_kernel, kernels, reading, sole_kernel
 from services.placement.index.changes import read_changes
 from services.placement.index.hashing import chain
 from services.placement.index.prefix_index import PrefixIndex, pack
-from services.placement.workloads import Workloads
+from services.placement.workloads import PRICED_TIERS, Workloads
 
-SOURCES = tuple(Path(str(one.__file__)) for one in (kernels, reading, hash_kernel, price_kernel, load_rows))
+SOURCES = tuple(
+    Path(str(one.__file__))
+    for one in (kernels, sole_kernel, reading, hash_kernel, match_kernel, price_kernel, load_rows)
+)
 CALLED = (
     kernels.store,
     kernels.remove,
     kernels.forget,
     kernels.compact,
     kernels.find,
+    sole_kernel.count,
+    sole_kernel.owners,
     reading.read,
     hash_kernel.chain,
+    match_kernel.fill,
     price_kernel.price,
     price_kernel.cheapest,
 )
@@ -65,9 +71,13 @@ def _call_all() -> None:
         index.compact()
         index.retire(holder)
         index.clean(8)
+        index.count_sole(index.mask_of([holder]), 0, 8, np.zeros(64, dtype=np.int64))
+        index.sole_holders(hashes, index.mask_of([holder]))
     workloads = Workloads()
     idle = workloads.view(np.array([workloads.add(0.0, 0.0)]), 0.0)
-    matched = np.zeros((3, 1))
+    matched = np.zeros((len(PRICED_TIERS), 1))
+    groups = np.zeros(1, dtype=np.int64)
+    match_kernel.fill(np.zeros((3, 1), dtype=np.int32), groups, np.ones(1), 0, 16.0, 0.0, matched, matched.copy())
     priced = idle.price(matched, 1, heat=0.0, others=0.0, busy=0.0)
     assert price_kernel.cheapest(priced, matched[-1], 1, False, 0.0, 0.0, np.empty(1, dtype=np.int64)) == (0, 1)
     assert len(chain(blocks[0], range(64), 16)) == 4

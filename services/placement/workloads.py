@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.messages import Load, Rates
+from kvproto.messages import Load, Rates, Tier
 from services.placement import load_rows as rows
 from services.placement import price_kernel
 from services.placement.index.changes import TIERS
@@ -22,6 +22,7 @@ from services.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = npt.NDArray[np.int64]
 
+PRICED_TIERS = (*TIERS, Tier.PEER)  # where a worker gets blocks from: rows of what is matched and of restore rates
 FIRST_COLUMNS = 64
 LEAST_RATE = 1e-3  # tokens/s: whoever says less has not measured
 
@@ -54,8 +55,8 @@ class View:
         others: float = 0.0,
         busy: float = 0.0,
     ) -> Floats:
-        """What a request of `tokens`, of which `matched` `[tiers, workers]` are cached, would cost, in seconds: a row
-        for each of `price_kernel.TERMS`, and their sum."""
+        """What a request of `tokens`, of which `matched` `[4, workers]` are cached, would cost, in seconds: a row for
+        each of `price_kernel.TERMS`, and their sum; then the tokens that would be restored from each tier."""
         out = np.empty((price_kernel.ROWS, self._values.shape[1]))
         price_kernel.price(self._values, self._restore, matched, tokens, heat, self.now, others, busy, out)
         return out
@@ -64,12 +65,6 @@ class View:
     def requests(self) -> Floats:
         requests: Floats = self._values[rows.REQUESTS]
         return requests
-
-    @property
-    def credit(self) -> Floats:
-        """What share of the blocks that it is said to hold is believed."""
-        credit: Floats = self._values[rows.CREDIT]
-        return credit
 
     @property
     def cache_usage(self) -> Floats:
@@ -92,7 +87,7 @@ class Workloads:
         self._size = 0
         self._free: list[int] = []
         self._values: Floats = np.zeros((rows.COUNT, FIRST_COLUMNS))
-        self._restore: Floats = np.zeros((len(TIERS), FIRST_COLUMNS))
+        self._restore: Floats = np.zeros((len(PRICED_TIERS), FIRST_COLUMNS))
 
     # ------------------------------------------------------------------ columns
 
@@ -170,6 +165,16 @@ class Workloads:
         """These workers as they are now, in the order of `columns`."""
         return View(self._values.take(columns, axis=1), self._restore.take(columns, axis=1), now)
 
+    def credits_of(self, columns: Columns) -> Floats:
+        """What share of the blocks that each is said to hold is believed."""
+        credits: Floats = self._values[rows.CREDIT].take(columns)
+        return credits
+
+    def requests_of(self, columns: Columns) -> Floats:
+        """Waiting, running and booked."""
+        requests: Floats = self._values[rows.REQUESTS].take(columns)
+        return requests
+
     def of(self, column: int, now: float) -> Workload:
         values = self._values[:, column].tolist()
         backlog = values[rows.BACKLOG] - (now - values[rows.AT]) * (values[rows.RATE] or UNMEASURED_RATE)
@@ -193,4 +198,4 @@ class Workloads:
         assert (self._values[rows.NEVER_NEGATIVE] >= 0).all()
 
 
-_TIER_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}
+_TIER_NUMBER = {tier.value: number for number, tier in enumerate(PRICED_TIERS)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import time
+from collections.abc import Callable
 
 from kvproto.dataplane import wire
 from kvproto.dataplane.errors import HandshakeRefused
@@ -40,9 +40,11 @@ def _check_verdict(verdict: int, version: int, expect: str) -> None:
         raise HandshakeRefused(f"{expect} refuses: {reason}{detail}", reason=reason)
 
 
-def answer(link: Link, ring: KeyRing, *, identity: str, is_full: bool, timeout_s: float) -> Hello:
-    """The server's side: who it is. Raises HandshakeRefused (the client has been told why), PeerTimeout, PeerGone."""
-    deadline = time.monotonic() + timeout_s
+def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool], deadline: float) -> Hello:
+    """The server's side: who it is. `admit` is asked once the client has proven itself; False: there is no room.
+
+    Raises HandshakeRefused (the client has been told why), PeerTimeout, PeerGone.
+    """
     data = link.receive(wire.HELLO_BYTES, deadline)
     hello = wire.unpack_hello(data)
     secret = ring.get(hello.key_id)
@@ -61,7 +63,7 @@ def answer(link: Link, ring: KeyRing, *, identity: str, is_full: bool, timeout_s
     proof = link.receive(wire.PROOF_BYTES, deadline)
     if not hmac.compare_digest(proof, wire.client_proof(secret, data, reply)):
         verdict = Verdict.BAD_PROOF
-    elif is_full:
+    elif not admit():
         verdict = Verdict.BUSY
     link.send([bytes([verdict])], deadline)
     if verdict != Verdict.WELCOME:

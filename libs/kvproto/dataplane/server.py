@@ -63,9 +63,10 @@ class DataPlaneServer:
         self._listeners: list[socket.socket] = []
         self._addresses: tuple[addresses.Address, ...] = ()
         self._strangers: dict[threading.Thread, Link] = {}  # in their handshake, oldest first
+        self._ending: dict[threading.Thread, Link] = {}  # strangers that made room for others
         self._clients: dict[threading.Thread, Link] = {}
         self._closing = False
-        self._wake, self._woken = socket.socketpair()
+        self._wake: tuple[socket.socket, socket.socket] | None = None  # a byte in the first ends the accepting thread
         self._accepting = threading.Thread(target=self._accept, name=f"dataplane-{identity}", daemon=True)
         self._said_at = -_SAY_AGAIN_S
 
@@ -85,20 +86,24 @@ class DataPlaneServer:
             self._stop_listening()
             raise
         self._addresses = tuple(bound)
+        self._wake = socket.socketpair()
         self._accepting.start()
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """`unix:/path`, `tcp:host:port`; the port that was really bound."""
+        """`unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port that was
+        really bound."""
         return tuple(map(str, self._addresses))
 
     @property
     def counters(self) -> Counters:
         with self._lock:
             counters = self._tally.read()
-            links = [*self._strangers.values(), *self._clients.values()]
+            links = [*self._strangers.values(), *self._ending.values(), *self._clients.values()]
+            open_connections = len(self._clients)
         return replace(
             counters,
+            open_connections=open_connections,
             bytes_in=counters.bytes_in + sum(link.bytes_in for link in links),
             bytes_out=counters.bytes_out + sum(link.bytes_out for link in links),
         )
@@ -109,9 +114,10 @@ class DataPlaneServer:
             if self._closing:
                 return
             self._closing = True
-            threads = [*self._strangers, *self._clients]
+            threads = [*self._strangers, *self._ending, *self._clients]
             links = [*self._strangers.values(), *self._clients.values()]
-        self._wake.send(b"x")
+        if self._wake is not None:
+            self._wake[0].send(b"x")
         for link in links:
             link.abort()
         until = time.monotonic() + timeout_s
@@ -121,8 +127,8 @@ class DataPlaneServer:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         self._stop_listening()
-        self._wake.close()
-        self._woken.close()
+        for sock in self._wake or ():
+            sock.close()
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:
@@ -138,7 +144,8 @@ class DataPlaneServer:
     def _accept(self) -> None:
         poll = select.poll()
         by_number = {listener.fileno(): listener for listener in self._listeners}
-        for number in (*by_number, self._woken.fileno()):
+        assert self._wake is not None
+        for number in (*by_number, self._wake[1].fileno()):
             poll.register(number, select.POLLIN)
         for listener in self._listeners:
             listener.setblocking(False)
@@ -163,10 +170,12 @@ class DataPlaneServer:
             if self._closing:
                 sock.close()
                 return
-            oldest = next(iter(self._strangers.values())) if len(self._strangers) >= self._limits.handshakes else None
+            if len(self._strangers) >= self._limits.handshakes:
+                # A genuine client needs a millisecond: strangers that sit here do not shut it out.
+                oldest = next(iter(self._strangers))
+                self._ending[oldest] = self._strangers.pop(oldest)
+                self._ending[oldest].abort()
             self._strangers[thread] = link
-        if oldest is not None:
-            oldest.abort()  # a genuine client needs a millisecond: strangers that sit here do not shut it out
         try:
             thread.start()
         except RuntimeError as error:
@@ -186,31 +195,27 @@ class DataPlaneServer:
             link.close()
 
     def _authenticated(self, link: Link) -> Hello | None:
-        me = threading.current_thread()
         until = time.monotonic() + self._limits.handshake_s
         try:
             if self._tls is not None and not link.is_local:
                 link.start_tls(self._tls, until)
-            with self._lock:
-                is_full = len(self._clients) >= self._limits.connections
-            hello = handshake.answer(
-                link, self._keyring, identity=self._identity, is_full=is_full, timeout_s=until - time.monotonic()
-            )
+            return handshake.answer(link, self._keyring, identity=self._identity, admit=self._admit, deadline=until)
         except HandshakeRefused as error:
             self._refuse(error.reason, str(error))
-            return None
         except PeerTimeout:
             self._refuse("timeout", "a connection did not prove itself in time")
-            return None
         except PeerGone:
             self._refuse("gone", "a connection ended in its handshake")
-            return None
+        return None
+
+    def _admit(self) -> bool:
+        me = threading.current_thread()
         with self._lock:
-            if self._closing or me not in self._strangers:
-                return None
+            if self._closing or len(self._clients) >= self._limits.connections or me not in self._strangers:
+                return False
             self._clients[me] = self._strangers.pop(me)
-        self._tally.add(connections=1, open_connections=1)
-        return hello
+        self._tally.add(connections=1)
+        return True
 
     def _serve(self, link: Link, hello: Hello) -> None:
         def still_trusted() -> bool:
@@ -231,8 +236,6 @@ class DataPlaneServer:
             self._tally.add(store_failures=1)
             log.exception("serving %s failed", hello.identity)
             self._last_word(link, "store", "the store failed")
-        finally:
-            self._tally.add(open_connections=-1)
 
     def _last_word(self, link: Link, reason: str, text: str) -> None:
         with contextlib.suppress(DataPlaneError):
@@ -240,9 +243,10 @@ class DataPlaneServer:
 
     def _forget(self, thread: threading.Thread) -> None:
         with self._lock:
-            link = self._strangers.pop(thread, None) or self._clients.pop(thread, None)
-            if link is not None:
-                self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
+            for links in (self._strangers, self._ending, self._clients):
+                link = links.pop(thread, None)
+                if link is not None:
+                    self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
 
     def _refuse(self, reason: str, text: str) -> None:
         self._tally.refuse(reason)

@@ -37,6 +37,7 @@ from kvproto.dataplane.wire import (
 
 _FIRST_BATCH_BLOCKS = 4  # of a Get, until it is known how large blocks are
 _MOST_BATCH_BLOCKS = 512
+_GRACE_S = 0.5  # after its deadline the client ends the connection; if not, this end does
 _ECHO = memoryview(bytes(256 * 1024))
 
 
@@ -101,14 +102,15 @@ class Connection:
     def serve(self) -> None:
         while True:
             head = self._link.receive_head(time.monotonic() + self._limits.idle_s)
-            request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.handshake_s)
+            request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.request_s)
             if not self._still_trusted():
                 raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
             match request:
                 case Stop():
                     pass  # of a Get that was over
                 case Get() | Has() | Erase() | Put() | Echo():
-                    self._answer(request, time.monotonic() + min(request.timeout_ms / 1000, self._limits.request_s))
+                    allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
+                    self._answer(request, time.monotonic() + allowed_s + _GRACE_S)
                 case _:
                     raise ProtocolError(f"{head.kind.__name__} is no request")
 

@@ -80,9 +80,9 @@ class SlowProxy:
 
     def close(self) -> None:
         self._closing.set()
-        self.cut()
         self._threads[0].join(5)
         self._listener.close()
+        self.cut()  # now that no other connection can come
         for thread in self._threads[1:]:
             thread.join(5)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Follows one life of one worker through gaps, lost events and snapshots. Pure: a state machine that owns its holder.
+"""Follows one life of a worker or vault through gaps, lost events and snapshots. Pure: a state machine with a holder.
 
     NEW ──event 1, or a heartbeat that counts none──▶ EXACT ──gap, digest differs, heartbeat stays ahead──▶ BEHIND
       └──any other event or heartbeat──▶ BEHIND ──its turn──▶ PULLING ──all parts──▶ EXACT
@@ -46,10 +46,11 @@ class _Pull:
 class Follower:
     """Owned by the KvIndexer, which gives pulls their turn."""
 
-    def __init__(self, index: PrefixIndex, epoch: str) -> None:
+    def __init__(self, index: PrefixIndex, epoch: str, *, pooled: bool = False) -> None:
         self.epoch = epoch
+        self.pooled = pooled
         self.state = Follows.NEW
-        self.holder = index.add_holder()
+        self.holder = index.add_holder(pooled=pooled)
         self.seq = 0  # of the last event applied
         self.pulls_total = 0
         self._index = index
@@ -100,7 +101,7 @@ class Follower:
 
     def begin_pull(self, now: float) -> None:
         """The snapshot is being asked for. Raises OverflowError if there is no room for it."""
-        self._pull = _Pull(self._index.add_holder(), now)
+        self._pull = _Pull(self._index.add_holder(pooled=self.pooled), now)
         self._pulls += 1
         self.pulls_total += 1
         self.state = Follows.PULLING
@@ -115,12 +116,12 @@ class Follower:
         if (part.seq, part.digest, part.parts) != (pull.seq, pull.digest, pull.parts) or part.part in pull.got:
             return
         try:
-            hashes = unpack(part.hashes)
+            hashes, tier = unpack(part.hashes), TIERS.index(part.tier)
         except ValueError:
             self.give_up_pull(now)
             return
         pull.got.add(part.part)
-        self._index.store(pull.holder, TIERS.index(part.tier), hashes)
+        self._index.store(pull.holder, tier, hashes)
         if len(pull.got) == pull.parts:
             self._take_over(pull, now)
 

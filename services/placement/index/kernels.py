@@ -7,7 +7,8 @@ in three tiers, is `low, high` of its hash and then bits: who holds it, `words` 
 with linear probing; a slot is `low's lower half, entry`, so that rows are read only of those that are looked for.
 
 Workers evict leaves first, so along a chain of hashes the holders only ever get fewer: what is equal at both ends of a
-stretch is equal in between, and a look-up asks only where it is not.
+stretch is equal in between, and a look-up asks only where it is not. What vaults hold is one pool, with gaps anywhere:
+there every block is asked for.
 """
 
 # mypy: ignore-errors
@@ -23,42 +24,43 @@ UNASKED = -2
 LIVE, FREE, COUNTERS = range(3)  # of the counters: entries, entries on the free list
 KEY = 2  # words of a row before the holders'
 AT_ONCE = 16  # blocks that memory is asked for at a time
+IN_A_ROW = 32  # where each will be looked at
 FEW = 120  # blocks, at most, that are asked for one and all; more are narrowed down first
 
-_HALF = np.uint64(32)
-_LOWER = np.uint64(0xFFFF_FFFF)
-_ONE = np.uint64(1)
-_DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)  # its 64 stretches of 6 bits are all different
-_BIT_NUMBER = np.zeros(64, dtype=np.int64)
+HALF = np.uint64(32)
+LOWER = np.uint64(0xFFFF_FFFF)
+ONE = np.uint64(1)
+DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)  # its 64 stretches of 6 bits are all different
+BIT_NUMBER = np.zeros(64, dtype=np.int64)
 for _number in range(64):
-    _BIT_NUMBER[(int(_DE_BRUIJN) << _number & 0xFFFF_FFFF_FFFF_FFFF) >> 58] = _number
+    BIT_NUMBER[(int(DE_BRUIJN) << _number & 0xFFFF_FFFF_FFFF_FFFF) >> 58] = _number
 
 
 @njit(forceinline=True)
 def _slot_of(table, rows, low, high):
     """Where the hash is in the table, or the empty slot where it would be."""
     mask = np.int64(len(table) - 1)
-    tag = low & _LOWER
+    tag = low & LOWER
     at = np.int64(tag) & mask
     while True:
         slot = table[at]
         if slot == NONE:
             return at
-        if slot >> _HALF == tag:
-            entry = np.int64(slot & _LOWER)
+        if slot >> HALF == tag:
+            entry = np.int64(slot & LOWER)
             if rows[entry, 0] == low and rows[entry, 1] == high:
                 return at
         at = (at + 1) & mask
 
 
 @njit(forceinline=True)
-def _entry_of(table, rows, low, high):
+def entry_of(table, rows, low, high):
     slot = table[_slot_of(table, rows, low, high)]
-    return NOBODY if slot == NONE else np.int64(slot & _LOWER)
+    return NOBODY if slot == NONE else np.int64(slot & LOWER)
 
 
 @njit(forceinline=True)
-def _fetch(table, rows, hashes):
+def fetch(table, rows, hashes):
     """Have memory bring what looking for these will read, all at once: slots, then rows. A look-up alone waits for one
     after the other, and what it does next hangs on what it reads. The result means nothing."""
     mask, last = np.uint64(len(table) - 1), np.uint64(len(rows) - 1)
@@ -66,7 +68,7 @@ def _fetch(table, rows, hashes):
     for number in range(len(hashes)):
         seen ^= table[hashes[number, 0] & mask]
     for number in range(len(hashes)):
-        seen ^= rows[min(table[hashes[number, 0] & mask] & _LOWER, last), 0]
+        seen ^= rows[min(table[hashes[number, 0] & mask] & LOWER, last), 0]
     return seen
 
 
@@ -80,7 +82,7 @@ def _empty_slot(table, at):
         slot = table[at]
         if slot == NONE:
             break
-        home = np.int64(slot >> _HALF) & mask
+        home = np.int64(slot >> HALF) & mask
         if ((at - home) & mask) >= ((at - hole) & mask):
             table[hole] = slot
             hole = at
@@ -102,7 +104,7 @@ def _free_if_unheld(table, rows, free, counters, entry):
 def _place_of(rows, tiers, tier, holder):
     """Where in a row a holder's bit is: word and mask."""
     words = (rows.shape[1] - KEY) // tiers
-    return KEY + tier * words + (holder >> 6), _ONE << np.uint64(holder & 63)
+    return KEY + tier * words + (holder >> 6), ONE << np.uint64(holder & 63)
 
 
 @njit
@@ -114,7 +116,7 @@ def store(table, rows, free, counters, hashes, tiers, tier, holder, log, logged)
     fetched = np.uint64(0)
     for number in range(len(hashes)):
         if number % AT_ONCE == 0:
-            fetched ^= _fetch(table, rows, hashes[number : number + AT_ONCE])
+            fetched ^= fetch(table, rows, hashes[number : number + AT_ONCE])
         low, high = hashes[number, 0], hashes[number, 1]
         at = _slot_of(table, rows, low, high)
         slot = table[at]
@@ -125,9 +127,9 @@ def store(table, rows, free, counters, hashes, tiers, tier, holder, log, logged)
             counters[LIVE] += 1
             entry = np.int64(free[counters[FREE]])
             rows[entry, 0], rows[entry, 1] = low, high
-            table[at] = (low & _LOWER) << _HALF | np.uint64(entry)
+            table[at] = (low & LOWER) << HALF | np.uint64(entry)
         else:
-            entry = np.int64(slot & _LOWER)
+            entry = np.int64(slot & LOWER)
         if not rows[entry, word] & bit:
             rows[entry, word] |= bit
             log[logged] = entry * tiers + tier
@@ -142,8 +144,8 @@ def remove(table, rows, free, counters, hashes, tiers, tier, holder):
     removed, fetched = 0, np.uint64(0)
     for number in range(len(hashes)):
         if number % AT_ONCE == 0:
-            fetched ^= _fetch(table, rows, hashes[number : number + AT_ONCE])
-        entry = _entry_of(table, rows, hashes[number, 0], hashes[number, 1])
+            fetched ^= fetch(table, rows, hashes[number : number + AT_ONCE])
+        entry = entry_of(table, rows, hashes[number, 0], hashes[number, 1])
         if entry != NOBODY and rows[entry, word] & bit:
             rows[entry, word] &= ~bit
             removed += 1
@@ -190,8 +192,8 @@ def _lose(before, after, depth, depths):
     for word in range(len(before)):
         gone = before[word] & ~after[word]
         while gone:
-            lowest = gone & (~gone + _ONE)
-            depths[word * 64 + _BIT_NUMBER[(lowest * _DE_BRUIJN) >> np.uint64(58)]] = depth
+            lowest = gone & (~gone + ONE)
+            depths[word * 64 + BIT_NUMBER[(lowest * DE_BRUIJN) >> np.uint64(58)]] = depth
             gone ^= lowest
 
 
@@ -199,7 +201,7 @@ def _lose(before, after, depth, depths):
 def _entry_at(table, rows, hashes, entries, at):
     """Entry of block `at` of the chain; asked for once."""
     if entries[at] == UNASKED:
-        entries[at] = _entry_of(table, rows, hashes[at, 0], hashes[at, 1])
+        entries[at] = entry_of(table, rows, hashes[at, 0], hashes[at, 1])
     return entries[at]
 
 
@@ -243,22 +245,97 @@ def _going_on(table, rows, hashes, entries, column, anyone, starts, sets, steps,
                 out[word] |= before & ~sets[step, word] & rows[entry, column + word]
 
 
+@njit(forceinline=True)
+def _first_not_pooled(table, rows, hashes, entries, column, pool, first, end):
+    """The first block from `first` on, or `end`, that nobody of the pool has. Each pass over them reads what the next
+    one hangs on, so that memory brings it at once. The second result means nothing."""
+    mask = np.uint64(len(table) - 1)
+    seen = np.uint64(0)
+    for number in range(first, end):
+        seen ^= table[hashes[number, 0] & mask]
+    for number in range(first, end):
+        tag = hashes[number, 0] & LOWER
+        at = tag & mask
+        slot = table[at]
+        while slot != NONE and slot >> HALF != tag:
+            at = (at + ONE) & mask
+            slot = table[at]
+        entries[number] = NOBODY
+        if slot != NONE:
+            entry = slot & LOWER
+            entries[number] = np.int64(entry)
+            seen ^= rows[entry, 0]
+    for number in range(first, end):
+        if entries[number] == NOBODY:
+            return number, seen
+        entry = np.uint64(entries[number])
+        if rows[entry, 0] != hashes[number, 0] or rows[entry, 1] != hashes[number, 1]:  # another one with this tag
+            entries[number] = entry_of(table, rows, hashes[number, 0], hashes[number, 1])
+            if entries[number] == NOBODY:
+                return number, seen
+            entry = np.uint64(entries[number])
+        held = np.uint64(0)
+        for word in range(len(pool)):
+            held |= rows[entry, column + word] & pool[word]
+        if not held:
+            return number, seen
+    return end, seen
+
+
+@njit(forceinline=True)
+def _end_in_pool(table, rows, hashes, entries, column, pool, at):
+    """The first block from `at` on that nobody of the pool has. Each is asked for: what lies in several places and is
+    evicted by none but its own rules may have gaps anywhere."""
+    seen = np.uint64(0)
+    end = at + 1  # mostly the first one says it
+    while at < len(hashes):
+        at, fetched = _first_not_pooled(table, rows, hashes, entries, column, pool, at, end)
+        seen ^= fetched
+        if at < end:
+            break
+        end = min(at + IN_A_ROW, len(hashes))
+    return at, seen
+
+
 @njit
-def find(table, rows, hashes, used, anyone, depths):
+def _go_on_in_pool(table, rows, hashes, entries, pool, starts, steps, anyone, depths):
+    """Add to the depths of `anyone`, which are those that `starts[:steps]` names, what the pool has without a gap from
+    there on; returns what it has from the start. A stretch that it has is looked at once, whoever comes to it."""
+    column = rows.shape[1] - len(pool)
+    ends = np.empty(len(hashes) + 1, dtype=np.int64)
+    ends[len(hashes)] = len(hashes)
+    end, seen = -1, np.uint64(0)
+    for step in range(steps):
+        at = starts[step]
+        if at >= end or step == 0:
+            end, fetched = _end_in_pool(table, rows, hashes, entries, column, pool, at)
+            seen ^= fetched
+        ends[at] = end
+    for word in range(len(anyone)):
+        for bit in range(64):
+            if anyone[word] >> np.uint64(bit) & ONE:
+                depths[word * 64 + bit] = ends[depths[word * 64 + bit]]
+    return ends[0], seen
+
+
+@njit
+def find(table, rows, hashes, used, anyone, pool, depths):
     """Length of the longest prefix of the chain `hashes` `[n, 2]` that each holder of `anyone` has in each tier and
-    faster ones, to `depths` `[tiers, holders]`; tiers from `used` on are those of nobody.
+    faster ones, to `depths` `[tiers, holders]`; tiers from `used` on are those of nobody. In the last tier it goes on
+    as far as each block is held there by some holder of `pool`. Returns how far that is for whoever has nothing, and a
+    number that means nothing.
 
     Within one tier holders only get fewer along a chain. Over several that holds from where a faster tier ends, if the
     next one goes on there: whoever does not go on stays as it is.
 
     A tier's result is a list of steps: from block `starts[i]` on it is `sets[i]` that have all blocks so far. While it
     is looked for, step i is known to lie behind `behind[i]`, and at `starts[i]` or before. All open steps are narrowed
-    down at once, so that memory has several blocks to fetch at a time. The result means nothing.
+    down at once, so that memory has several blocks to fetch at a time.
     """
     count, words = len(hashes), len(anyone)
     depths[:] = 0
     if count == 0:
-        return np.uint64(0)
+        return 0, np.uint64(0)
     most = 64 * words + 2  # steps: each but the first loses somebody, and one is being tried
     entries = np.full(count, UNASKED, dtype=np.int64)
     starts, behind = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64)
@@ -304,7 +381,7 @@ def find(table, rows, hashes, used, anyone, depths):
                         asked[asking] = at
                         asked_hashes[asking, 0], asked_hashes[asking, 1] = hashes[at, 0], hashes[at, 1]
                         asking += 1
-            fetched ^= _fetch(table, rows, asked_hashes[:asking])
+            fetched ^= fetch(table, rows, asked_hashes[:asking])
             for number in range(asking):
                 _entry_at(table, rows, hashes, entries, asked[number])
             found = 1
@@ -331,4 +408,9 @@ def find(table, rows, hashes, used, anyone, depths):
         _lose(sets[steps - 1], going, count, depths[tier])
     for tier in range(used, len(depths)):
         depths[tier] = depths[used - 1]
-    return fetched
+    if not pool.any():
+        return 0, fetched
+    pooled, seen = _go_on_in_pool(
+        table, rows, hashes, entries, pool, starts, steps, anyone, depths[len(depths) - 1]
+    )  # fmt: skip
+    return pooled, fetched ^ seen

@@ -1,6 +1,10 @@
-"""What every worker holds, in one index. Pure: says which snapshots it needs; the loop asks for them.
+"""What every worker holds, and what vaults hold together, in one index. Pure: says which snapshots it needs; the loop
+asks for them.
 
-events ──▶ Follower (one per life of a worker) ──▶ PrefixIndex ◀── find_matches
+events ──▶ Follower (one per life of a worker or vault) ──▶ PrefixIndex ◀── find_matches
+
+Blocks are spread over vaults by runs, and a worker asks whichever has them: so vaults are one pool, and in the vault
+tier each worker has what it holds itself and what the pool holds from there on.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from services.placement.index.prefix_index import Depths, Hashes, PrefixIndex, u
 
 MAX_BLOCKS = 1_000_000
 MAX_WORKERS = 112
+MAX_VAULTS = 4  # in places of their own; more of them take places of workers that are not there
 PULLS_AT_ONCE = 8
-SPARE_HOLDERS = 2 * PULLS_AT_ONCE  # snapshots that are coming, and what they replaced until it is cleaned up
+SPARE_HOLDERS = 12  # snapshots that are coming, and what they replaced until it is cleaned up
 CLEANED_PER_TICK = 20_000  # blocks of those gone: some milliseconds
 
 
@@ -33,11 +38,11 @@ class PullSnapshot:
 
 
 class KvIndexer:
-    """At most `max_blocks` blocks of at most `max_workers` workers. Owned by the core."""
+    """At most `max_blocks` blocks of at most `max_workers` workers, and some vaults. Owned by the core."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
         self.max_workers = max_workers
-        self.index = PrefixIndex(max_blocks, max_workers + SPARE_HOLDERS, len(TIERS))
+        self.index = PrefixIndex(max_blocks, max_workers + MAX_VAULTS + SPARE_HOLDERS, len(TIERS))
         self.malformed_total = 0
         self.unknown_total = 0  # events of workers, or lives, that are no members
         self.left_out_total = 0
@@ -45,27 +50,29 @@ class KvIndexer:
         self._generation = -1  # of the index, when these were noted:
         self._asked: tuple[str, ...] = ()
         self._holders = np.empty(0, dtype=np.intp)
+        self._strangers = False  # whether somebody of them is not followed
 
-    # ------------------------------------------------------------------ workers
+    # ------------------------------------------------------------------ who is followed
 
-    def join(self, worker: str, epoch: str) -> None:
-        """Follow this life of the worker; of more workers than there is room for, those who come last are left out."""
-        known = self._followers.get(worker)
-        if known is not None and known.epoch == epoch:
+    def join(self, member: str, epoch: str, *, vault: bool = False) -> None:
+        """Follow this life of a worker or vault; of more than there is room for, those who come last are left out."""
+        known = self._followers.get(member)
+        if known is not None and (known.epoch, known.pooled) == (epoch, vault):
             return
-        self.leave(worker)
-        if not self._follow(worker, epoch):
+        self.leave(member)
+        if not self._follow(member, epoch, vault):
             self.left_out_total += 1
 
-    def _follow(self, worker: str, epoch: str) -> bool:
+    def _follow(self, member: str, epoch: str, vault: bool) -> bool:
         """Whether there was room: the spare holders are for snapshots."""
-        if len(self._followers) >= self.max_workers:
+        workers = sum(not one.pooled for one in self._followers.values())
+        if len(self._followers) >= self.max_workers + MAX_VAULTS or (not vault and workers >= self.max_workers):
             return False
-        self._followers[worker] = Follower(self.index, epoch)
+        self._followers[member] = Follower(self.index, epoch, pooled=vault)
         return True
 
-    def leave(self, worker: str) -> None:
-        gone = self._followers.pop(worker, None)
+    def leave(self, member: str) -> None:
+        gone = self._followers.pop(member, None)
         if gone is not None:
             gone.end()
 
@@ -85,10 +92,10 @@ class KvIndexer:
             return
         follower.on_changes(changes, now)
 
-    def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Of a living worker."""
+    def on_heartbeat(self, beat: Heartbeat, now: float, *, vault: bool = False) -> None:
+        """Of a living worker or vault."""
         follower = self._followers.get(beat.worker)
-        if follower is None and self._follow(beat.worker, beat.epoch):  # it was left out, and a place is free now
+        if follower is None and self._follow(beat.worker, beat.epoch, vault):  # it was left out, and now there is room
             follower = self._followers[beat.worker]
         if follower is not None and follower.epoch == beat.epoch:
             follower.on_heartbeat(beat.event_seq, beat.digest, now)
@@ -134,12 +141,25 @@ class KvIndexer:
         return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
-        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one."""
+        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one; who is
+        not followed has what vaults have."""
         found = self.index.find(hashes)
         holders = self._holders_of(workers)
         depths = found.take(holders, axis=1)
-        depths[:, holders < 0] = 0
+        if self._strangers:
+            depths[:, holders < 0] = 0
+            depths[-1, holders < 0] = self.index.pooled
         return depths
+
+    @property
+    def pooled(self) -> int:
+        """Blocks from the start of the chain last asked for that vaults have."""
+        return self.index.pooled
+
+    def holder_of(self, member: str) -> int | None:
+        """Its number in the index; another one after each snapshot."""
+        follower = self._followers.get(member)
+        return None if follower is None else follower.holder
 
     def _holders_of(self, workers: tuple[str, ...]) -> npt.NDArray[np.intp]:
         """The holders that stand for them, -1 for those not followed; kept, as a decision asks as the last one did."""
@@ -147,11 +167,17 @@ class KvIndexer:
             at = {name: one.holder for name, one in self._followers.items()}
             self._asked, self._generation = workers, self.index.generation
             self._holders = np.array([at.get(name, -1) for name in workers], dtype=np.intp)
+            self._strangers = bool((self._holders < 0).any())
         return self._holders
 
     def state_of(self, worker: str) -> Follows | None:
         follower = self._followers.get(worker)
         return None if follower is None else follower.state
+
+    def vaults(self) -> tuple[int, int]:
+        """How many are followed, and blocks that they hold, those held by several counted several times."""
+        blocks = [self.index.held_by(one.holder) for one in list(self._followers.values()) if one.pooled]
+        return len(blocks), sum(blocks)
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""

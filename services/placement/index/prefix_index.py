@@ -1,13 +1,14 @@
 """Block hash -> who holds it, per tier; bounded. Pure.
 
-Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Memory per block is 36 to 52
+Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Those of the pool (vaults)
+share the last tier, and what they have together counts for everybody. Memory per block is 36 to 52
 bytes, and 12 for each tier and 64 holders, and it is all taken at the start: nothing grows while requests wait. When it
 is full the holder with the most gives up what it got last, which is never a prefix of something that stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.block_hash import HASH_BYTES
-from services.placement.index import kernels
+from services.placement.index import kernels, sole_kernel
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 Depths: TypeAlias = npt.NDArray[np.int32]
+Counts: TypeAlias = npt.NDArray[np.int64]
 
 SPARE = 1024  # notes of a log that may be out of date before it is compacted
 GIVEN_UP = 1024  # blocks at once when the index is full
@@ -67,7 +69,9 @@ class PrefixIndex:
         self._holdings: dict[int, _Holdings] = {}
         self._unused = list(range(max_holders - 1, -1, -1))
         self._retired: list[int] = []
-        self._anyone = np.zeros(words, dtype=np.uint64)
+        self._anyone = np.zeros(words, dtype=np.uint64)  # but for the pool's
+        self._pool = np.zeros(words, dtype=np.uint64)
+        self.pooled = 0  # blocks from the start of the chain last looked for that the pool has
         self._deepest_tier = 0
         self.generation = 0  # another one whenever a holder came or went
 
@@ -85,7 +89,7 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ holders
 
-    def add_holder(self) -> int:
+    def add_holder(self, *, pooled: bool = False) -> int:
         """A number for somebody new, who holds nothing yet. Raises OverflowError if there are too many."""
         if not self._unused:
             self.clean(self.max_blocks)
@@ -94,12 +98,13 @@ class PrefixIndex:
         holder = self._unused.pop()
         self.generation += 1
         self._holdings[holder] = _Holdings()
-        self._anyone[holder >> 6] |= np.uint64(1 << (holder & 63))
+        (self._pool if pooled else self._anyone)[holder >> 6] |= np.uint64(1 << (holder & 63))
         return holder
 
     def retire(self, holder: int) -> None:
         """Nobody has this number any more: no look-up finds it. What it held is taken out by `clean`, bit by bit."""
-        self._anyone[holder >> 6] &= ~np.uint64(1 << (holder & 63))
+        for mask in (self._anyone, self._pool):
+            mask[holder >> 6] &= ~np.uint64(1 << (holder & 63))
         self.generation += 1
         self._retired.append(holder)
 
@@ -127,7 +132,8 @@ class PrefixIndex:
             holdings.held += logged - holdings.logged
             holdings.logged = logged
             done += noted
-            self._deepest_tier = max(self._deepest_tier, tier)
+            if tier > self._deepest_tier and not self._is_pooled(holder):
+                self._deepest_tier = tier
             if done == len(hashes):
                 return
             if not self._give_way(holder):
@@ -142,9 +148,37 @@ class PrefixIndex:
 
     def find(self, hashes: Hashes) -> Depths:
         """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
-        one. The array is the index's own, to be read before the next call."""
-        kernels.find(self._table, self._rows, hashes, self._deepest_tier + 1, self._anyone, self._depths)
+        one, in the last tier with what the pool has from there on. Whoever has nothing has `pooled` of it. The array is
+        the index's own, to be read before the next call."""
+        pooled, _ = kernels.find(
+            self._table, self._rows, hashes, self._deepest_tier + 1, self._anyone, self._pool, self._depths
+        )
+        self.pooled = int(pooled)
         return self._depths
+
+    # ------------------------------------------------------------------ what one has alone
+
+    def mask_of(self, holders: Iterable[int]) -> Hashes:
+        """`[words]`: for questions about some holders."""
+        mask: Hashes = np.zeros(len(self._anyone), dtype=np.uint64)
+        for holder in holders:
+            mask[holder >> 6] |= np.uint64(1 << (holder & 63))
+        return mask
+
+    def count_sole(self, counted: Hashes, first: int, end: int, counts: Counts) -> None:
+        """Of the entries `first` to `end` (there are `max_blocks`, in no order), add to `counts` `[holders]` those that
+        only one of the `counted` has, and nobody of the pool."""
+        sole_kernel.count(self._rows, first, min(end, self.max_blocks), self.tiers, counted, self._pool, counts)
+
+    def sole_holders(self, hashes: Hashes, counted: Hashes) -> Counts:
+        """`[n, 2]`: the entry of each block, and its holder if only one of the `counted` has it and nobody of the pool;
+        else -1."""
+        found: Counts = np.empty((len(hashes), 2), dtype=np.int64)
+        sole_kernel.owners(self._table, self._rows, hashes, self.tiers, counted, self._pool, found)
+        return found
+
+    def _is_pooled(self, holder: int) -> bool:
+        return bool(int(self._pool[holder >> 6]) >> (holder & 63) & 1)
 
     # ------------------------------------------------------------------ room
 

@@ -14,6 +14,7 @@ from kvproto.hash_ring import HashRing
 from kvproto.messages import PlaceRequest
 from services.placement.fleet import Worker
 from services.placement.index.prefix_index import Hashes
+from services.placement.price_kernel import HOST
 from services.placement.workloads import Floats, View
 
 
@@ -29,10 +30,18 @@ class Question:
     alive: Mapping[str, Worker]  # everybody, of every model and state
     loads: View  # of the candidates
     prompt_tokens: int
-    matched: Floats  # `[tiers, candidates]` prompt tokens that one has in the tier or a faster one, as far as believed
+    matched: (
+        Floats  # `[4, candidates]` prompt tokens that one has in the tier or a faster one, or can pull; as believed
+    )
     heat: float  # requests of about the last half hour whose longest match ended where this one's does
     hashes: Hashes  # of the prompt's blocks, if they are known
     depth: int  # how many of them from the start anybody has
+
+    @property
+    def held(self) -> Floats:
+        """What each candidate holds itself: vaults and peers are there for all."""
+        held: Floats = self.matched[HOST]
+        return held
 
     @property
     def parting(self) -> str:
@@ -47,7 +56,7 @@ class Question:
 @dataclass(slots=True)
 class Choice:
     """`prices` say what the candidates would have cost, in seconds: a row for each of `price_kernel.TERMS`, and their
-    sum, `[8, candidates]`. None from a policy that does not reckon."""
+    sum, then the tokens restored from each tier, `[11, candidates]`. None from a policy that does not reckon."""
 
     worker: str
     why: str  # a short human sentence

@@ -4,8 +4,8 @@
 
 * queue, slot: until what is queued there has been prefilled, and until a slot is free;
 * step: one decode step of those who are there already goes with the first token;
-* fetch, prefill: blocks that it has in slower tiers are restored as far as that is quicker than computing them again,
-  the rest is prefilled, all at the rates that it measured;
+* fetch, prefill: blocks that it has in slower tiers, that vaults have or another worker, are restored as far as that is
+  quicker than computing them again, the rest is prefilled, all at the rates that it measured;
 * harm: what the prefill does to others, `lasting * (OTHERS + BUSY * u)`, u being the share of the last minute that the
   worker was given to do. A second of prefill that a cache could have saved delays those who come next and pushes out
   what they would have found; the more so, the busier the worker. As the harm grows with both factors, the work that
@@ -32,7 +32,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.placement.policies.base import Choice, Question
-from services.placement.price_kernel import PREFILL, QUEUE, SLOT, cheapest
+from services.placement.price_kernel import DEVICE, FETCH, PREFILL, QUEUE, RESTORED, SLOT, cheapest
 from services.placement.workloads import Floats
 
 OTHERS = 4.0
@@ -62,7 +62,7 @@ class Cost:
         )
         equals = np.empty(len(question.candidates), dtype=np.int64)
         keeps = question.heat < IN_DEMAND
-        number, near = cheapest(priced, question.matched[-1], question.prompt_tokens, keeps, NEAR_S, NEAR, equals)
+        number, near = cheapest(priced, question.held, question.prompt_tokens, keeps, NEAR_S, NEAR, equals)
         if near > 1:
             names = {question.candidates[equal].id: equal for equal in equals[:near].tolist()}
             number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
@@ -71,6 +71,9 @@ class Cost:
 
 def _why(question: Question, priced: Floats, number: int, near: int) -> str:
     waits = (priced[QUEUE, number] + priced[SLOT, number]) * 1000
-    held = int(question.matched[-1, number])
-    text = f"{waits:.0f} ms queue, {priced[PREFILL, number] * 1000:.0f} ms prefill after {held} cached tokens"
+    restored = sum(priced[RESTORED:, number].tolist())
+    held = int(question.matched[DEVICE, number] + restored)
+    restores = f"{priced[FETCH, number] * 1000:.0f} ms for {int(restored)} tokens to come, " if restored else ""
+    prefill = f"{priced[PREFILL, number] * 1000:.0f} ms prefill after {held} cached tokens"
+    text = f"{waits:.0f} ms queue, {restores}{prefill}"
     return f"{text}; first on the ring of {near} that cost as little" if near > 1 else f"cheapest: {text}"

@@ -19,7 +19,7 @@ class KvLoad:
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        match = question.matched[-1] / max(question.prompt_tokens, 1)
+        match = question.held / max(question.prompt_tokens, 1)
         load = np.maximum(question.loads.slot_usage, question.loads.cache_usage)
         score = match - load
         best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}

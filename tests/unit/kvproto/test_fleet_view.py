@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -276,14 +277,21 @@ def test_models_are_those_of_living_workers_and_readers_agree_on_one() -> None:
 def test_other_members_live_by_their_records() -> None:
     fleet = Clocked()
     ingress = MemberRecord("i1", OLD, "l", State.READY, Role.INGRESS, "h", 1, (1, 1))
-    fleet.view.on_member(ingress, fleet.now)
+    assert fleet.view.on_member(ingress, fleet.now) is Change.JOINED
+    assert fleet.view.on_member(ingress, fleet.now) is Change.UPDATED
     fleet.pass_(RECORD_FRESH_S)
+    assert fleet.view.sweep_members(fleet.now) == []
     assert (Role.INGRESS, "i1") in fleet.view.members
     fleet.pass_(3)
+    fleet.view.on_disconnected()
+    assert fleet.view.sweep_members(fleet.now) == [], "who hears nothing concludes nothing"
+    fleet.view._blind_until = fleet.now
+    assert fleet.view.sweep_members(fleet.now) == [ingress]
     assert fleet.view.members == {}
-    fleet.view.on_member(ingress, fleet.now)
-    fleet.view.on_member_gone(Role.INGRESS, "i1")
-    fleet.view.on_member_gone(Role.INGRESS, "never seen")
+    assert fleet.view.on_member(ingress, fleet.now) is Change.JOINED
+    assert fleet.view.on_member(replace(ingress, epoch="later"), fleet.now) is Change.NEW_EPOCH
+    assert fleet.view.on_member_gone(Role.INGRESS, "i1") == replace(ingress, epoch="later")
+    assert fleet.view.on_member_gone(Role.INGRESS, "never seen") is None
     assert fleet.view.members == {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from placement_build import a_beat, a_record, an_ask
 
@@ -19,6 +20,7 @@ from kvproto.messages import (
     PlaceRequest,
     Rates,
     State,
+    Tier,
 )
 from services.placement.actions import Answer, Share
 from services.placement.core import PlacementCore
@@ -29,15 +31,17 @@ from services.placement.events import (
     MilestonesHeard,
     PlaceAsked,
     Tick,
+    VaultJoined,
     WorkerJoined,
 )
-from services.placement.index.changes import Change, Changes
+from services.placement.index.changes import TIERS, Change, Changes
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.prompts import HashedPrompts, address_space
 
 FLEET_KEY = b"key"
 RATE = 8000.0  # prefill tokens/s of every worker
+BLOCK_BYTES = 1_000_000
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:
@@ -67,6 +71,7 @@ class Rig:
             )
             for number in range(replicas)
         ]
+        self.restore: dict[str, dict[str, float]] = {}  # measured bytes/s by tier, of some workers
         self.seq: Counter[str] = Counter()
         self.digest: Counter[str] = Counter()
         for worker in workers:
@@ -80,9 +85,21 @@ class Rig:
         for core in self.cores:
             core.handle(event, self.now)  # type: ignore[arg-type]
 
-    def join(self, worker: str, *, epoch: str = "e1") -> None:
-        self.tell(WorkerJoined(a_record(worker, epoch=epoch)))
+    def join(self, worker: str, *, epoch: str = "e1", **fields: object) -> None:
+        self.tell(WorkerJoined(replace(a_record(worker, epoch=epoch), **fields)))  # type: ignore[arg-type]
         self.beat(worker, epoch=epoch)
+
+    def join_tiered(self, *workers: str, restore: dict[str, float], rate: float = RATE, **fields: object) -> None:
+        """Workers that measured what restoring costs them, and that others can pull from."""
+        about = {"data_plane": ("tcp:127.0.0.1:1",), "kv_format": b"f" * 16, "block_bytes": BLOCK_BYTES} | fields
+        for worker in workers:
+            self.restore[worker] = restore
+            self.tell(WorkerJoined(replace(a_record(worker), **about)))  # type: ignore[arg-type]
+            self.beat(worker, rate=rate)
+
+    def join_vault(self, *vaults: str, epoch: str = "e1") -> None:
+        for vault in vaults:
+            self.tell(VaultJoined(vault, epoch))
 
     def beat(
         self,
@@ -94,10 +111,11 @@ class Rig:
         running: int = 0,
         rate: float = RATE,
         tokens_per_s: float = 0.0,
+        state: State = State.READY,
     ) -> None:
         load = Load(waiting=waiting, running=running, slots=self.slots, queued_prefill_tokens=queued)
-        rates = Rates(rate, tokens_per_s / max(running, 1), tokens_per_s)
-        beat = Heartbeat(worker, epoch, State.READY, load, rates, self.seq[worker], self.digest[worker])
+        rates = Rates(rate, tokens_per_s / max(running, 1), tokens_per_s, self.restore.get(worker, {}))
+        beat = Heartbeat(worker, epoch, state, load, rates, self.seq[worker], self.digest[worker])
         self.tell(HeartbeatHeard(beat))
 
     def wait(self, seconds: float) -> None:
@@ -108,15 +126,25 @@ class Rig:
     def hashes(self, ids: Sequence[int], tenant: str = "public") -> Hashes:
         return self.prompts.hashes(address_space(a_record("any")), tenant, an_ask(prompt_ids=tuple(ids)))
 
-    def store(self, worker: str, ids: Sequence[int], *, epoch: str = "e1", removed: bool = False) -> None:
-        """The worker tells that it holds all full blocks of `ids`, or no more."""
-        hashes = self.hashes(ids)
+    def store(
+        self,
+        worker: str,
+        ids: Sequence[int],
+        *,
+        epoch: str = "e1",
+        removed: bool = False,
+        tier: Tier = Tier.DEVICE,
+        blocks: slice = slice(None),
+    ) -> None:
+        """The worker, or vault, tells that it holds all full blocks of `ids`, or some of them, or no more."""
+        hashes = self.hashes(ids)[blocks]
         self.seq[worker] += 1
         digest = 0
         for low in hashes[:, 0].tolist():
             digest ^= low
         self.digest[worker] ^= digest
-        self.tell(BlocksChanged(worker, Changes(epoch, self.seq[worker], (Change(0, removed, hashes),), digest)))
+        change = Change(TIERS.index(tier), removed, hashes)
+        self.tell(BlocksChanged(worker, Changes(epoch, self.seq[worker], (change,), digest)))
 
     def place(
         self, request: str, ids: Sequence[int] = (), *, replica: int = 0, shared: bool = True, **fields: object
@@ -134,13 +162,17 @@ class Rig:
         return placement
 
     def pass_(
-        self, worker: str, request: str, *passed: Passed, prompt: int = 0, cached: int = 0, attempt: int = 0
+        self,
+        worker: str,
+        request: str,
+        *passed: Passed,
+        prompt: int = 0,
+        cached: int | dict[str, int] = 0,
+        attempt: int = 0,
     ) -> None:
         """Milestones of a request, in order."""
-        items = tuple(
-            Milestone("public", request, attempt, one, 0.1, prompt, {"device": cached} if cached else {})
-            for one in passed
-        )
+        found = cached if isinstance(cached, dict) else {"device": cached} if cached else {}
+        items = tuple(Milestone("public", request, attempt, one, 0.1, prompt, found) for one in passed)
         self.tell(MilestonesHeard(Milestones(worker, "e1", items)))
 
     def finish(self, placement: Placement, ids: Sequence[int], *, stores: bool = True) -> None:
@@ -166,4 +198,4 @@ def spread(placements: Sequence[Placement]) -> float:
     return max(counts.values()) * len(counts) / len(placements)
 
 
-__all__ = ["RATE", "Rig", "a_beat", "spread", "tokens"]
+__all__ = ["BLOCK_BYTES", "RATE", "Rig", "a_beat", "spread", "tokens"]

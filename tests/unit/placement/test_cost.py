@@ -19,7 +19,7 @@ from services.placement.index.changes import Change, Changes
 from services.placement.policies import DEFAULT_POLICY, Question
 from services.placement.policies.cost import Cost
 from services.placement.policies.kv_load import KvLoad
-from services.placement.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, SLOT, STEP
+from services.placement.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, RESTORED, SLOT, STEP
 from services.placement.prompts import NO_HASHES, address_space
 from services.placement.workloads import Workloads
 
@@ -46,7 +46,7 @@ def question(
         load = loads[number] if loads else Load(slots=100)
         fleet.workloads.report(column, load, rates[number] if rates else Rates(RATE), 0, 0, 0.0)
     ready: Ready = fleet.ready("demo")
-    rows = matched + [matched[-1]] * (3 - len(matched))
+    rows = matched + [matched[-1]] * (4 - len(matched))
     return Question(
         key="key",
         ask=an_ask(),
@@ -91,11 +91,64 @@ def test_restoring_slower_than_computing_is_not_chosen_and_unmeasured_tiers_are_
     assert prefill.tolist() == [1440 / RATE] * 2
 
 
-def test_a_restore_that_was_never_measured_is_no_choice_and_a_strange_tier_none_at_all() -> None:
-    rates = [Rates(800.0, restore_bytes_per_s={"vault": 1e9, "no tier": 5.0}), Rates(800.0)]
-    fetch, prefill = fetch_and_prefill(question([[0, 0], [160, 0], [1600, 1600]], 1616, rates=rates))
-    assert fetch.tolist() == [0, 0]
-    assert prefill.tolist() == [1616 / 800] * 2
+def test_a_tier_that_was_never_measured_is_no_choice_and_bars_no_other() -> None:
+    rates = [Rates(800.0, restore_bytes_per_s={"peer": 1e9, "no tier": 5.0}), Rates(800.0)]
+    asked = question([[0, 0], [160, 0], [1600, 1600], [3200, 3200]], 3216, rates=rates)
+    fetch, prefill = fetch_and_prefill(asked)
+    assert fetch.tolist() == pytest.approx([200 * 1e6 / 1e9, 0])
+    assert prefill.tolist() == pytest.approx([16 / 800, 3216 / 800])
+    assert restored(asked) == [[0, 0, 3200], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("vault", "peer", "came_from"),
+    [
+        (1e9, 5e8, [0, 1600, 1600]),  # vaults first, a peer goes on where they end
+        (5e8, 1e9, [0, 0, 3200]),  # the peer is quicker, and has what vaults have too
+        (1e9, 1e6, [0, 1600, 0]),  # slower than computing
+        (1e6, 0.0, [0, 0, 0]),
+    ],
+)
+def test_vaults_and_a_peer_are_asked_in_the_order_that_is_quicker(
+    vault: float, peer: float, came_from: list[float]
+) -> None:
+    rates = [Rates(800.0, restore_bytes_per_s={"vault": vault, "peer": peer})]
+    asked = question([[0], [0], [1600], [3200]], 3216, rates=rates)
+    assert restored(asked) == [came_from]
+    fetch, prefill = fetch_and_prefill(asked)
+    speeds = [vault, vault, peer]
+    seconds = sum(tokens / 16 * BLOCK_BYTES / speed for tokens, speed in zip(came_from, speeds, strict=True) if tokens)
+    assert fetch.tolist() == pytest.approx([seconds])
+    assert prefill.tolist() == pytest.approx([(3216 - sum(came_from)) / 800])
+
+
+def restored(asked: Question) -> list[list[float]]:
+    """By worker: tokens from host, vaults and a peer."""
+    choice = Cost().choose(asked)
+    assert choice is not None
+    assert choice.prices is not None
+    found: list[list[float]] = choice.prices[RESTORED:].T.tolist()
+    return found
+
+
+def cheapest_plan(share: list[int], rate: Rates, tokens: int, speed: float) -> tuple[float, float, list[int]]:
+    """Every way to stop somewhere: seconds to fetch and to prefill, and tokens by tier."""
+    by_tier = [rate.restore_bytes_per_s[name] for name in ("host", "vault", "peer")]
+    device, *ends = share
+    best = (0.0, (tokens - device) / speed, [0, 0, 0])
+    for skips_vaults in (False, True):
+        at, fetched, came = device, 0.0, [0, 0, 0]
+        for tier, (end, bandwidth) in enumerate(zip(ends, by_tier, strict=True)):
+            if not bandwidth or (tier == 1 and skips_vaults):
+                continue
+            if tier == 2 and skips_vaults and end == ends[1]:
+                continue  # no peer has more
+            if end > at:
+                fetched += (end - at) / 16 * BLOCK_BYTES / bandwidth
+                came[tier], at = end - at, end
+                plan = (fetched, (tokens - at) / speed, list(came))
+                best = min(best, plan, key=lambda one: one[0] + one[1])
+    return best
 
 
 @given(
@@ -114,10 +167,11 @@ def test_prices_are_what_the_text_says(data: st.DataObject, count: int, tokens: 
     ]
     some = st.sampled_from([0.0, 500.0, 8000.0, 9000.0])
     rates = [
-        Rates(draw(some), 1.0, draw(some), {"host": draw(some) * 1e5, "vault": draw(some) * 1e4}) for _ in range(count)
+        Rates(draw(some), 1.0, draw(some), {name: draw(some) * 1e5 for name in ("host", "vault", "peer")})
+        for _ in range(count)
     ]
-    shares = [sorted(draw(st.lists(st.integers(0, tokens), min_size=3, max_size=3))) for _ in range(count)]
-    matched = [[float(share[tier]) for share in shares] for tier in range(3)]
+    shares = [sorted(draw(st.lists(st.integers(0, tokens), min_size=4, max_size=4))) for _ in range(count)]
+    matched = [[float(share[tier]) for share in shares] for tier in range(4)]
     asked = question(matched, tokens, loads=loads, rates=rates, heat=heat)
     found = asked.loads.price(asked.matched, tokens, heat=heat, others=4.0, busy=50.0)
     measured = [one.prefill_tokens_per_s for one in rates if one.prefill_tokens_per_s]
@@ -131,16 +185,10 @@ def test_prices_are_what_the_text_says(data: st.DataObject, count: int, tokens: 
         assert found[QUEUE, number] == pytest.approx(load.queued_prefill_tokens / speed)
         assert found[SLOT, number] == 0  # how long requests stay is not known
         assert found[STEP, number] == pytest.approx(requests * each)
-        splits, fetched = [(0.0, (tokens - shares[number][0]) / speed)], 0.0
-        for tier, name in ((1, "host"), (2, "vault")):
-            blocks = (shares[number][tier] - shares[number][tier - 1]) / 16
-            bandwidth = rate.restore_bytes_per_s[name]
-            if blocks and not bandwidth:
-                break
-            fetched += blocks * BLOCK_BYTES / bandwidth if blocks else 0.0
-            splits.append((fetched, (tokens - shares[number][tier]) / speed))
-        fetch, prefill = min(splits, key=sum)
+        fetch, prefill, _ = cheapest_plan(shares[number], rate, tokens, speed)
         assert found[FETCH, number] + found[PREFILL, number] == pytest.approx(fetch + prefill)
+        came = sum(found[RESTORED:, number])
+        assert found[PREFILL, number] == pytest.approx((tokens - shares[number][0] - came) / speed)
         prefills.append(found[PREFILL, number])
     for number, prefill in enumerate(prefills):
         copied = prefill - min(prefills)

@@ -19,7 +19,7 @@ from services.placement.index.changes import TIERS, Changes, read_changes
 
 HASH = st.binary(min_size=16, max_size=16)
 RUN = st.builds(BlockRun, st.one_of(st.just(b""), HASH), st.lists(HASH, max_size=40).map(tuple))
-CHANGE = st.builds(TierEvents, st.sampled_from(Tier), st.booleans(), st.lists(RUN, max_size=18).map(tuple))
+CHANGE = st.builds(TierEvents, st.sampled_from(TIERS), st.booleans(), st.lists(RUN, max_size=18).map(tuple))
 EVENT = st.builds(
     KvEvents, st.text(max_size=40), st.integers(0, 2**63 - 1), st.lists(CHANGE, max_size=18).map(tuple)
 )  # more changes than the quick reader takes
@@ -116,6 +116,7 @@ def test_other_forms_are_read_too(rows: list[Any]) -> None:
         ["e", 1, [["device", False, [[b"", [b"x" * 15]]]]]],
         ["e", 1, [["device", False, [[b"", ["x" * 16]]]]]],
         ["e", 1, [["attic", False, []]]],
+        ["e", 1, [["peer", False, [[b"", [b"x" * 16]]]]]],  # nobody holds blocks there
         ["e", 1, [["device", 1, []]]],
         ["e", -1, []],
         [b"e", 1, []],

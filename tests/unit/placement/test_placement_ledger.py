@@ -68,7 +68,7 @@ def test_a_candidates_tokens_are_counted_in_their_fastest_tier() -> None:
     (decision,) = explained(core)
     matched = {one.worker: one.matched for one in decision.candidates}
     assert matched == {"w1": {"device": 32, "host": 32}, "w2": {"device": 16}}
-    assert decision.expected_hit == matched["w1"]
+    assert decision.expected_hit == {"device": 32}, "what a restore from the host costs there nobody has measured"
 
 
 def test_only_the_tenants_own_is_told_unless_anybodys_is_asked_for() -> None:

@@ -129,5 +129,5 @@ def test_columns_are_used_again_and_remember_nothing() -> None:
     again = loads.add(0, 1.0)
     assert again == 41
     assert loads.of(again, 1.0).requests == 0
-    assert loads.view(at(41), 1.0).credit.tolist() == [1.0]
+    assert loads.credits_of(at(41)).tolist() == [1.0]
     loads.check_integrity()

@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from numpy.typing import NDArray
 
 from kvproto.dataplane.block import BlockCodec
 from kvproto.errors import CodecError
-from services.worker.model.vector import emit
-from services.worker.model.vector.compiled import KERNELS, SOURCES
-from services.worker.tiers.codecs import kernels, rows
 from services.worker.tiers.codecs.block_codec import (
     LOSSLESS_DB,
     SNR_GATE_DB,
@@ -415,8 +411,3 @@ def test_the_interpreter_is_free_meanwhile() -> None:
         sys.setswitchinterval(before)
         stop.set()
         mover.join()
-
-
-def test_a_changed_kernel_is_compiled_anew() -> None:
-    hashed = {path for folder in KERNELS for path in (SOURCES / folder).glob("*.py")}
-    assert {Path(str(module.__file__)) for module in (kernels, rows, emit)} <= hashed

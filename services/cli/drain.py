@@ -1,0 +1,146 @@
+"""`kvfleet drain`: have a worker finish and go, by name or the one that is cheapest to lose.
+
+Speaks NATS as the operator: placement says what would be lost with each worker, the worker is told to drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.errors import CodecError, KvfleetError, NotFound, Unavailable, WorkerLost, from_code
+from kvproto.ids import is_token, new_process_id
+from kvproto.messages import AdminCommand, AdminReply, AdminRequest, VictimCost, VictimReport, VictimRequest
+from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from services.cli.console import err, fail, out
+
+PLACEMENT_TIMEOUT_S = 5.0  # it goes through its whole index
+WORKER_TIMEOUT_S = 3.0
+USAGE = 2
+
+
+def drain(
+    worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="its id; see kvfleet's GET /workers")] = None,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="whichever is the cheapest to lose")] = False,
+    model: Annotated[str | None, typer.Option(help="only workers of this model; default: of any")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be lost, and drain nobody")] = False,
+    nats_url: Annotated[str, typer.Option(envvar="KVFLEET_NATS_URL")] = "nats://127.0.0.1:4222",
+    nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER")] = None,
+    nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
+    namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
+) -> None:
+    """Drain a worker: it takes nothing new, goes on with what it has, and ends. Its id goes to stdout's last line."""
+    if cheapest == (worker is not None):
+        fail("name a worker, or say --cheapest", USAGE)
+    if worker is not None and not is_token(worker):
+        fail(f"{worker[:80]!r} is no worker's id", USAGE)
+    try:
+        drained = asyncio.run(
+            _drain(nats_url, nats_user, nats_password, Subjects(namespace), worker, model or "", dry_run=dry_run)
+        )
+    except (KvfleetError, TimeoutError) as error:
+        fail(str(error) or type(error).__name__)
+    out.print(drained, markup=False)
+
+
+async def _drain(
+    url: str,
+    user: str | None,
+    password: str | None,
+    subjects: Subjects,
+    worker: str | None,
+    model: str,
+    *,
+    dry_run: bool,
+) -> str:
+    """Returns who was drained, or would have been. Raises KvfleetError."""
+    connection = await Connection.open(
+        [part.strip() for part in url.split(",")],
+        name="kvfleet-drain",
+        inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
+        user=user,
+        password=password,
+    )
+    try:
+        chosen = await _choose(connection, subjects, worker, model)
+        if not dry_run:
+            await _tell(connection, subjects, chosen)
+            err.print(f"{chosen} is draining", markup=False)
+        return chosen
+    finally:
+        await connection.close()
+
+
+async def _choose(connection: Connection, subjects: Subjects, worker: str | None, model: str) -> str:
+    """Shows what would be lost. Who is named needs no placement: it may be drained though none answers."""
+    try:
+        costs = await _costs(connection, subjects, model)
+    except Unavailable as error:
+        if worker is None:
+            raise
+        err.print(f"what is lost with {worker} is not known: {error}", markup=False)
+        return worker
+    chosen = worker if worker is not None else _cheapest(costs, model)
+    if costs:
+        err.print(_table(costs, chosen))
+    return chosen
+
+
+def _cheapest(costs: tuple[VictimCost, ...], model: str) -> str:
+    of = f" of {model}" if model else ""
+    if not costs:
+        raise NotFound(f"no worker{of} is ready")
+    if len(costs) == 1:
+        raise Unavailable(f"{costs[0].worker} is the only ready worker{of}: name it to drain it all the same")
+    return costs[0].worker
+
+
+async def _costs(connection: Connection, subjects: Subjects, model: str) -> tuple[VictimCost, ...]:
+    question = codec.encode(VictimRequest(model))
+    try:
+        reply = await connection.request(subjects.placement_victim(), question, PLACEMENT_TIMEOUT_S)
+        return codec.decode(VictimReport, reply.data).workers
+    except (TimeoutError, WorkerLost):
+        raise Unavailable("no placement answers") from None
+    except CodecError as error:
+        raise Unavailable(f"placement's answer is unreadable: {error}") from None
+
+
+async def _tell(connection: Connection, subjects: Subjects, worker: str) -> None:
+    question = codec.encode(AdminRequest(AdminCommand.DRAIN))
+    try:
+        reply = await connection.request(subjects.worker_admin(worker), question, WORKER_TIMEOUT_S)
+        answer = codec.decode(AdminReply, reply.data)
+    except WorkerLost:
+        raise NotFound(f"no worker {worker} is there") from None
+    except TimeoutError:
+        raise Unavailable(f"worker {worker} does not answer") from None
+    except CodecError as error:
+        raise Unavailable(f"worker {worker}'s answer is unreadable: {error}") from None
+    if answer.code is not None:
+        raise from_code(answer.code, f"worker {worker}: {answer.message}")
+
+
+def _table(costs: tuple[VictimCost, ...], chosen: str) -> Table:
+    """Cheapest first, the chosen one marked."""
+    table = Table(box=box.SIMPLE_HEAD if err.is_terminal else None, pad_edge=False)
+    table.add_column("  worker", no_wrap=True)
+    for column in ("s to compute again", "blocks nobody else has", "of them in demand", "requests"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in costs:
+        is_chosen = one.worker == chosen
+        table.add_row(
+            f"{'*' if is_chosen else ' '} {one.worker}",
+            f"{one.seconds:,.3f}",
+            f"{one.unique_blocks:,}",
+            f"{one.unique_hot_blocks:,}",
+            f"{one.requests:,}",
+            style="bold" if is_chosen else None,
+        )
+    return table

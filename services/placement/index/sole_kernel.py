@@ -1,0 +1,56 @@
+"""Which blocks one holder has alone, for Numba to compile. Pure but for the arrays they fill.
+
+What nobody else of those who count has, and no vault, is lost with its holder.
+"""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from services.placement.index.kernels import AT_ONCE, BIT_NUMBER, DE_BRUIJN, KEY, NOBODY, ONE, entry_of, fetch
+
+SHARED = -1  # by several, or by nobody
+
+
+@njit(forceinline=True)
+def _sole(rows, entry, tiers, counted, pool):
+    """Holder of an entry that one of `counted` has, in whatever tier, and nobody of the pool; else SHARED."""
+    words = len(counted)
+    holder = np.int64(SHARED)
+    for word in range(words):
+        who = np.uint64(0)
+        for tier in range(tiers):
+            who |= rows[entry, KEY + tier * words + word]
+        if who & pool[word]:
+            return np.int64(SHARED)
+        who &= counted[word]
+        if who:
+            if holder != SHARED or who & (who - ONE):
+                return np.int64(SHARED)
+            holder = word * 64 + BIT_NUMBER[(who * DE_BRUIJN) >> np.uint64(58)]
+    return holder
+
+
+@njit
+def count(rows, first, end, tiers, counted, pool, counts):
+    """Add to `counts` `[holders]` the entries from `first` to `end` that one has alone. Free entries have nobody."""
+    for entry in range(first, end):
+        holder = _sole(rows, entry, tiers, counted, pool)
+        if holder != SHARED:
+            counts[holder] += 1
+
+
+@njit
+def owners(table, rows, hashes, tiers, counted, pool, found):
+    """To `found` `[n, 2]`: entry of each block, or NOBODY, and who has it alone, or SHARED."""
+    fetched = np.uint64(0)
+    for number in range(len(hashes)):
+        if number % AT_ONCE == 0:
+            fetched ^= fetch(table, rows, hashes[number : number + AT_ONCE])
+        entry = entry_of(table, rows, hashes[number, 0], hashes[number, 1])
+        found[number, 0] = entry
+        found[number, 1] = SHARED if entry == NOBODY else _sole(rows, entry, tiers, counted, pool)
+    return fetched

@@ -1,0 +1,110 @@
+"""What a worker that is about to be ready should have: the prefixes that are most in demand. Pure.
+
+Made piece by piece, as decisions wait meanwhile: `step` until it says so, then `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvproto.block_hash import ForkedRoot
+from kvproto.messages import HotChain, PreloadRequest, State
+from services.placement.fleet import Worker
+from services.placement.heat import HotPrefix
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.price_kernel import HOST
+from services.placement.prompts import AddressSpace
+from services.placement.workloads import Workloads
+
+AT_ONCE = 32  # prefixes looked up between two decisions: about a millisecond
+MOST_CHAINS = 4096
+CHAIN_BYTES = 200  # on the wire, beside its hashes
+
+
+class Preload:
+    """One answer in the making: the hottest first of `prefixes`, each as far as somebody has it, until it is `blocks`
+    in all or as long as a message may be. What several have in common from the start counts once."""
+
+    def __init__(
+        self,
+        ask: PreloadRequest,
+        prefixes: Sequence[HotPrefix],
+        workers: Sequence[Worker],
+        indexer: KvIndexer,
+        workloads: Workloads,
+        max_bytes: int,
+    ) -> None:
+        self._ask = ask
+        self._left = iter(
+            [
+                hot
+                for hot in prefixes
+                if hot.prefix.model == ask.model
+                and hot.prefix.space.model_revision == ask.model_revision
+                and hot.prefix.space.block_size == ask.block_size
+            ]
+        )
+        asker = next((worker for worker in workers if worker.id == ask.worker), None)
+        self._space = asker.space if asker is not None else None
+        self._givers = [w for w in workers if _gives(w, ask.worker, asker)]
+        self._names: dict[AddressSpace, tuple[str, ...]] = {}
+        self._indexer = indexer
+        self._workloads = workloads
+        self._blocks, self._bytes = ask.blocks, max_bytes
+        self._planned: set[bytes] = set()
+        self._chains: list[HotChain] = []
+
+    def step(self) -> bool:
+        """Look at some more of them; whether it is done."""
+        for _ in range(AT_ONCE):
+            hot = next(self._left, None)
+            if hot is None or self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
+                return True
+            self._consider(hot)
+        return False
+
+    def plan(self) -> tuple[HotChain, ...]:
+        return tuple(self._chains)
+
+    def _consider(self, hot: HotPrefix) -> None:
+        prefix = hot.prefix
+        if self._space is not None and prefix.space != self._space:
+            return
+        source, depth = self._who_has(hot)
+        hashes = [one.tobytes() for one in prefix.hashes[:depth]]
+        known = next((at for at, one in enumerate(hashes) if one not in self._planned), depth)
+        depth = min(depth, known + self._blocks, max(self._bytes - CHAIN_BYTES, 0) // 16)
+        if depth <= known:
+            return
+        hashes = hashes[:depth]
+        self._planned.update(hashes)
+        self._blocks -= depth - known
+        self._bytes -= CHAIN_BYTES + 16 * depth
+        self._chains.append(_chain(hot, b"".join(hashes), source))
+
+    def _who_has(self, hot: HotPrefix) -> tuple[str, int]:
+        """A worker that has most of it, of equals who has least to do; "" where vaults have more. And how much."""
+        space = hot.prefix.space
+        givers = [worker for worker in self._givers if worker.space == space]
+        names = self._names.setdefault(space, tuple(worker.id for worker in givers))
+        held = self._indexer.depths(hot.prefix.hashes, names)[HOST].tolist()
+        most = max(held, default=0)
+        if self._indexer.pooled > most:
+            return "", self._indexer.pooled
+        if not most:
+            return "", 0
+        best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
+        return min(best, key=lambda one: (self._workloads.of(one.column, 0.0).requests, one.id)).id, most
+
+
+def _gives(worker: Worker, asking: str, asker: Worker | None) -> bool:
+    if worker.id == asking or worker.state not in (State.READY, State.DRAINING) or not worker.kv_format:
+        return False
+    return asker is None or worker.kv_format == asker.kv_format
+
+
+def _chain(hot: HotPrefix, hashes: bytes, source: str) -> HotChain:
+    root = hot.prefix.root
+    if isinstance(root, ForkedRoot):
+        return HotChain(hashes, root.own, root.public, root.blocks, source, hot.heat)
+    return HotChain(hashes, root, source=source, heat=hot.heat)
