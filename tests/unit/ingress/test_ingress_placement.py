@@ -130,6 +130,8 @@ def test_a_decision_in_units() -> None:
         "prompt_tokens": 40,
         "expected_hit_tokens": {"device": 32},
         "expected_ttft_ms": 12.5,
+        "source_worker_id": None,
+        "source_tokens": 0,
         "candidates": [
             {
                 "worker_id": "w1",
