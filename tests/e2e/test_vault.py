@@ -87,13 +87,3 @@ def test_the_command_says_what_it_takes() -> None:
     )
     assert wrong.returncode == 2
     assert "--max-bytes" in wrong.stderr
-
-
-def test_a_dead_nats_is_one_line() -> None:
-    done = subprocess.run(
-        [KVFLEET, "vault", "--nats-url", "nats://127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("kvfleet vault: ")
-    assert "127.0.0.1:1" in line

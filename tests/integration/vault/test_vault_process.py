@@ -224,6 +224,7 @@ async def test_what_cannot_work_is_one_clear_line(fleet: Fleet, tmp_path: Path) 
         "data_plane_key": [f"--data-plane-key={tmp_path / 'absent.pem'}"],
         "Cannot assign requested address": ["--data-plane-host=203.0.113.1"],
         "id: must be": ["--id=a.b"],
+        "no NATS server answers at nats://127.0.0.1:1": ["--nats-url=nats://127.0.0.1:1"],
     }
     started = {told: Vault(fleet, "v9", flags, "warning") for told, flags in cases.items()}
     for number, (told, vault) in enumerate(started.items()):
