@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
-Name = Literal["vllm", "llamacpp", "transformers", "dynamo"]
+Name = Literal["vllm", "llamacpp", "transformers", "dynamo", "mooncake"]
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _WARM_UP = [list(range(1, 40)), list(range(2, 60))]

@@ -16,16 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
+from kvproto.admin import Administration
 from kvproto.block_hash import pack_ids
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, Unavailable, from_code
+from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded
 from kvproto.explanations import Explanations
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.generation import Counters, Generation, draw_seed
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_request_id
 from kvproto.inbox import Inbox
 from kvproto.members import Members
-from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Bundle, Decision, Sampling
+from kvproto.messages import AdminCommand, AdminRequest, Bundle, Decision, Sampling
 from kvproto.request_driver import RequestDriver, read_placement
 from kvproto.schema import read_map, to_map
 from kvproto.stream import Signal, Stream
@@ -49,6 +50,7 @@ class Client:
         self.inbox = Inbox(connection)
         self._driver = RequestDriver(connection, subjects, members, self.inbox, self.counters)
         self._explanations = Explanations(connection, subjects, members)
+        self._administration = Administration(connection, subjects)
         self._streams: dict[str, Stream] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._owns_connection = False
@@ -183,19 +185,7 @@ class Client:
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
         """Ask a worker's admin subject; the parts of its answer, joined. Raises its error, WorkerLost, TimeoutError."""
-        parts: list[bytes] = []
-        total, digest = 1, ""
-        while len(parts) < total:
-            question = codec.encode(replace(request, part=len(parts)))
-            message = await self.connection.request(self.subjects.worker_admin(worker), question, timeout_s)
-            reply = codec.decode(AdminReply, message.data)
-            if reply.code is not None:
-                raise from_code(reply.code, reply.message)
-            if parts and (reply.parts, reply.digest) != (total, digest):
-                raise Unavailable(f"the answer of worker {worker} changed while it was fetched", retry_after_s=0.0)
-            total, digest = reply.parts, reply.digest
-            parts.append(reply.data)
-        return b"".join(parts)
+        return await self._administration.ask(worker, request, timeout_s)
 
     async def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
         """Why a request's attempts were placed as they were and what became of them, oldest attempt first.

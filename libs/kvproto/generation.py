@@ -27,6 +27,7 @@ class Generation:
     worker: str | None = None
     request: str | None = None
     traceparent: str | None = None
+    exact: bool = False  # nothing that was ever quantised is used, and nothing computed on such
 
 
 @dataclass(slots=True)

@@ -590,13 +590,18 @@ class Milestones:
 
 @dataclass(frozen=True, slots=True)
 class AdminRequest:
-    """A command on a worker's admin subject, answered part by part. `inspect` and `read_kv` name tenant and ids."""
+    """A command on a worker's admin subject, answered part by part. `inspect`, `read_kv` and `erase` name tenant and
+    ids. Ids that are too many for one message are told before, under the name of the `question`: see `kvproto.admin`.
+    """
 
     command: AdminCommand
     tenant: Name = ""
     ids: Tokens32 = ()
     layer: Count = 0
     part: Count = 0
+    question: Name = ""
+    ids_before: Count = 0  # that were told of this question
+    more_ids: bool = False  # it is not the question yet
 
 
 @dataclass(frozen=True, slots=True)

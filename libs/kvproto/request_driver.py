@@ -235,6 +235,7 @@ class RequestDriver:
             expires_unix_ms=int((time.time() + remaining) * 1000),
             traceparent=generation.traceparent,
             continuations=assembly.continuations(),
+            exact=generation.exact,
         )
         placed = stream.placement
         if placed is not None and placed.worker == worker and placed.source:

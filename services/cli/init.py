@@ -1,4 +1,4 @@
-"""`kvfleet init`: create the fleet's buckets on a NATS server, as a deployment's init job does."""
+"""`kvfleet init`: create the fleet's buckets and its first data-plane key, as a deployment's init job does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvproto.buckets import ensure_buckets
+from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.connection import Connection
+from kvproto.dataplane.keys import ensure_key, rotate_key
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_process_id
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
@@ -16,9 +17,18 @@ from services.cli.console import err, fail
 
 
 async def create_buckets(
-    url: str, namespace: str, *, replicas: int = 1, user: str | None = None, password: str | None = None
+    url: str,
+    namespace: str,
+    *,
+    replicas: int = 1,
+    user: str | None = None,
+    password: str | None = None,
+    rotate: bool = False,
 ) -> list[str]:
-    """Create what is missing; one line for each bucket whose configuration differs. Raises KvfleetError."""
+    """Create what is missing, the data plane's first key included; `rotate`: a further key.
+
+    One line for each bucket whose configuration differs. Raises KvfleetError.
+    """
     connection = await Connection.open(
         [part.strip() for part in url.split(",")],
         name="kvfleet-init",
@@ -27,7 +37,13 @@ async def create_buckets(
         password=password,
     )
     try:
-        return await ensure_buckets(connection, Subjects(namespace), replicas=replicas)
+        subjects = Subjects(namespace)
+        differences = await ensure_buckets(connection, subjects, replicas=replicas)
+        keys = await Bucket.open(connection, subjects.keys_bucket)
+        await ensure_key(keys)
+        if rotate:
+            await rotate_key(keys)
+        return differences
     finally:
         await connection.close()
 
@@ -38,11 +54,21 @@ def init(
     nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
     namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
     replicas: Annotated[int, typer.Option(help="1, or 3 on a cluster")] = 1,
+    rotate_data_plane_key: Annotated[
+        bool, typer.Option("--rotate-data-plane-key", help="a new key; the one before it stays accepted")
+    ] = False,
 ) -> None:
-    """Create the fleet's JetStream buckets; says in one line what differs from an existing configuration."""
+    """Create the fleet's buckets and data-plane key; says in one line what differs from an existing configuration."""
     try:
         differences = asyncio.run(
-            create_buckets(nats_url, namespace, replicas=replicas, user=nats_user, password=nats_password)
+            create_buckets(
+                nats_url,
+                namespace,
+                replicas=replicas,
+                user=nats_user,
+                password=nats_password,
+                rotate=rotate_data_plane_key,
+            )
         )
     except KvfleetError as error:
         fail(str(error))

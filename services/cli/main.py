@@ -11,7 +11,7 @@ import typer
 
 from services.cli import chat, drain, explain, generate, init, kv_size, up
 
-SERVICES = ("worker", "ingress", "placement")
+SERVICES = ("worker", "ingress", "placement", "vault")
 
 app = typer.Typer(
     name="kvfleet",
@@ -20,7 +20,7 @@ app = typer.Typer(
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="One process each, flags or KVFLEET_* variables: kvfleet worker --help, ingress --help, placement --help.",
+    epilog="One process each, flags or KVFLEET_* variables: kvfleet worker|ingress|placement|vault --help.",
 )
 
 

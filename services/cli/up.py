@@ -1,6 +1,6 @@
 """`kvfleet up`: a whole fleet on one machine, as processes.
 
-nats-server ─▶ buckets ─▶ placement, workers, ingress ─▶ ready line ─▶ SIGINT/SIGTERM ─▶ all stopped
+nats-server ─▶ buckets ─▶ vaults, placement, workers, ingress ─▶ ready line ─▶ SIGINT/SIGTERM ─▶ all stopped
 """
 
 from __future__ import annotations
@@ -64,17 +64,19 @@ class Fleet:
     """The processes of one embedded fleet. Owned by `up`."""
 
     nats: list[Child] = field(default_factory=list)
+    vaults: list[Child] = field(default_factory=list)
     placements: list[Child] = field(default_factory=list)
     workers: list[Child] = field(default_factory=list)
     ingresses: list[Child] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Child]:
-        yield from (*self.nats, *self.placements, *self.workers, *self.ingresses)
+        yield from (*self.nats, *self.vaults, *self.placements, *self.workers, *self.ingresses)
 
     def watch(self, stopping: threading.Event) -> None:
         """Until asked to stop. A process that ends is started again; one that keeps ending is given up.
 
-        Raises FleetEnded when NATS or the ingress is given up, or the last worker.
+        Raises FleetEnded when NATS or the ingress is given up, or the last worker. Without vaults or placement a fleet
+        is only slower.
         """
         while not stopping.wait(0.2):
             for child in self:
@@ -91,7 +93,7 @@ class Fleet:
                 raise FleetEnded("no worker is left")
 
     def stop(self) -> None:
-        stop((self.ingresses, self.workers, self.placements, self.nats), STOP_WITHIN_S)
+        stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
 
 
 def up(
@@ -99,6 +101,8 @@ def up(
     served_model_name: Annotated[list[str] | None, typer.Option(help="name for clients, one per --model")] = None,
     load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights from config.json")] = LoadFormat.auto,
     workers: Annotated[int, typer.Option(min=1, help="workers of each model")] = 2,
+    vaults: Annotated[int, typer.Option(min=0, help="processes that keep KV blocks for all workers")] = 1,
+    vault_max_bytes: Annotated[int | None, typer.Option(min=1, help="memory of each vault for blocks")] = None,
     placements: Annotated[int, typer.Option(min=0, help="placement replicas")] = 1,
     host: Annotated[str, typer.Option(help="address of the HTTP endpoint")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8080,
@@ -136,6 +140,9 @@ def up(
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common.append(f"--parent-pid={os.getpid()}")
             key = login | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
+            room = [f"--max-bytes={vault_max_bytes}"] if vault_max_bytes else [f"--vaults-on-host={vaults}"]
+            for i in range(vaults):
+                fleet.vaults.append(_service("vault", f"v{i}", [*common, *room], login))
             for i in range(placements):
                 fleet.placements.append(_service("placement", f"p{i}", [*common, f"--policy={policy}"], key | system))
             flags = [f"--load-format={load_format.value}", f"--dtype={dtype.value}", f"--device={device.value}"]
@@ -151,7 +158,7 @@ def up(
             front += [f"--api-keys-file={api_keys_file}"] if api_keys_file else []
             fleet.ingresses.append(_service("ingress", "i0", front, login))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            if _wait_ready(fleet, base, total, placements, stopping):
+            if _wait_ready(fleet, base, total, placements, vaults, stopping):
                 sys.stdout.write(f"ready {base}\n")
                 sys.stdout.flush()
                 _hint(base, url, names[0] if names else _name(models[0]), chats=_chats(models[0]))
@@ -258,7 +265,7 @@ def _own_gpu(index: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
 
 
-def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, stopping: threading.Event) -> bool:
+def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, vaults: int, stopping: threading.Event) -> bool:
     """Until every process serves. Raises StartFailed naming one that ended; False if asked to stop meanwhile."""
     end = time.monotonic() + START_TIMEOUT_S
     shown = ""
@@ -276,7 +283,8 @@ def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, stopping
             if line != shown and not err.is_terminal:
                 err.print(line, markup=False)
             shown = line
-            if ready >= workers and health.get("placements", 0) >= placements and health.get("status") == "ok":
+            others = health.get("placements", 0) >= placements and health.get("vaults", 0) >= vaults
+            if ready >= workers and others and health.get("status") == "ok":
                 return True
             stopping.wait(0.1)
     return False

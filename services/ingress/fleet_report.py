@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from kvproto.fleet_view import FleetView, WorkerView
-from kvproto.messages import Load, Rates, Role, State, WorkerRecord
+from kvproto.messages import Load, Rates, Role, State, TierLoad, WorkerRecord
 
 
 def workers_report(view: FleetView) -> dict[str, dict[str, Any]]:
@@ -40,18 +41,24 @@ def stats_report(view: FleetView) -> dict[str, Any]:
     """Sums over the living workers, and the share of prompt tokens that were found cached."""
     alive = [one for one in view.workers.values() if one.dead_since is None]
     beats = [one.heartbeat for one in alive if one.heartbeat is not None]
-    load = {f.name: sum(getattr(beat.load, f.name) for beat in beats) for f in fields(Load)}
+    load = {f.name: sum(getattr(beat.load, f.name) for beat in beats) for f in fields(Load) if f.name != "tiers"}
     rates = _sum_rates([beat.rates for beat in beats])
     prompt = load["prompt_tokens_total"]
     return {
         "workers": len(alive),
         "ready": sum(one.state is State.READY for one in alive),
-        "placements": sum(role is Role.PLACEMENT for role, _ in view.members),
+        "placements": members_of(view, Role.PLACEMENT),
+        "vaults": members_of(view, Role.VAULT),
         "models": sorted({one.record.model for one in alive}),
         "hit_rate": load["hit_tokens_total"] / prompt if prompt else 0.0,
-        "load": load,
+        "load": {**load, "tiers": _sum_tiers([beat.load.tiers for beat in beats])},
         "rates": rates,
     }
+
+
+def members_of(view: FleetView, role: Role) -> int:
+    """How many processes of a role other than worker are registered."""
+    return sum(one is role for one, _ in view.members)
 
 
 def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:
@@ -60,6 +67,18 @@ def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:
     by_tier = {tier: sum(one.get(tier, 0.0) for one in restore) for tier in sorted(set[str]().union(*restore))}
     plain = (f.name for f in fields(Rates) if f.name != "restore_bytes_per_s")
     return {name: sum(getattr(one, name) for one in rates) for name in plain} | {"restore_bytes_per_s": by_tier}
+
+
+def _sum_tiers(loads: Sequence[Mapping[str, TierLoad]]) -> dict[str, dict[str, Any]]:
+    """By tier below the device; failures by reason."""
+    out: dict[str, dict[str, Any]] = {}
+    for tier in sorted(set[str]().union(*loads)):
+        of_tier = [one[tier] for one in loads if tier in one]
+        failures = sum((Counter(one.failures_total) for one in of_tier), Counter[str]())
+        plain = (f.name for f in fields(TierLoad) if f.name != "failures_total")
+        out[tier] = {name: sum(getattr(one, name) for one in of_tier) for name in plain}
+        out[tier]["failures_total"] = dict(failures)
+    return out
 
 
 def models_report(records: Iterable[WorkerRecord]) -> dict[str, Any]:

@@ -12,17 +12,17 @@ from typing import Any
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.client import Client
 from kvproto.errors import KvfleetError, ModelNotFound, NotFound, NoWorkers, Unavailable
-from kvproto.messages import AdminCommand, AdminRequest, Inspection, Role, SessionHead
+from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
 from services.ingress.config import IngressConfig
-from services.ingress.fleet_report import models_report, stats_report, workers_report
+from services.ingress.fleet_report import members_of, models_report, stats_report, workers_report
 from services.ingress.http_exchange import Exchange, integer_query
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
 from services.ingress.placement_report import placements_report, read_request_id
+from services.ingress.session_blocks import SessionBlocks, tokens_by_tier
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Session, Sessions
 from services.ingress.tenancy import ApiKey, Tenancy, require_admin
@@ -46,6 +46,7 @@ class FleetRoutes:
         is_draining: Callable[[], bool],
     ) -> None:
         self._client = client
+        self._blocks = SessionBlocks(client)
         self._config = config
         self._tenancy = tenancy
         self._models = models
@@ -119,20 +120,21 @@ class FleetRoutes:
         await _json(exchange, self._located(self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
-        """GET /sessions/{seq_id}: its tokens, and how many of them and which blocks its worker holds.
+        """GET /sessions/{seq_id}: its tokens, how many of them and which blocks its worker holds, and how many leading
+        ones each worker has by tier.
 
-        The history is there whoever lives; `worker_id` is null when nobody can be asked what is cached.
+        The history is there whoever lives; `worker_id` is null when its worker does not say what is cached.
         """
         caller = self._authenticate(exchange)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
         head = session.head
         assert head is not None
-        question = AdminRequest(AdminCommand.INSPECT, caller.tenant, session.ids)
         place: dict[str, Any] = {"cached_tokens": 0, "blocks": [], "worker_id": None, "address": None}
-        with contextlib.suppress(Unavailable):
+        found = await self._blocks.find(caller.tenant, head.model, session.ids)
+        with contextlib.suppress(NoWorkers):
             worker = self._worker_of(caller, session)
-            found = codec.decode(Inspection, await self._ask(worker, question))
-            place = {"cached_tokens": found.cached_tokens, "blocks": list(found.blocks), **self._located(worker)}
+            if (held := found.get(worker)) is not None:
+                place = {"cached_tokens": held.cached_tokens, "blocks": list(held.blocks), **self._located(worker)}
         await _json(
             exchange,
             {
@@ -140,6 +142,7 @@ class FleetRoutes:
                 "busy": self._sessions.is_busy(session),
                 "tokens": len(session.ids),
                 **place,
+                "workers": tokens_by_tier(found.items()),
             },
         )
 
@@ -155,10 +158,12 @@ class FleetRoutes:
         await exchange.respond(200, data, content_type=SAFETENSORS)
 
     async def delete_session(self, exchange: Exchange) -> None:
-        """DELETE /sessions/{seq_id}. 409 while a turn runs."""
+        """DELETE /sessions/{seq_id}: its history, and of its blocks those that nobody shares. 409 while a turn runs."""
         caller = self._authenticate(exchange)
         seq_id = exchange.path_value("seq_id")
-        await self._sessions.erase(caller.tenant, seq_id)
+        session = await self._sessions.erase(caller.tenant, seq_id)
+        assert session.head is not None
+        await self._blocks.erase(caller.tenant, session.head.model, session.ids)
         await _json(exchange, {"seq_id": seq_id, "deleted": True})
 
     # ------------------------------------------------------------------ process
@@ -180,7 +185,8 @@ class FleetRoutes:
             "ingress": self._config.id,
             "nats": self._client.connection.is_connected,
             "workers_ready": sum(1 for _ in self._client.members.view.ready()),
-            "placements": sum(role is Role.PLACEMENT for role, _ in self._client.members.view.members),
+            "placements": members_of(self._client.members.view, Role.PLACEMENT),
+            "vaults": members_of(self._client.members.view, Role.VAULT),
             "models": [record.model for record in self._models.served()],
         }
         await _json(exchange, report, status=503 if missing else 200)

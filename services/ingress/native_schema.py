@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, integer, required_text, text
+from services.ingress.fields import Body, boolean, integer, required_text, text
 from services.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, read_seq_id
 from services.ingress.placement_ask import ANYWHERE, PlacementAsk, read_placement_ask
 from services.ingress.sampling_ask import SamplingAsk, read_sampling
@@ -23,6 +23,7 @@ class GenerateAsk:
     seq_id: str | None = None
     model: str | None = None
     placement: PlacementAsk = ANYWHERE
+    exact: bool = False
 
 
 def read_generate(body: Body) -> GenerateAsk:
@@ -41,4 +42,5 @@ def read_generate(body: Body) -> GenerateAsk:
         seq_id=read_seq_id(body),
         model=text(body, "model_name", MAX_MODEL_CHARS) or text(body, "model", MAX_MODEL_CHARS) or None,
         placement=read_placement_ask(body),
+        exact=boolean(body, "exact", False),
     )

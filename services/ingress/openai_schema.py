@@ -69,6 +69,7 @@ class ChatAsk:
     include_usage: bool = False
     seq_id: str | None = None
     placement: PlacementAsk = ANYWHERE
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class CompletionAsk:
     stream: bool = False
     include_usage: bool = False
     placement: PlacementAsk = ANYWHERE
+    exact: bool = False
 
 
 def read_chat(body: Body) -> ChatAsk:
@@ -97,6 +99,7 @@ def read_chat(body: Body) -> ChatAsk:
         include_usage=include_usage,
         seq_id=read_seq_id(body),
         placement=read_placement_ask(body),
+        exact=boolean(body, "exact", False),
     )
 
 
@@ -117,6 +120,7 @@ def read_completion(body: Body) -> CompletionAsk:
         stream=stream,
         include_usage=include_usage,
         placement=read_placement_ask(body),
+        exact=boolean(body, "exact", False),
     )
 
 

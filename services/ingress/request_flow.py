@@ -27,10 +27,9 @@ from services.ingress.http_exchange import Exchange
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models, ServedModel
 from services.ingress.native_events import NativeEvents
-from services.ingress.native_schema import DEFAULT_MAX_TOKENS, read_generate
+from services.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
 from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
-from services.ingress.openai_schema import check_vocabulary, read_chat, read_completion
-from services.ingress.placement_ask import PlacementAsk
+from services.ingress.openai_schema import ChatAsk, CompletionAsk, check_vocabulary, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
 from services.ingress.sampling_ask import SamplingAsk
 from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
@@ -49,6 +48,8 @@ from services.ingress.tenancy import ApiKey, Tenancy, require_policy
 from services.ingress.token_spelling import TokenSpelling
 
 log = logging.getLogger(__name__)
+
+Ask = ChatAsk | CompletionAsk | GenerateAsk
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class RequestFlow:
             self._tally.spliced_tokens += prompt.spliced
             sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
             conversation = session.key if session is not None else conversation_of(ask.messages)
-            generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation, ask.placement)
+            generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation, ask)
             head = _answer_head(exchange, model, sampling, chat=True)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
             job = Job("chat_completions", generation, arrived_at, form)
@@ -131,7 +132,7 @@ class RequestFlow:
             else:
                 check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
             sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
-            generation = self._generation(exchange, caller, model, ids, sampling, None, ask.placement)
+            generation = self._generation(exchange, caller, model, ids, sampling, None, ask)
             head = _answer_head(exchange, model, sampling, chat=False)
             form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
             job = Job("completions", generation, arrived_at, form)
@@ -156,7 +157,7 @@ class RequestFlow:
             self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
             if session.head is None:
                 await self._session_index.admit(caller.tenant)
-            generation = self._generation(exchange, caller, model, ids, sampling, session.key, ask.placement)
+            generation = self._generation(exchange, caller, model, ids, sampling, session.key, ask)
             form = NativeEvents(exchange.request_id, session.seq_id, ask.prompt, _spelling(model, sampling))
             job = Job("generate", generation, arrived_at, form)
             async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
@@ -206,7 +207,7 @@ class RequestFlow:
         ids: tuple[int, ...],
         sampling: Sampling,
         conversation: str | None,
-        placement: PlacementAsk,
+        ask: Ask,
     ) -> Generation:
         return Generation(
             model=model.name,
@@ -216,10 +217,11 @@ class RequestFlow:
             session=conversation,
             deadline_s=self._config.request_deadline_s,
             patience_s=self._config.patience_s,
-            policy=placement.policy,
-            worker=placement.worker,
+            policy=ask.placement.policy,
+            worker=ask.placement.worker,
             request=exchange.request_id,
             traceparent=_traceparent(exchange),
+            exact=ask.exact,
         )
 
     async def _session_of(self, caller: ApiKey, seq_id: str | None) -> Session:

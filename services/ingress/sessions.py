@@ -272,13 +272,14 @@ class Sessions:
 
     # ------------------------------------------------------------------ erasing
 
-    async def erase(self, tenant: str, seq_id: str) -> None:
-        """Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
+    async def erase(self, tenant: str, seq_id: str) -> Session:
+        """What it was until now. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
         session = await self.find(tenant, seq_id)
         if self.is_busy(session):
             raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
         assert session.head is not None
         await self._erase(session.key, session.head, session.revision)
+        return session
 
     async def erase_key(self, key: str, *, only_expired: bool) -> bool:
         """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""

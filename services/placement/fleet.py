@@ -117,7 +117,7 @@ class Fleet:
 
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
-        column = self.workloads.add(record.block_bytes / max(1, record.block_size), now)
+        column = self.workloads.add(_token_bytes(record), now)
         space = address_space(record)
         worker = Worker(
             record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record)
@@ -140,6 +140,7 @@ class Fleet:
             self.join(record, None, now)
             return True
         worker.heard_at = now
+        self.workloads.weigh(worker.column, _token_bytes(record))  # known once its model is loaded
         if worker.kv_format != _exchange_format(record):
             worker.kv_format = _exchange_format(record)
             self._ready.pop(worker.model, None)
@@ -225,6 +226,11 @@ class Fleet:
             assert [w.id for w in cached.workers] == now == list(cached.ring.nodes), model
             assert all(self.workers[w.id] is w for w in cached.workers), model
         assert all(self.is_known(w.model) for w in self.workers.values()) or len(self._names) >= MAX_MODELS
+
+
+def _token_bytes(record: WorkerRecord) -> float:
+    """Of K and V; 0 while the worker is loading."""
+    return record.block_bytes / max(1, record.block_size)
 
 
 def _exchange_format(record: WorkerRecord) -> bytes:

@@ -199,6 +199,7 @@ class Forwarding:
             watcher=self._placement,
             source=placement.source,
             source_tokens=placement.source_tokens,
+            exact=ask.exact,
         )
         return [Forward(placement.worker, asked.tenant, request, self._reply(forwarded))]
 

@@ -107,6 +107,10 @@ class Workloads:
         self._values[rows.TOKEN_BYTES, column] = token_bytes
         return column
 
+    def weigh(self, column: int, token_bytes: float) -> None:
+        """What a token's K and V have turned out to take."""
+        self._values[rows.TOKEN_BYTES, column] = token_bytes
+
     def drop(self, column: int) -> None:
         self._free.append(column)
 

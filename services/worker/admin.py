@@ -10,9 +10,11 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
+from kvproto.block_hash import Root
 from kvproto.connection import Connection, Message
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound
 from kvproto.ids import DEFAULT_TENANT, is_token
@@ -30,8 +32,10 @@ from kvproto.messages import (
 from kvproto.subjects import is_inbox
 from kvproto.tenant_roots import TenantRoots
 from services.worker.broadcast import Broadcast
+from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
+from services.worker.long_questions import LongQuestions
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class AdminDesk:
         self._heartbeat = heartbeat
         self._begin_drain = begin_drain
         self._kept: dict[str, tuple[float, bytes]] = {}
+        self._long_questions = LongQuestions()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def on_admin(self, message: Message) -> None:
@@ -109,15 +114,19 @@ class AdminDesk:
         tenant = request.tenant or DEFAULT_TENANT
         if not is_token(tenant):
             raise InvalidRequest("is no tenant", field="tenant")
-        root = self._roots.of(tenant, request.ids)
+        ids = self._long_questions.ids_of(request, asyncio.get_running_loop().time())
+        if ids is None:
+            return b""
+        root = self._roots.of(tenant, ids)
         if request.command is AdminCommand.INSPECT:
-            cached, blocks = await self._engine.call(lambda engine: engine.locate(root, request.ids))
-            return codec.encode(Inspection(cached, tuple(blocks)))
-        return await self._kv(request, tenant)
+            return codec.encode(await self._engine.call(lambda engine: _inspect(engine, root, ids)))
+        if request.command is AdminCommand.ERASE:
+            await self._engine.call(lambda engine: engine.erase(root, ids))
+            return b""
+        return await self._kv(replace(request, ids=ids), tenant, root)
 
-    async def _kv(self, request: AdminRequest, tenant: str) -> bytes:
+    async def _kv(self, request: AdminRequest, tenant: str, root: Root) -> bytes:
         """One layer's K and V as safetensors, kept for the fetching of its parts."""
-        root = self._roots.of(tenant, request.ids)
         now = asyncio.get_running_loop().time()
         self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_ANSWER_S}
         ids = hashlib.blake2b(repr(request.ids).encode(), digest_size=16).hexdigest()
@@ -143,3 +152,10 @@ class AdminDesk:
             return
         for part in parts:
             await self._publish(message.reply, codec.encode(part))
+
+
+def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:
+    """On the engine's thread."""
+    cached, blocks = engine.locate(root, ids)
+    tiers = {tier.value: tokens for tier, tokens in engine.depths(root, ids).items()}
+    return Inspection(cached, tuple(blocks), tiers)

@@ -6,7 +6,7 @@
                         ▼  │                                       │
                        idle: cached, refs == 0 ────────────────────┘
 
-Four rules keep it simple:
+Five rules keep it simple:
 
 * A sequence holds a chain: whoever holds a block holds all blocks before it. `fill` swaps a block whose content is
   cached already for the cached one, so the rule holds for duplicates too. Hence everything that continues an idle
@@ -19,28 +19,31 @@ Four rules keep it simple:
   donor and how many of its leading tokens agree, the caller copies it into a block of its own.
 * Evictions happen in `allocate` only and blocks are stored in `fill` only, so within one engine step all removals come
   before all stores.
+* Along a chain in the index what is exact comes first and what is lossy (quantised once, or computed on such) after it.
+  A request for exact results neither reads lossy blocks nor lists what it computed in their place.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvproto.block_hash import Root, digest_term, parent_of
-from services.worker.content_index import Content, ContentIndex
+from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
+from services.worker.content_index import Content, ContentIndex, depth_of
 from services.worker.eviction.base import EvictionPolicy
 from services.worker.eviction.lru import LruEviction
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`."""
+    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`. `lossy`:
+    some of it is."""
 
     blocks: list[int]
     donor: int | None
     donor_tokens: int
     tokens: int
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,10 @@ class BlockPool:
         """How many of `blocks` would become available if a holder of them let go."""
         return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
 
+    def find(self, block_hash: bytes) -> int | None:
+        """The block of this content, held or not."""
+        return self._index.find(block_hash)
+
     def lists(self, block_hash: bytes) -> bool:
         """Whether a full block of this content can be found."""
         return self._index.find(block_hash) is not None
@@ -119,8 +126,10 @@ class BlockPool:
 
     # ------------------------------------------------------------------ finding
 
-    def match(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int) -> Match:
-        """Longest cached prefix of `ids[:limit]`, exact to the token; changes nothing.
+    def match(
+        self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int, *, exact: bool = False
+    ) -> Match:
+        """Longest cached prefix of `ids[:limit]`, to the token; changes nothing. `exact`: nothing lossy.
 
         `hashes` is the chain over the full blocks of `ids` under `root`.
         """
@@ -128,18 +137,47 @@ class BlockPool:
         blocks: list[int] = []
         for block_hash in hashes[: limit // size]:
             block = self._index.find(block_hash)
-            if block is None:
+            if block is None or (exact and self._index[block].lossy):
                 break
             blocks.append(block)
         full = len(blocks)
         start = full * size
         parent = parent_of(root, hashes, full)
-        donor, donor_tokens = self._index.longest_child(parent, ids[start : min(start + size, limit)])
-        return Match(blocks, donor, donor_tokens, start + donor_tokens)
+        donor, donor_tokens = self._index.longest_child(parent, ids[start : min(start + size, limit)], exact=exact)
+        lossy = (bool(blocks) and self._index[blocks[-1]].lossy) or (donor is not None and self._index[donor].lossy)
+        return Match(blocks, donor, donor_tokens, start + donor_tokens, lossy)
+
+    def chain_to(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of a chain, full ones alone."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._index.find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def ancestry(self, block_hash: bytes) -> list[int]:
+        """The chain that ends with this block, as far up as the index has it; empty if it is not there."""
+        blocks: list[int] = []
+        block = self._index.find(block_hash)
+        while block is not None:
+            blocks.append(block)
+            block = self._index.find(self._index[block].parent)
+        return blocks[::-1]
+
+    def content(self, block: int) -> Content:
+        """Of a cached or held block that can be found. Raises KeyError for another one."""
+        return self._index[block]
+
+    def is_lossy(self, block_hash: bytes) -> bool:
+        """Whether what can be found under this hash is lossy."""
+        block = self._index.find(block_hash)
+        return block is not None and self._index[block].lossy
 
     def depth(self, hashes: Sequence[bytes]) -> int:
         """How many full blocks of a chain are cached; few looks, as whatever is cached has all before it cached."""
-        return bisect_left(range(len(hashes)), True, key=lambda at: self._index.find(hashes[at]) is None)
+        return depth_of(hashes, self.lists)
 
     # ------------------------------------------------------------------ holding
 
@@ -178,7 +216,7 @@ class BlockPool:
 
     # ------------------------------------------------------------------ content
 
-    def fill(self, block: int, parent: bytes, ids: Sequence[int], block_hash: bytes) -> int:
+    def fill(self, block: int, parent: bytes, ids: Sequence[int], block_hash: bytes, *, lossy: bool = False) -> int:
         """`block`, held by the caller alone, now has KV for all its tokens: make it findable.
 
         Returns the block to use from now on: where the same content is cached already the caller holds that one
@@ -190,7 +228,7 @@ class BlockPool:
             self._refs[block] = 0
             self._free.append(block)
             return twin
-        self._index.add(block, Content(parent, tuple(ids), block_hash))
+        self._index.add(block, Content(parent, tuple(ids), block_hash, lossy))
         self.digest ^= digest_term(block_hash)
         if self._stored and self._stored[-1][1][-1] == parent:
             self._stored[-1][1].append(block_hash)
@@ -198,7 +236,7 @@ class BlockPool:
             self._stored.append((parent, [block_hash]))
         return block
 
-    def keep_tail(self, block: int, parent: bytes, ids: Sequence[int]) -> None:
+    def keep_tail(self, block: int, parent: bytes, ids: Sequence[int], *, lossy: bool = False) -> None:
         """Mark the partially filled last block of a holder, before it is released, as worth keeping.
 
         `ids` are the tokens it has KV for, fewer than a block. Of tails of which one begins with the other only the
@@ -208,10 +246,46 @@ class BlockPool:
         if not tail or self._index.longest_child(parent, tail)[1] == len(tail):
             return
         for shorter in self._index.shorter_tails(parent, tail):
-            self._wake(shorter)
-            self._index.remove(shorter)
-            self._free.append(shorter)
-        self._index.add(block, Content(parent, tail, None))
+            self._forget(shorter)
+        self._index.add(block, Content(parent, tail, None, lossy))
+
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
+        the public prefix, which is nobody's.
+
+        Returns how many blocks went, a partial tail included.
+        """
+        size, gone = self.block_size, 0
+        public = root.blocks if isinstance(root, ForkedRoot) else 0
+        cached = self.chain_to(hashes)
+        for full in range(len(cached), -1, -1):
+            start = full * size
+            parent = parent_of(root, hashes, full)
+            for tail in self._index.shorter_tails(parent, (*ids[start : start + size], -1)):
+                if not self._refs[tail]:
+                    self._forget(tail)
+                    gone += 1
+            if full <= public:
+                break
+            block = cached[full - 1]
+            if self._refs[block] or self._index.has_children(hashes[full - 1]):
+                break
+            self._forget(block)
+            gone += 1
+        return gone
+
+    def drop(self, block_hash: bytes) -> int:
+        """Take a block, whose content is wrong, and all that continues it out of the index; nobody may hold them.
+
+        Returns how many full blocks went.
+        """
+        block = self._index.find(block_hash)
+        if block is None:
+            return 0
+        before = self._index.addressed
+        self._forget(block)
+        self._sever(block_hash)
+        return before - self._index.addressed
 
     def take_changes(self) -> PoolChanges:
         """What was removed and stored since the last call."""
@@ -254,15 +328,22 @@ class BlockPool:
     def _evict(self) -> int:
         block = self._policy.victim()
         self._wake(block)
+        before = self._index.addressed
         block_hash = self._unlist(block)
         if block_hash is not None and self._index.has_children(block_hash):
             self._sever(block_hash)
+        self.evictions += before - self._index.addressed
         return block
+
+    def _forget(self, block: int) -> None:
+        """A cached block that nobody holds becomes free."""
+        self._wake(block)
+        self._unlist(block)
+        self._free.append(block)
 
     def _unlist(self, block: int) -> bytes | None:
         block_hash = self._index.remove(block).hash
         if block_hash is not None:
-            self.evictions += 1
             self.digest ^= digest_term(block_hash)
             self._removed.append(block_hash)
         return block_hash

@@ -11,6 +11,8 @@ never needs more than the window and one block, however long it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from services.worker.block_pool import BlockPool, Match
 from services.worker.sequence import Sequence, State
 
@@ -36,7 +38,7 @@ class BlockTables:
     def match(self, sequence: Sequence) -> Match:
         """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
         limit = len(sequence.ids) - 1
-        match = self.pool.match(sequence.root, sequence.hashes, sequence.ids, limit)
+        match = self.pool.match(sequence.root, sequence.hashes, sequence.ids, limit, exact=sequence.spec.exact)
         full = len(match.blocks)
         for sibling in sequence.siblings:  # a running one's partial block is not in the index, but can be copied
             if match.tokens == limit:
@@ -44,7 +46,7 @@ class BlockTables:
             if sibling.state is State.RUNNING and sibling.computed > match.tokens:
                 end = min(sequence.agrees_with(sibling), sibling.computed, limit, (full + 1) * self._size)
                 if end > match.tokens and sibling.blocks[full] >= 0:
-                    match = Match(match.blocks, sibling.blocks[full], end - full * self._size, end)
+                    match = Match(match.blocks, sibling.blocks[full], end - full * self._size, end, sibling.lossy)
         return match
 
     def fits(self, sequence: Sequence, match: Match, others: int, given: int = 0) -> bool:
@@ -64,6 +66,7 @@ class BlockTables:
         sequence.passed = passed
         sequence.computed = match.tokens
         sequence.filled = full
+        sequence.lossy, sequence.private = match.lossy, False
         return [] if match.donor is None else [(match.donor, sequence.blocks[full])]
 
     # ------------------------------------------------------------------ go on
@@ -85,8 +88,13 @@ class BlockTables:
         for at in range(sequence.filled, end // size):
             if self._is_findable(sequence, at):
                 sequence.blocks[at] = self.pool.fill(
-                    sequence.blocks[at], sequence.parent_of(at), sequence.block_ids(at, size), sequence.hashes[at]
+                    sequence.blocks[at],
+                    sequence.parent_of(at),
+                    sequence.block_ids(at, size),
+                    sequence.hashes[at],
+                    lossy=sequence.lossy,
                 )
+                sequence.lossy = sequence.lossy or self.pool.is_lossy(sequence.hashes[at])
             sequence.filled = at + 1
         if self.window is not None and (reached := self._first_reached(end)) > sequence.passed:
             self.pool.release(sequence.blocks[sequence.passed : reached])
@@ -98,7 +106,8 @@ class BlockTables:
         size = self._size
         last = sequence.computed // size
         if keep_tail and sequence.computed % size and sequence.filled == last and self._is_findable(sequence, last):
-            self.pool.keep_tail(sequence.blocks[last], sequence.parent_of(last), sequence.block_ids(last, size))
+            ids = sequence.block_ids(last, size)
+            self.pool.keep_tail(sequence.blocks[last], sequence.parent_of(last), ids, lossy=sequence.lossy)
         self.pool.release(sequence.blocks[sequence.passed :])
         sequence.blocks = []
         sequence.computed = sequence.filled = sequence.passed = 0
@@ -110,11 +119,17 @@ class BlockTables:
         return 0 if self.window is None else max(0, computed - self.window + 1) // self._size
 
     def _is_findable(self, sequence: Sequence, at: int) -> bool:
-        """Whether the blocks before the `at`-th are in the index: one that was let go may have been evicted."""
+        """Whether the `at`-th block may be listed. Those before it must be in the index: one that was let go may have
+        been evicted. Where the index has a lossy block, an exact sequence's own is not listed, nor any after it."""
+        if sequence.spec.exact and not sequence.private and at < len(sequence.hashes):
+            sequence.private = self.pool.is_lossy(sequence.hashes[at])
+        if sequence.private:
+            return False
         return self.window is None or not at or self.pool.lists(sequence.hashes[at - 1])
 
-    def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Raises AssertionError if the tables of these, which are all that hold blocks, disagree with the pool."""
+    def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
+        """Raises AssertionError if the tables of these, who with `others` are all that hold blocks, disagree with the
+        pool."""
         size = self._size
         for sequence in sequences:
             assert sequence.filled == sequence.computed // size
@@ -124,4 +139,4 @@ class BlockTables:
             assert sequence.blocks[: sequence.passed] == [-1] * sequence.passed
             assert -1 not in sequence.blocks[sequence.passed :]
             assert sequence.passed == min(self._first_reached(sequence.computed), len(sequence.blocks))
-        self.pool.check_integrity([sequence.blocks for sequence in sequences])
+        self.pool.check_integrity([*(sequence.blocks for sequence in sequences), *others])

@@ -8,16 +8,18 @@ two neighbours in the sorted order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """Tokens of one cached block. `hash` is None for a partial tail, which has no content address."""
+    """Tokens of one cached block. `hash` is None for a partial tail, which has no content address. `lossy`: it was
+    quantised once, or computed on a block that was."""
 
     parent: bytes
     ids: tuple[int, ...]
     hash: bytes | None
+    lossy: bool = False
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -26,6 +28,11 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
         if one != other:
             return at
     return min(len(left), len(right))
+
+
+def depth_of(hashes: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
+    """How many leading blocks of a chain there are, where whoever has one has all before it: few looks."""
+    return bisect_left(range(len(hashes)), True, key=lambda at: not has(hashes[at]))
 
 
 class ContentIndex:
@@ -86,8 +93,11 @@ class ContentIndex:
         """Blocks that continue a full block directly, tails included."""
         return [block for _, block in self._children.get(block_hash, ())]
 
-    def longest_child(self, parent: bytes, ids: Sequence[int]) -> tuple[int | None, int]:
-        """The block under `parent` that shares the most leading tokens with `ids`, and how many; (None, 0) if none."""
+    def longest_child(self, parent: bytes, ids: Sequence[int], *, exact: bool = False) -> tuple[int | None, int]:
+        """The block under `parent` that shares the most leading tokens with `ids`, and how many; (None, 0) if none.
+
+        `exact`: lossy ones do not count, and one of the two neighbours being so may hide a worse match that is not.
+        """
         siblings = self._children.get(parent)
         if not siblings or not ids:
             return None, 0
@@ -96,7 +106,7 @@ class ContentIndex:
         best, length = None, 0
         for child_ids, block in siblings[max(at - 1, 0) : at + 1]:
             common = common_prefix(child_ids, query)
-            if common > length:
+            if common > length and not (exact and self._contents[block].lossy):
                 best, length = block, common
         return best, length
 

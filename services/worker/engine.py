@@ -1,4 +1,4 @@
-"""The engine: continuous batching over a paged KV pool. Read `step` first.
+"""The engine: continuous batching over a paged KV pool, with tiers below it. Read `step` first, then `tend`.
 
 Owns all sequences of one model and carries out what the scheduler decides. It knows no torch (a runner computes), no
 NATS, no threads: whoever calls it calls from one thread, `services.worker.engine_thread`.
@@ -17,7 +17,7 @@ from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs
 from services.worker import request_limits
-from services.worker.block_pool import BlockPool
+from services.worker.block_pool import BlockPool, Match
 from services.worker.context_window import ContextWindow
 from services.worker.detokenizer import Detokenizer
 from services.worker.model.base import Drawn, ModelRunner
@@ -35,6 +35,7 @@ from services.worker.step_plan import StepPlan
 from services.worker.step_rates import StepRates
 from services.worker.stopping import StopStrings
 from services.worker.text_stream import NOTHING, TextStream
+from services.worker.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Engine:
         scheduler: Scheduler,
         detokenizer: Detokenizer,
         clock: Callable[[], float] = time.monotonic,
+        tiers: Tiers | None = None,
     ) -> None:
         if (pool.num_blocks, pool.block_size) != (runner.num_blocks, runner.block_size):
             raise ValueError("block pool and runner differ in the number or the size of their blocks")
@@ -58,6 +60,10 @@ class Engine:
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
+        self.tiers = tiers
+        if tiers is not None:
+            scheduler.claims = self._claims
+            scheduler.on_preempt = tiers.preempted
         self._detokenizer = detokenizer
         self._clock = clock
         self._eos_ids = frozenset(runner.eos_ids)
@@ -117,7 +123,9 @@ class Engine:
     def pause(self, request: str, attempt: int | None = None) -> None:
         """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
         for sequence in self._find(request, attempt):
-            if sequence.state in (State.WAITING, State.RUNNING):
+            if sequence.state in (State.WAITING, State.RESTORING, State.RUNNING):
+                if self.tiers is not None:
+                    self.tiers.paused(sequence)
                 self.scheduler.pause(sequence)
 
     def resume(self, request: str, attempt: int | None = None) -> None:
@@ -141,6 +149,22 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting or self._outputs)
+
+    def tend(self) -> StepResult | None:
+        """What tiers have to do between steps, also when there is no step to run. Returns what changed in them."""
+        if self.tiers is None:
+            return None
+        for sequence in self.tiers.tend(self._rates.prefill_tokens_per_s):
+            self.scheduler.requeue(sequence)
+        device, below = self.pool.take_changes(), self.tiers.take_changes()
+        if not (below or device.stored or device.removed):
+            return None
+        return StepResult([], device.stored, device.removed, below=below)
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until `tend` is needed though nothing happened."""
+        return self.tiers.due_in() if self.tiers is not None else None
 
     def step(self) -> StepResult:
         """One forward pass over everything that runs."""
@@ -185,6 +209,8 @@ class Engine:
                 advance(sequence, end)
             else:
                 sequence.computed = end
+            if token is not None and self.tiers is not None and len(part.ids) > 1:
+                self.tiers.prefilled(sequence, self._rates.prefill_tokens_per_s)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:
@@ -215,6 +241,10 @@ class Engine:
         elif sequence.is_full:
             self.scheduler.slide(sequence)
 
+    def _claims(self, sequence: Sequence, match: Match, spare: int) -> bool:
+        assert self.tiers is not None
+        return self.tiers.claims(sequence, match, spare, self._rates.prefill_tokens_per_s)
+
     # ------------------------------------------------------------------ outputs
 
     def _start(self, sequence: Sequence, now: float) -> None:
@@ -223,11 +253,22 @@ class Engine:
             self._counted.add((request, attempt))
             self._prompt_tokens += len(sequence.ids)
             self._hit_tokens += sequence.cached_tokens
+            if self.tiers is not None:
+                self.tiers.started(sequence)
         sequence.started = True
         cached = sequence.cached_tokens
         in_blocks = cached - cached % self.pool.block_size
         self._outputs.append(
-            SequenceStarted(request, attempt, sequence.num_prompt, cached, in_blocks, now - sequence.enqueued, choice)
+            SequenceStarted(
+                request,
+                attempt,
+                sequence.num_prompt,
+                cached,
+                in_blocks,
+                now - sequence.enqueued,
+                choice,
+                sequence.restored,
+            )
         )
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -246,6 +287,8 @@ class Engine:
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         if sequence.state is not State.FINISHED:
+            if self.tiers is not None:
+                self.tiers.leaves(sequence, self._rates.prefill_tokens_per_s)
             self.scheduler.finish(sequence, keep_tail=keep_tail)
         request, attempt, _ = sequence.key
         del self._sequences[sequence.key]
@@ -261,8 +304,9 @@ class Engine:
         self._fed_tokens += decodes + prefill
         self._rates.observe(prefill, decodes, seconds)
         self.scheduler.pacer.observe(decodes, prefill, plan.prefill_positions, seconds)
+        below = self.tiers.take_changes() if self.tiers is not None else []
         return StepResult(
-            outputs, changes.stored, changes.removed, decodes + prefill, prefill, len(plan.slices), seconds
+            outputs, changes.stored, changes.removed, decodes + prefill, prefill, len(plan.slices), seconds, below
         )
 
     # ------------------------------------------------------------------ queries
@@ -274,8 +318,9 @@ class Engine:
             max(len(s.ids) - pool.depth(s.hashes) * pool.block_size, 1) for s in scheduler.waiting if s is s.siblings[0]
         )
         queued += sum(s.remaining for s in scheduler.running if s.remaining > 1)
+        restoring = self.tiers.waiting if self.tiers is not None else 0
         return Load(
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + restoring,
             running=len(scheduler.running),
             slots=scheduler.slots,
             blocks_used=pool.used,
@@ -289,16 +334,22 @@ class Engine:
             generated_tokens_total=self._generated_tokens,
             preemptions_total=scheduler.preemptions,
             evictions_total=pool.evictions,
+            tiers=self.tiers.loads() if self.tiers is not None else {},
         )
 
     def rates(self) -> Rates:
         """Measured from steps; 0 until measured."""
-        return Rates(self._rates.prefill_tokens_per_s, self._rates.decode_steps_per_s, self._rates.decode_tokens_per_s)
+        return Rates(
+            self._rates.prefill_tokens_per_s,
+            self._rates.decode_steps_per_s,
+            self._rates.decode_tokens_per_s,
+            self.tiers.rates() if self.tiers is not None else {},
+        )
 
     @property
     def digest(self) -> int:
         """XOR over the first 8 bytes (little endian) of every hash ever stored or removed."""
-        return self.pool.digest
+        return self.pool.digest ^ (self.tiers.digest if self.tiers is not None else 0)
 
     def cached_hashes(self) -> list[bytes]:
         """Content addresses of all full blocks, parents before children."""
@@ -306,7 +357,22 @@ class Engine:
 
     def holdings(self) -> dict[Tier, list[bytes]]:
         """The same by tier, of all tiers that `digest` covers."""
-        return {Tier.DEVICE: self.cached_hashes()}
+        below = self.tiers.holdings() if self.tiers is not None else {}
+        return {Tier.DEVICE: self.cached_hashes()} | below
+
+    def erase(self, root: Root, ids: Items[int]) -> int:
+        """Forget what only this token sequence has, in every tier. Returns how many blocks of this worker went."""
+        hashes = chain(root, ids, self.pool.block_size)
+        return self.pool.erase(root, hashes, ids) if self.tiers is None else self.tiers.erase(root, hashes, ids)
+
+    def depths(self, root: Root, ids: Items[int]) -> dict[Tier, int]:
+        """How many leading tokens of `ids` are cached, by tier of this worker: there or in a faster one."""
+        on_device = self.locate(root, ids)[0]
+        if self.tiers is None or self.tiers.host is None:
+            return {Tier.DEVICE: on_device}
+        hashes = chain(root, ids, self.pool.block_size)
+        below = self.tiers.host.depth(hashes, 0, len(hashes)) * self.pool.block_size
+        return {Tier.DEVICE: on_device, Tier.HOST: max(on_device, below)}
 
     def locate(self, root: Root, ids: Items[int]) -> tuple[int, list[int]]:
         """How many leading tokens of `ids` are cached, and the blocks that hold them."""
@@ -325,8 +391,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if engine, scheduler and pool disagree."""
-        self.scheduler.check_integrity()
+        self.scheduler.check_integrity(self.tiers.held() if self.tiers is not None else ())
+        if self.tiers is not None:
+            self.tiers.check_integrity()
         queued = {s.key for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        queued |= {key for key, s in self._sequences.items() if s.state is State.RESTORING}
         paused = {key for key, s in self._sequences.items() if s.state is State.PAUSED}
         assert queued | paused == set(self._sequences)
         assert all(s in s.siblings and self._choices[s.key[:2]] is s.siblings for s in self._sequences.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -14,18 +15,28 @@ from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import TokenizerDetokenizer
 from services.worker.engine import Engine
 from services.worker.kv_size import KvLayout, readable, size_lines
-from services.worker.model.base import ModelRunner
+from services.worker.model.base import BlockMemory, ModelRunner
 from services.worker.model.fake import FakeRunner
 from services.worker.scheduler import Scheduler
 from services.worker.settings import WorkerSettings
+from services.worker.tiers.base import Remote
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.host_memory import host_free_bytes
+from services.worker.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
 FAKE_BLOCKS = 8192
 
 
-def build_engine(settings: WorkerSettings, folder: Path, bundle: Bundle) -> Engine:
-    """Load the model and put an engine around it. Blocks for as long as the loading takes.
+def build_engine(
+    settings: WorkerSettings,
+    folder: Path,
+    bundle: Bundle,
+    remote_for: Callable[[BlockMemory], Remote] | None = None,
+) -> Engine:
+    """Load the model and put an engine around it. Blocks for as long as the loading takes. `remote_for` makes what
+    speaks to vaults and peers about such blocks.
 
     Raises UnsupportedModel, InvalidRequest or OutOfMemory with a line that names what is wrong.
     """
@@ -45,7 +56,27 @@ def build_engine(settings: WorkerSettings, folder: Path, bundle: Bundle) -> Engi
         itl_target_s=settings.itl_target_ms / 1000,
         window=runner.window,
     )
-    return Engine(runner, pool, scheduler, TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json)))
+    remote = remote_for(runner.memory) if remote_for is not None else None
+    tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote) if runner.window is None else None
+    if tiers is None:
+        log.info("every layer attends to a window: blocks are kept on the device alone")
+    detokenizer = TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json))
+    return Engine(runner, pool, scheduler, detokenizer, tiers=tiers)
+
+
+def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier | None:
+    """Host memory for blocks, as much as asked for; None if that is less than a block."""
+    size = settings.host_bytes
+    if size is None and settings.runner == "fake":
+        size = FAKE_BLOCKS * runner.bytes_per_block
+    elif size is None:
+        size = int(host_free_bytes() * settings.host_memory_fraction / settings.workers_on_host)
+    blocks = size // runner.bytes_per_block
+    if not blocks:
+        return None
+    take = runner.memory.host_memory
+    log.info("%s of host memory for %d blocks below the device", readable(blocks * runner.bytes_per_block), blocks)
+    return HostTier(take(blocks * runner.bytes_per_block), runner.bytes_per_block, runner.block_size)
 
 
 def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:

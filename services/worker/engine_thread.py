@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEASURE_PERIOD_S = 0.05
+NOTHING_RAN_S = 0.001
 CHECK_PERIOD_S = 10.0  # when idle
 CHECK_SHARE = 100  # a check that took t is not repeated within 100 t
 
@@ -91,6 +92,10 @@ class EngineThread:
     def resume(self, request: str, attempt: int | None = None) -> None:
         self._command(partial(self._engine.resume, request, attempt))
 
+    def wake(self) -> None:
+        """Have the engine look after its tiers. From any thread."""
+        self._wake.set()
+
     def measure(self) -> tuple[Load, Rates]:
         """Load and rates as of a moment ago; waits for nothing."""
         return self._measured
@@ -106,6 +111,10 @@ class EngineThread:
         self._command(partial(self._answer, query, future))
         return future
 
+    def post(self, work: Callable[[Engine], None]) -> None:
+        """Have the engine's thread do this between two steps. From any thread; nobody hears how it went."""
+        self._command(partial(work, self._engine))
+
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         self._wake.set()
@@ -119,13 +128,20 @@ class EngineThread:
             while not self._stopping:
                 self._wake.clear()
                 self._obey()
+                tended = self._engine.tend()
+                if tended is not None:
+                    self._hand_over(tended)
                 if self._engine.has_work:
-                    self._hand_over(self._engine.step())
+                    result = self._engine.step()
+                    self._hand_over(result)
                     self._measure(MEASURE_PERIOD_S)
+                    if not (result.sequences or result.outputs):  # all wait for blocks that are being copied
+                        self._wake.wait(NOTHING_RAN_S)
                 elif not self._stopping:
                     self._measure(0.0)
-                    self._check()
-                    self._wake.wait()
+                    if (due_in := self._engine.due_in) is None:
+                        self._check()
+                    self._wake.wait(due_in)
             self._end(EngineFailure("the engine was stopped"))
         except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
             logger.exception("the engine failed")

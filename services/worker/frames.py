@@ -9,7 +9,7 @@ the last one is followed by `Finished`, and one that fails ends the attempt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvproto.messages import (
@@ -159,7 +159,7 @@ class FrameBook:
                 return []  # another choice of the same prompt: what it found is what the first one left
             # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
             hit = min(output.cached_tokens, output.prompt_tokens)
-            cached = {Tier.DEVICE.value: hit} if hit else {}
+            cached = _by_tier(hit, output.restored)
             record.started = Started(
                 output.request, output.attempt, self._worker, output.prompt_tokens, cached, output.queue_seconds
             )
@@ -269,3 +269,13 @@ def _tracks(request: GenerateRequest) -> tuple[list[Track], set[int]]:
             track.ended = ChoiceFinished(request.request, request.attempt, choice, before.finished, count)
         tracks.append(track)
     return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None}
+
+
+def _by_tier(hit: int, restored: Mapping[Tier, int]) -> dict[str, int]:
+    """Cached tokens by the tier they came from; what was not brought from below was on the device."""
+    cached: dict[str, int] = {}
+    for tier, tokens in restored.items():
+        if count := min(tokens, hit):
+            cached[tier.value] = count
+            hit -= count
+    return {Tier.DEVICE.value: hit} | cached if hit else cached

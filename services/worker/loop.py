@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvproto import codec
+from kvproto.block_hash import Root, chain
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import (
     CodecError,
@@ -52,6 +53,9 @@ from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
+from services.worker.tiers.base import Remote
+from services.worker.tiers.offloader import names_of
+from services.worker.tiers.prospect import Prospect
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +84,9 @@ class WorkerLoop:
         encode_prompt: Callable[[str], list[int]],
         limits: WorkerLimits,
         on_fatal: Callable[[str], None],
+        remote: Remote | None = None,
     ) -> None:
+        self._remote = remote
         self._connection = connection
         self._subjects = subjects
         self._lease = lease
@@ -266,15 +272,30 @@ class WorkerLoop:
         if not record.pending:
             self.outbox.send_frames(self.frames.conclude(record, len(ids), now))
             return
+        root = self._roots.of(tenant, ids)
         for spec in sequences_of(
             request,
             sorted(record.pending),
             prompt_ids=ids,
-            root=self._roots.of(tenant, ids),
+            root=root,
             tenant=tenant,
             deadline=None if remaining is None else time.monotonic() + remaining,
+            prospect=self._look(request, root, ids),
         ):
             self._engine.submit(spec)
+
+    def _look(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Prospect | None:
+        """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
+        size = self.record.block_size
+        if self._remote is None or len(ids) <= size:
+            return None
+        known = ids + request.output_ids if request.sampling.n == 1 else ids
+        names = names_of(root, chain(root, known, size), known, size)
+        return Prospect(
+            names,
+            self._remote.look(names, exact=request.exact, peer=request.source, on_ready=self._engine.wake),
+            request.source,
+        )
 
     def _check(self, request: GenerateRequest) -> None:
         draining = self._state is State.DRAINING

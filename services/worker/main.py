@@ -35,6 +35,7 @@ from services.worker.kv_publisher import KvPublisher
 from services.worker.loop import WorkerLimits, WorkerLoop
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.settings import WorkerSettings
+from services.worker.tier_network import TierNetwork, TlsFiles
 from services.worker.worker_metrics import readings
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,16 @@ def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
         return ids
 
     return encode
+
+
+def _tls_files(settings: WorkerSettings) -> TlsFiles | None:
+    """Raises InvalidRequest if only some of them are named."""
+    files = settings.data_plane_ca, settings.data_plane_cert, settings.data_plane_key
+    if all(files):
+        return TlsFiles(*files)  # type: ignore[arg-type]
+    if any(files):
+        raise InvalidRequest("CA, certificate and key are needed together", field="data_plane_ca")
+    return None
 
 
 def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bundle) -> WorkerRecord:
@@ -111,18 +122,23 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("lease", lease.release)
     log.info("loading %s from %s", name, folder)
     began = time.monotonic()
-    engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle))
+    network = TierNetwork(settings, record.id, record.host, _tls_files(settings))
+    engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle, network.remote_for))
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
     starting.cancel()
 
-    worker, thread = assemble(settings, connection, subjects, lease, engine, bundle, life.fatal)
+    worker, thread = assemble(settings, connection, subjects, lease, engine, bundle, life.fatal, network)
     thread.start()
+    await network.follow(connection, subjects, worker.record)
     await worker.start()
 
     async def end() -> None:
         await worker.drain()
         await worker.stop()
+        await network.stop()
         await loop.run_in_executor(None, thread.stop)
+        if engine.tiers is not None:
+            await loop.run_in_executor(None, engine.tiers.close)
 
     life.closing("worker", end, settings.drain_s + 5.0)
     if settings.metrics_port is not None:
@@ -142,16 +158,28 @@ def assemble(
     engine: Engine,
     bundle: Bundle,
     on_fatal: Callable[[str], None],
+    network: TierNetwork | None = None,
 ) -> tuple[WorkerLoop, EngineThread]:
     """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
-    lease.record = replace(lease.record, blocks=engine.pool.num_blocks, block_bytes=engine.runner.bytes_per_block)
     loops: list[WorkerLoop] = []  # the thread reports to the loop, the loop commands the thread
     thread = EngineThread(
         engine,
         lambda steps: loops[0].on_results(steps),
         asyncio.get_running_loop(),
         on_crash=lambda error: loops[0].on_crash(error),
+    )
+    data_plane: tuple[str, ...] = ()
+    if engine.tiers is not None:
+        engine.tiers.wake = thread.wake
+        if network is not None:
+            data_plane = network.listen(engine.tiers, thread)
+    lease.record = replace(
+        lease.record,
+        blocks=engine.pool.num_blocks,
+        block_bytes=engine.runner.bytes_per_block,
+        data_plane=data_plane,
+        kv_format=engine.runner.memory.kv_format,
     )
     loop = WorkerLoop(
         connection,
@@ -163,6 +191,7 @@ def assemble(
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),
         on_fatal,
+        network.remote if network is not None else None,
     )
     loops.append(loop)
     return loop, thread

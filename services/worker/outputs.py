@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, TierEvents, TokenLogprobs
+from kvproto.messages import FinishReason, Tier, TierEvents, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class SequenceStarted:
     cached_block_tokens: int
     queue_seconds: float
     choice: int = 0
+    restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from kvproto.errors import DeadlineExceeded, Draining, InvalidRequest, ModelNotF
 from kvproto.messages import GenerateRequest
 from kvproto.subjects import is_inbox
 from services.worker.sequence import SequenceSpec
+from services.worker.tiers.prospect import Prospect
 
 
 def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_ms: float) -> None:
@@ -43,6 +44,7 @@ def sequences_of(
     root: Root,
     tenant: str,
     deadline: float | None,
+    prospect: Prospect | None = None,
 ) -> Iterator[SequenceSpec]:
     """One per choice that is to be generated, each where an earlier attempt left it."""
     for choice in choices:
@@ -59,4 +61,6 @@ def sequences_of(
             priority=request.priority,
             deadline=deadline,
             choice=choice,
+            exact=request.exact,
+            prospect=prospect,
         )

@@ -13,10 +13,12 @@ the higher priority, so nobody is ever pushed out by whom he pushed out.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
-from services.worker.block_pool import BlockPool
+from services.worker.block_pool import BlockPool, Match
 from services.worker.block_tables import BlockTables
 from services.worker.precedence import level_of
 from services.worker.prompt_leaders import PromptLeaders
@@ -54,6 +56,10 @@ class Scheduler:
         self.pacer = StepPacer(token_budget, itl_target_s)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # sorted by rank
+        # What tiers below do: say whether a sequence whose turn it is waits for blocks to be brought, so many blocks
+        # being left to others; hear of who is about to give its blocks away.
+        self.claims: Callable[[Sequence, Match, int], bool] = lambda sequence, match, spare: False
+        self.on_preempt: Callable[[Sequence], None] = lambda sequence: None
         self._shares = TenantShares()
         self._next_deadline = float("inf")  # no earlier than this
 
@@ -64,10 +70,15 @@ class Scheduler:
         sequence.share = self._shares.enter(sequence.spec.tenant)
         self._wait(sequence)
 
+    def requeue(self, sequence: Sequence) -> None:
+        """What was brought for a sequence is on the device, or nothing more will come."""
+        self._wait(sequence)
+
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
         self._leave(sequence)
         sequence.state = State.PAUSED
+        sequence.restores = 0
 
     def finish(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         """Take a sequence out for good; what it computed stays cached."""
@@ -159,8 +170,9 @@ class Scheduler:
         while not self.tables.extend(sequence, 1):
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
-                self._fail(plan, sequence, self._out_of_memory(sequence))
-                return False
+                if self.pool.used == sum(block >= 0 for block in sequence.blocks):
+                    self._fail(plan, sequence, self._out_of_memory(sequence))
+                return False  # else blocks are being copied, and free soon
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -184,7 +196,7 @@ class Scheduler:
                     self._fail(plan, sequence, self._out_of_memory(sequence))
                     continue
                 served = self._admit(plan, sequence, leaders)
-                if served is sequence:
+                if served is sequence and _runs(sequence):
                     unplanned.add(id(sequence))
             if served is None:
                 room = False
@@ -193,7 +205,10 @@ class Scheduler:
                 self._plan_chunk(plan, served, allowance)
 
     def _admit(self, plan: StepPlan, sequence: Sequence, leaders: PromptLeaders) -> Sequence | None:
-        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room."""
+        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room.
+
+        One that waits for blocks from below leaves the queue, and its turn is over.
+        """
         if (leader := leaders.known(sequence)) is not None:
             return leader
         match = self.tables.match(sequence)
@@ -201,6 +216,10 @@ class Scheduler:
             return leader
         if not self.tables.fits(sequence, match, len(self.running)):
             return None
+        if self.tables.window is None and self.claims(sequence, match, len(self.running)):
+            self.waiting.remove(sequence)
+            sequence.state = State.RESTORING
+            return sequence
         self.waiting.remove(sequence)
         plan.copies += self.tables.hold(sequence, match)
         sequence.state = State.RUNNING
@@ -236,6 +255,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        self.on_preempt(sequence)
+        sequence.restores = 0
         self._withdraw(sequence)
         self._wait(sequence)
 
@@ -244,7 +265,7 @@ class Scheduler:
         plan.failed.append((sequence, error))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        if sequence.state in (State.WAITING, State.RUNNING):
+        if sequence.state in (State.WAITING, State.RESTORING, State.RUNNING):
             self._shares.leave(sequence.spec.tenant)
         self._withdraw(sequence, keep_tail=keep_tail)
 
@@ -264,14 +285,18 @@ class Scheduler:
             f"{tokens} tokens need {self.tables.at_once(tokens)} blocks, this worker has {self.pool.num_blocks}"
         )
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if queues, sequences and pool disagree."""
+    def check_integrity(self, others: Items[Items[int]] = ()) -> None:
+        """Raises AssertionError if queues, sequences and pool disagree; `others` hold blocks too."""
         self.waiting.check_integrity()
         assert all(sequence.state is State.RUNNING for sequence in self.running)
         assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
         assert len(self.running) <= self.slots
-        self.tables.check_integrity(self.running)
+        self.tables.check_integrity(self.running, others)
+
+
+def _runs(sequence: Sequence) -> bool:
+    return sequence.state is State.RUNNING
 
 
 def _draw(sequence: Sequence) -> Draw:

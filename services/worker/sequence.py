@@ -1,9 +1,12 @@
 """One request's tokens, blocks and state inside the engine. Pure; the engine thread owns it.
 
+restoring ◀──its turn comes, blocks in lower tiers are worth it── waiting
+    └─────────────────what came is on the device────────────────▶ waiting
+
 waiting ──admit──▶ running ──▶ finished
    ▲ ▲                │ │
    │ └───preempt──────┘ │
-   └──resume── paused ◀─┘ pause (from waiting too)
+   └──resume── paused ◀─┘ pause (from waiting and restoring too)
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
-from kvproto.messages import FinishReason, Sampling
+from kvproto.messages import FinishReason, Sampling, Tier
 from services.worker.content_index import common_prefix
 from services.worker.context_window import ContextWindow
 from services.worker.precedence import rank_of
 from services.worker.tenant_shares import Share
 from services.worker.text_stream import TextStream
+from services.worker.tiers.prospect import Prospect
 
 Key = tuple[str, int, int]  # request, attempt, choice
 
@@ -45,10 +49,13 @@ class SequenceSpec:
     priority: int = 0
     deadline: float | None = None
     choice: int = 0
+    exact: bool = False  # nothing lossy is used
+    prospect: Prospect | None = None  # what vaults and peers have of it
 
 
 class State(Enum):
     WAITING = auto()
+    RESTORING = auto()
     RUNNING = auto()
     PAUSED = auto()
     FINISHED = auto()
@@ -64,8 +71,9 @@ class Sequence:
 
     __slots__ = (
         "arrival", "banned", "blocks", "cached_tokens", "charged", "computed", "enqueued", "filled", "hashes",
-        "ids", "leader", "max_outputs", "num_outputs", "num_prompt", "passed", "penalised", "prompt_seen", "rank",
-        "root", "share", "shared", "siblings", "spec", "start", "started", "state", "stop_ids", "text", "window",
+        "ids", "leader", "lossy", "max_outputs", "num_outputs", "num_prompt", "passed", "penalised", "private",
+        "prompt_seen", "rank", "restored", "restores", "root", "share", "shared", "siblings", "spec", "start",
+        "started", "state", "stop_ids", "text", "window",
     )  # fmt: skip
 
     share: Share  # the tenant's, while it waits or runs
@@ -114,6 +122,10 @@ class Sequence:
         self.leader: Sequence | None = None  # who computes the first `shared` tokens, while this one waits for them
         self.shared = 0
         self.cached_tokens = 0
+        self.lossy = False  # some of its KV is, or was computed on such
+        self.private = False  # what it computes is not listed any more
+        self.restores = 0  # begun since it last ran
+        self.restored: dict[Tier, int] = {}  # tokens brought to the device for it
         self.started = False
         self.state = State.WAITING
 

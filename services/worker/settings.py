@@ -28,6 +28,18 @@ class WorkerSettings(ServiceSettings):
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto", description="KV on the device; int8 holds about twice the sequences"
     )
+    host_bytes: int | None = Field(
+        None, ge=0, description="host memory for KV blocks below the device; 0: none; default: from free memory"
+    )
+    host_memory_fraction: float = Field(0.1, gt=0, le=0.9, description="share of free host memory for KV blocks")
+    vault_codec: Literal["raw", "int8"] = Field(
+        "raw", description="how blocks are written to vaults; int8 takes a quarter of fp32 and is not exact"
+    )
+    data_plane_host: str = Field("127.0.0.1", description="address where peers fetch blocks")
+    data_plane_port: int = Field(0, ge=0, le=65535, description="its port; 0: any")
+    data_plane_ca: Path | None = Field(None, description="CA file: encrypt the data plane between machines")
+    data_plane_cert: Path | None = Field(None, description="this process's certificate for it")
+    data_plane_key: Path | None = Field(None, description="key of that certificate")
     attention: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="attention kernels; reference: plain torch"
     )

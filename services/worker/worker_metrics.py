@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvproto.connection import Connection
-from kvproto.messages import Load
-from kvservice.metrics import Reading
+from kvproto.messages import Load, Tier, TierLoad
+from kvservice.metrics import LabelledReader, Reading
 from services.worker.loop import WorkerLoop
 
 _LOAD = (
@@ -25,6 +25,51 @@ _LOAD = (
 )
 
 
+_TIERS = (Tier.HOST.value, Tier.VAULT.value, Tier.PEER.value)
+_TIER_LOAD = (
+    ("kvfleet_worker_tier_bytes", "memory that KV blocks take in the tier", "bytes_used"),
+    ("kvfleet_worker_tier_capacity_bytes", "memory that KV blocks may take in the tier", "bytes_total"),
+    ("kvfleet_worker_tier_blocks", "KV blocks with an address in the tier", "blocks"),
+    ("kvfleet_worker_tier_hit_tokens_total", "prompt tokens restored from the tier", "hit_tokens_total"),
+    ("kvfleet_worker_tier_restores_total", "restores that brought blocks from the tier", "restores_total"),
+    ("kvfleet_worker_tier_restored_bytes_total", "bytes restored from the tier", "restored_bytes_total"),
+    ("kvfleet_worker_tier_restore_seconds_total", "time that these restores took", "restore_seconds_total"),
+    ("kvfleet_worker_tier_offloaded_blocks_total", "blocks written to the tier", "offloaded_blocks_total"),
+    ("kvfleet_worker_tier_evictions_total", "blocks of the tier overwritten", "evictions_total"),
+)
+_FAILURES = (  # others exist once they happen
+    "late", "unwanted", "timeout", "gone", "given_up", "checksum", "format", "missing", "wrong", "quarantined",
+)  # fmt: skip
+
+
+def _tier_readings(loads: Callable[[], Mapping[str, TierLoad]]) -> list[Reading]:
+    """By tier, and failures by reason too; every worker has all tiers, some of them at 0."""
+
+    def known() -> dict[str, TierLoad]:
+        return {tier: TierLoad() for tier in _TIERS} | dict(loads())
+
+    def of_field(field: str) -> LabelledReader:
+        return lambda: {(tier,): float(getattr(load, field)) for tier, load in known().items()}
+
+    def failures() -> dict[tuple[str, ...], float]:
+        return {
+            (tier, reason): float(count)
+            for tier, load in known().items()
+            for reason, count in (dict.fromkeys(_FAILURES, 0) | load.failures_total).items()
+        }
+
+    assert all(field in TierLoad.__slots__ for _, _, field in _TIER_LOAD)
+    return [
+        *(Reading(name, text, labels=("tier",), read_labelled=of_field(field)) for name, text, field in _TIER_LOAD),
+        Reading(
+            "kvfleet_worker_tier_failures_total",
+            "blocks not had from the tier, or not in time",
+            labels=("tier", "reason"),
+            read_labelled=failures,
+        ),
+    ]
+
+
 def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
     def of_load(field: str) -> Callable[[], float]:
         return lambda: float(getattr(worker.heartbeat().load, field))
@@ -33,6 +78,7 @@ def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
     out = [Reading(name, text, of_load(field)) for name, text, field in _LOAD]
     return [
         *out,
+        *_tier_readings(lambda: worker.heartbeat().load.tiers),
         Reading(
             "kvfleet_worker_prefill_tokens_per_second",
             "measured",

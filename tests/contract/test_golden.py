@@ -98,6 +98,7 @@ MESSAGES: dict[str, Any] = {
     "snapshot_request": m.SnapshotRequest(m.Tier.HOST),
     "snapshot": m.Snapshot("e", 99, m.Tier.DEVICE, 0, 1, 2**63, b"".join(HASHES)),
     "admin_request": m.AdminRequest(m.AdminCommand.READ_KV, "public", (1, 2), 3),
+    "admin_request_of_several": m.AdminRequest(m.AdminCommand.ERASE, "public", (1, 2), 0, 0, "q", 262_144, True),
     "admin_reply": m.AdminReply(1, 2, b"\0\xff", "d", "not_found", "no such block"),
     "worker_stats": m.WorkerStats(RECORD, HEARTBEAT),
     "inspection": m.Inspection(21, (4, 5)),

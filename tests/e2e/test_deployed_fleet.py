@@ -29,6 +29,7 @@ USERS = {
     "KVF_INGRESS_PASSWORD": "ingress",
     "KVF_PLACEMENT_PASSWORD": "placement",
     "KVF_WORKER_PASSWORD": "worker",
+    "KVF_VAULT_PASSWORD": "vault",
     "KVF_PRODUCER_public_PASSWORD": "producer-public",
     "KVF_SYS_PASSWORD": "sys",
 }

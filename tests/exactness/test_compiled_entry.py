@@ -108,7 +108,7 @@ def test_all_that_is_compiled_counts() -> None:
     sources = {path: path.read_text() for path in compiled.SOURCES.rglob("*.py")}
     built = {path for path, text in sources.items() if re.search(r"^(from|import) numba", text, re.MULTILINE)}
     assert built <= counted
-    package = "services.worker.model"
+    package = "services.worker"
     for path in built:
         for module, name in re.findall(rf"^from {package}\.([\w.]+) import (\w+)", sources[path], re.MULTILINE):
             one = compiled.SOURCES / module.replace(".", "/")

@@ -15,7 +15,7 @@ from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
-from services.worker.bundle import read_bundle
+from services.worker.bundle import read_bundle, read_public_prefixes
 from services.worker.engine_factory import build_engine
 from services.worker.engine_thread import EngineThread
 from services.worker.loop import WorkerLoop
@@ -54,6 +54,8 @@ class FakeWorker:
         await self.loop.stop()
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
         await self.connection.close()
+        if (tiers := self.thread._engine.tiers) is not None:
+            await asyncio.get_running_loop().run_in_executor(None, tiers.close)
 
 
 class FakeFleet:
@@ -74,7 +76,14 @@ class FakeFleet:
             **{"blocks": 1024, "drain_s": 0.5, **settings},
         )
         name = chosen.served_model_name or "demo"
-        bundle = read_bundle(self.folder, name, load_format="auto", dtype="auto", block_size=chosen.block_size)
+        bundle = read_bundle(
+            self.folder,
+            name,
+            load_format="auto",
+            dtype="auto",
+            block_size=chosen.block_size,
+            public_prefixes=read_public_prefixes(chosen.public_prefixes_file),
+        )
         connection = await Connection.open(
             self.nats_url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
         )

@@ -27,7 +27,7 @@ IMPURE = {
 PURE = {
     *(f"kvproto.{name}" for name in (
         "ids", "messages", "codec", "codec_types", "subjects", "block_hash", "hash_ring", "errors", "affinity",
-        "fleet_view", "stream_assembly", "tenant_roots",
+        "fleet_view", "stream_assembly", "tenant_roots", "dataplane.block", "dataplane.wire",
     )),
     *(f"services.placement.{name}" for name in (
         "core", "actions", "events", "fleet", "bookings", "decider", "ledger", "metrics_aggregator",

@@ -62,6 +62,10 @@ class BlockHeader:
     def checksum_of(self, payload: Any) -> int:
         return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(self._fixed()))
 
+    def checking(self) -> Any:
+        """For bytes that come in pieces: `update` with each, then compare `intdigest()` with the checksum."""
+        return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(self._fixed()))
+
     def matches(self, payload: Any) -> bool:
         """Whether these are the bytes that were sealed. Whole bytes are read: outside of event loops only."""
         return self.checksum == self.checksum_of(payload)

@@ -6,4 +6,5 @@ nats_container   adapter: the server in a container (the only place that imports
 nats_process     the server as a child process, which tests may kill, stop and restart
 nats_binary      where the nats-server executable is
 nats_server      what both have in common
+slow_proxy       a bad network: slow, stalled, cut, flipping bits
 """

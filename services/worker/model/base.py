@@ -22,6 +22,38 @@ class Scored:
 Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
 
 
+class BlockMemory(Protocol):
+    """The bytes of a KV pool's blocks, for those who move whole blocks. From any thread, beside steps: who reads sees
+    to it that the block is full and stays, who writes that nobody else has it."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def kv_format(self) -> bytes:
+        """16 bytes: equal where blocks' bytes mean the same (`kvproto.dataplane.block`)."""
+
+    @property
+    def rows(self) -> tuple[int, int, str]:
+        """A block as rows of numbers: how many, of how many numbers each, and their dtype; int8: each has a scale."""
+
+    def host_memory(self, size: int) -> memoryview:
+        """Zero bytes on the host that blocks are copied to and from. Raises MemoryError."""
+
+    def view(self, block: int) -> memoryview | None:
+        """The block itself, writable; None where the host cannot address it."""
+
+    def read(self, block: int, target: memoryview) -> None:
+        """Copy out."""
+
+    def write(self, block: int, source: memoryview) -> None:
+        """Copy in; there when it returns."""
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        """These were written, by `write` or through `view`. Called by the thread that runs steps, before it uses
+        them."""
+
+
 class ModelRunner(Protocol):
     """A model and its KV pool. Called from one thread."""
 
@@ -62,6 +94,9 @@ class ModelRunner(Protocol):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one after the other in the given order."""
+
+    @property
+    def memory(self) -> BlockMemory: ...
 
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Any, Any]:
         """K and V `[tokens, kv_heads, head_dim]` of the first `tokens` tokens in `blocks`, copied."""

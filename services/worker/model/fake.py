@@ -17,9 +17,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
 from services.worker.model.base import Drawn, Scored
+from services.worker.model.vector.numbers import SCALE_BYTES
 from services.worker.step_plan import Draw, Slice
+from services.worker.tiers.host_memory import host_memory
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -31,6 +34,35 @@ def _value(token: int, position: int) -> int:
     mixed = ((token + 1) * _TOKEN ^ (position + 1) * _POSITION) & _MASK
     mixed ^= mixed >> 29
     return (mixed * _POSITION & _MASK) >> _VALUE_BITS
+
+
+class FakeMemory:
+    """See `BlockMemory`: the slots of a FakeRunner, as bytes."""
+
+    rows: tuple[int, int, str]
+
+    def __init__(self, slots: array[int], totals: list[int], block_size: int) -> None:
+        self.block_bytes = slots.itemsize * block_size
+        self.kv_format = kv_format(1, 1, 1, block_size, "fake")
+        self.rows = (block_size, slots.itemsize - SCALE_BYTES, "int8")
+        self._slots, self._totals, self._size = slots, totals, block_size
+        self._bytes = memoryview(slots).cast("B")
+
+    def host_memory(self, size: int) -> memoryview:
+        return host_memory(size)
+
+    def view(self, block: int) -> memoryview:
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def read(self, block: int, target: memoryview) -> None:
+        target[:] = self.view(block)
+
+    def write(self, block: int, source: memoryview) -> None:
+        self.view(block)[:] = source
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._totals[block] = self._slots[(block + 1) * self._size - 1]
 
 
 class FakeRunner:
@@ -66,6 +98,7 @@ class FakeRunner:
         self.bytes_per_block = self.bytes_per_slot * block_size
         self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
         self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
+        self.memory = FakeMemory(self.slots, self._totals, block_size)
         self._decode_seconds = 1 / tokens_per_s if tokens_per_s else 0.0
         self._prefill_seconds = 1 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
         self._step_seconds = step_seconds

@@ -7,10 +7,8 @@ one memcpy, one checksum, one socket write. A *run* is K or V of one (block, lay
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch import Tensor
 from kvproto.errors import OutOfMemory
 from services.worker.model.vector.memory import PagesAhead, huge_pages
 from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
+from services.worker.tiers.host_memory import host_free_bytes
 
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
 
@@ -137,15 +136,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    cgroup = Path("/sys/fs/cgroup")
-    limit, used = _lines(cgroup / "memory.max"), _lines(cgroup / "memory.current")
-    if limit and used and limit[0].isdigit():
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0)
+    return host_free_bytes()
 
 
 def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fraction: float) -> int:
@@ -155,10 +146,3 @@ def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fract
     if blocks < 1:
         raise OutOfMemory(f"{fraction:.0%} of {free / 2**30:.2f} GiB free memory holds no KV block")
     return blocks
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -17,6 +17,7 @@ from services.worker.model.attention.base import AttentionBackend
 from services.worker.model.attention.interface import STEP
 from services.worker.model.base import Drawn
 from services.worker.model.batch import Ints, RaggedBatch
+from services.worker.model.block_memory import PoolMemory
 from services.worker.model.kv_pool import KvPool, is_out_of_memory
 from services.worker.model.loader import LoadedModel
 from services.worker.model.sampler import sample
@@ -31,6 +32,7 @@ class TorchRunner:
         self._device = loaded.device
         self._backend = backend
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
+        self.memory = PoolMemory(self.pool)
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids

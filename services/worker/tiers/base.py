@@ -10,36 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvproto.dataplane.block import BlockHeader
 from kvproto.messages import Tier, TierLoad
+from services.worker.tiers.prospect import BlockName, Finding
+from services.worker.tiers.speed import LinkSpeed
 
-
-class BlockName(NamedTuple):
-    """A full block's content address and what it is made of. `ids` are u32 little-endian; `root` is the one that the
-    block is kept under: of a forked chain the public one for its first blocks."""
-
-    root: bytes
-    hash: bytes
-    parent: bytes
-    ids: bytes
-
-
-class LinkSpeed(NamedTuple):
-    """Measured: a fetch of n bytes takes about `latency_s + n / bytes_per_s`."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-@dataclass(slots=True)
-class Finding:
-    """How many blocks from the first asked for, without a gap, can be had where. Complete once `ready`."""
-
-    ready: bool = False
-    vault: int = 0
-    peer: int = 0
+__all__ = ["BlockName", "Finding", "Landing", "LinkSpeed", "Remote"]
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ from kvproto.messages import (
     Load,
     Started,
     State,
+    TierLoad,
     TokenLogprobs,
     Tokens,
     WorkerRecord,
@@ -87,6 +88,8 @@ class ScriptedWorker:
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
     admin: list[AdminRequest] = field(default_factory=list)
+    answers_admin: bool = True
+    tiers: dict[str, TierLoad] = field(default_factory=dict)
     sequences: list[tuple[int, ...]] = field(default_factory=list)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
@@ -139,7 +142,8 @@ class ScriptedWorker:
 
     async def _beat(self, record: WorkerRecord) -> None:
         while True:
-            load = Load(slots=8, running=len(self.running), prompt_tokens_total=100, hit_tokens_total=25)
+            running = len(self.running)
+            load = Load(slots=8, running=running, prompt_tokens_total=100, hit_tokens_total=25, tiers=self.tiers)
             beat = Heartbeat(self.id, record.epoch, State.READY, load)
             await self.connection.publish(self.subjects.heartbeat(self.id), codec.encode(beat))
             await asyncio.sleep(0.5)
@@ -199,14 +203,19 @@ class ScriptedWorker:
     async def _on_admin(self, message: Message) -> None:
         request = codec.decode(AdminRequest, message.data)
         self.admin.append(request)
+        if not self.answers_admin:
+            return
         if request.command is AdminCommand.BUNDLE:
             data = codec.encode(self.bundle)
         elif request.command is AdminCommand.INSPECT:
             known = max((_common(request.ids, one) for one in self.sequences), default=0)
-            data = codec.encode(Inspection(known, tuple(range(known // 16))))
+            data = codec.encode(Inspection(known, tuple(range(known // 16)), {"device": known, "host": known + 16}))
+        elif request.command is AdminCommand.ERASE:
+            self.sequences = [one for one in self.sequences if one != request.ids]
+            data = b""
         else:
             data = b"safetensors of layer %d of %d tokens" % (request.layer, len(request.ids))
-        parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+        parts = [data[i : i + PART_BYTES] for i in range(0, max(1, len(data)), PART_BYTES)]
         reply = AdminReply(request.part, len(parts), parts[request.part])
         await self.connection.publish(message.reply, codec.encode(reply))
 

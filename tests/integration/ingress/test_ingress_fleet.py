@@ -5,6 +5,8 @@ from __future__ import annotations
 from ingress_rig import Served, until
 from scripted_worker import ScriptedWorker
 
+from kvproto.messages import TierLoad
+
 
 async def test_workers_and_sums(served: Served, worker: ScriptedWorker) -> None:
     await until(lambda: served.client.members.view.workers["w1"].heartbeat is not None)
@@ -18,6 +20,17 @@ async def test_workers_and_sums(served: Served, worker: ScriptedWorker) -> None:
     assert (stats["workers"], stats["ready"], stats["models"]) == (1, 1, ["demo"])
     assert stats["load"]["slots"] == 8
     assert stats["hit_rate"] == 0.25
+
+
+async def test_tiers_of_workers_and_their_sums(served: Served, worker: ScriptedWorker) -> None:
+    worker.tiers = {"host": TierLoad(blocks=3, bytes_total=1000, failures_total={"late": 2})}
+    view = served.client.members.view
+    await until(lambda: (beat := view.workers["w1"].heartbeat) is not None and beat.load.tiers)
+    one = (await served.http.get("/workers")).json()["w1"]
+    stats = (await served.http.get("/stats")).json()
+    assert one["load"]["tiers"] == stats["load"]["tiers"]
+    host = stats["load"]["tiers"]["host"]
+    assert (host["blocks"], host["bytes_total"], host["failures_total"]) == (3, 1000, {"late": 2})
 
 
 async def test_metrics_are_there_from_the_start_and_count(served: Served) -> None:

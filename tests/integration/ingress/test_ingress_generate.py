@@ -7,10 +7,13 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
+from kvproto.messages import AdminCommand
 from kvproto.subjects import Subjects
+from services.ingress import session_blocks
 from services.ingress.config import SessionLimits
 from services.ingress.tenancy import hash_key
 
@@ -65,6 +68,7 @@ async def test_a_session_continues_with_its_tokens_cached(served: Served, worker
     about = (await served.http.get(f"/sessions/{seq_id}")).json()
     assert about["tokens"] == len(second.prompt_ids) + 4
     assert about["cached_tokens"] == about["tokens"]
+    assert about["workers"] == {"w1": {"device": about["tokens"], "host": about["tokens"] + 16}}
     assert about["turns"] == 2
     assert (about["worker_id"], about["address"]) == ("w1", "tcp://127.0.0.1:1")
     route = (await served.http.get(f"/kv/route/{seq_id}")).json()
@@ -138,7 +142,40 @@ async def test_sessions_are_deleted(served: Served) -> None:
     assert (await served.http.delete("/sessions/a%2Fb%20c")).json() == {"seq_id": "a/b c", "deleted": True}
     assert (await served.http.get("/sessions/a%2Fb%20c")).status_code == 404
     assert (await served.http.delete("/sessions/a%2Fb%20c")).status_code == 404
-    assert (await turn(served, "One", seq_id="a/b c"))[0]["cached_tokens"] > 0  # the worker's cache is its own
+    assert (await turn(served, "One", seq_id="a/b c"))[0]["cached_tokens"] == 0, "its blocks went with it"
+
+
+async def test_a_worker_that_does_not_answer_keeps_no_session(
+    served: Served, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ERASE_TIMEOUT_S", "FIND_TIMEOUT_S"):
+        monkeypatch.setattr(session_blocks, name, 0.1)
+    await turn(served, "One", seq_id="s")
+    worker.answers_admin = False
+    about = (await served.http.get("/sessions/s")).json()
+    assert (about["worker_id"], about["cached_tokens"], about["blocks"], about["workers"]) == (None, 0, [], {})
+    assert (await served.http.delete("/sessions/s")).json() == {"seq_id": "s", "deleted": True}
+    assert worker.admin[-1].command is AdminCommand.ERASE
+    assert (await served.http.get("/sessions/s")).status_code == 404
+
+
+async def test_only_workers_of_its_model_are_asked_about_a_session(
+    served: Served, nats_url: str, fleet_buckets: Subjects, worker: ScriptedWorker
+) -> None:
+    others = [
+        await ScriptedWorker.start(nats_url, fleet_buckets, "w2", demo_bundle("other")),
+        await ScriptedWorker.start(nats_url, fleet_buckets, "w3"),
+    ]
+    try:
+        await until(lambda: len(list(served.client.members.view.ready())) == 3)
+        await turn(served, "One", seq_id="s", model_name="demo")
+        assert sorted((await served.http.get("/sessions/s")).json()["workers"]) == ["w1", "w3"]
+        assert (await served.http.delete("/sessions/s")).status_code == 200
+        other, same = ({one.command for one in each.admin} for each in others)
+        assert AdminCommand.ERASE in same
+        assert not {AdminCommand.ERASE, AdminCommand.INSPECT} & other
+    finally:
+        await asyncio.gather(*(one.stop() for one in others))
 
 
 async def test_idle_sessions_expire(serving: Serve) -> None:

@@ -19,6 +19,7 @@ from kvproto.subjects import (
     INGRESS_INBOX,
     PLACEMENT_INBOX,
     PRODUCER_INBOX,
+    VAULT_INBOX,
     WORKER_INBOX,
     inbox_prefix,
 )
@@ -32,6 +33,7 @@ INBOXES = {
     "ingress": INGRESS_INBOX,
     "placement": PLACEMENT_INBOX,
     "worker": WORKER_INBOX,
+    "vault": VAULT_INBOX,
     "producer-public": f"{PRODUCER_INBOX}.public",
     "producer-acme": f"{PRODUCER_INBOX}.acme",
     "sys": PLACEMENT_INBOX,

@@ -16,9 +16,10 @@ import pytest_asyncio
 
 from kvproto.subjects import Subjects
 
-USERS = ("ingress", "placement", "worker", "producer-public", "producer-acme", "sys")
+USERS = ("ingress", "placement", "worker", "vault", "producer-public", "producer-acme", "sys")
 PRODUCERS = {"producer-public", "producer-acme"}
-MEMBER_READERS = {"ingress", "placement", "worker", *PRODUCERS}
+MEMBER_READERS = {"ingress", "placement", "worker", "vault", *PRODUCERS}
+KEY_READERS = {"worker", "vault"}
 NOBODY: set[str] = set()
 S = Subjects()
 
@@ -52,13 +53,13 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "kvf.worker.w1.unheard_of": (NOBODY, NOBODY),
     "kvf.worker.>": (NOBODY, NOBODY),
     # the state of the fleet
-    S.events("w1"): ({"worker"}, {"placement"}),
+    S.events("w1"): ({"worker", "vault"}, {"placement"}),
     S.events_all(): (NOBODY, {"placement"}),
     S.milestones("w1"): ({"worker"}, {"placement"}),
     S.milestones_all(): (NOBODY, {"placement"}),
-    S.heartbeat("w1"): ({"worker"}, MEMBER_READERS),
+    S.heartbeat("w1"): ({"worker", "vault"}, MEMBER_READERS),
     S.heartbeat_all(): (NOBODY, MEMBER_READERS),
-    S.blocks("w1"): ({"placement"}, {"worker"}),
+    S.blocks("w1"): ({"placement"}, {"worker", "vault"}),
     S.placement_stats(): ({"ingress"}, {"placement"}),
     S.placement_explain(): ({"ingress"}, {"placement"}),
     S.placement_bookings(): ({"placement"}, {"placement"}),
@@ -68,25 +69,29 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # inboxes
     "_ing.i1.b": ({"placement", "worker"}, {"ingress"}),
     "_ing.>": (NOBODY, {"ingress"}),
-    "_plc.p1.x": ({"worker"}, {"placement", "sys"}),
+    "_plc.p1.x": ({"worker", "vault"}, {"placement", "sys"}),
     "_plc.>": (NOBODY, {"placement", "sys"}),
     "_wrk.w1.x": ({"placement"}, {"worker"}),
+    "_wrk.>": (NOBODY, {"worker"}),
+    "_vlt.v1.x": (NOBODY, {"vault"}),
+    "_vlt.>": (NOBODY, {"vault"}),
     "_prd.public.a.x": ({"placement", "worker"}, {"producer-public"}),
     "_prd.public.>": (NOBODY, {"producer-public"}),
     "_prd.acme.a.x": ({"placement", "worker"}, {"producer-acme"}),
     "_prd.acme.>": (NOBODY, {"producer-acme"}),
     "_prd.*.a.x": (NOBODY, NOBODY),
     "_prd.>": (NOBODY, NOBODY),
-    "_adm.a.x": ({"placement", "worker"}, NOBODY),
+    "_adm.a.x": ({"placement", "worker", "vault"}, NOBODY),
     "_INBOX.x": (NOBODY, NOBODY),
     # records
     kv("members", "worker.w1"): ({"worker", "placement"}, NOBODY),
     kv("members", "placement.p1"): ({"placement"}, NOBODY),
     kv("members", "ingress.i1"): ({"ingress"}, NOBODY),
-    kv("members", "vault.v1"): (NOBODY, NOBODY),
+    kv("members", "vault.v1"): ({"vault"}, NOBODY),
     kv("sessions", "public.s"): ({"ingress"}, NOBODY),
     kv("sessions", "public.s.0"): ({"ingress"}, NOBODY),
     kv("keys", "k"): (NOBODY, NOBODY),
+    kv("keys", "dataplane.first"): (NOBODY, NOBODY),
     kv("keys", ">"): (NOBODY, NOBODY),
     # reading them
     api("STREAM.INFO", "members"): (MEMBER_READERS, NOBODY),
@@ -95,9 +100,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     api("STREAM.INFO", "sessions"): ({"ingress"}, NOBODY),
     api("DIRECT.GET", "sessions", ".$KV.kvf_sessions.public.s"): ({"ingress"}, NOBODY),
     api("CONSUMER.CREATE", "sessions"): ({"ingress"}, NOBODY),
-    api("STREAM.INFO", "keys"): ({"worker"}, NOBODY),
-    api("DIRECT.GET", "keys", ".$KV.kvf_keys.k"): ({"worker"}, NOBODY),
-    api("CONSUMER.CREATE", "keys"): ({"worker"}, NOBODY),
+    api("STREAM.INFO", "keys"): (KEY_READERS, NOBODY),
+    api("DIRECT.GET", "keys", ".$KV.kvf_keys.dataplane.first"): (KEY_READERS, NOBODY),
+    api("CONSUMER.CREATE", "keys"): (KEY_READERS, NOBODY),
     # changing what deployment made, or looking around
     **{
         api(verb, bucket): (NOBODY, NOBODY)
@@ -185,7 +190,7 @@ def test_table_covers_every_user(roles: Any) -> None:
 
 
 async def test_every_role_publishes_only_what_it_may(clients: dict[str, Client]) -> None:
-    """All refusals are those of the table: none missing, none too many, on 6 users."""
+    """All refusals are those of the table: none missing, none too many, on 7 users."""
     subjects = [subject for subject in TABLE if is_exact(subject)]
     for user in USERS:
         await clients[user].publish(subjects)

@@ -30,7 +30,8 @@ from kvproto.testing.nats_server import NatsServer
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
 S = Subjects()
-READERS = ("ingress", "placement", "worker", "producer-public", "producer-acme")
+KEY_READERS = ("worker", "vault")
+READERS = ("ingress", "placement", "worker", "vault", "producer-public", "producer-acme")
 
 
 def worker_record(worker: str, **changes: Any) -> WorkerRecord:
@@ -80,7 +81,9 @@ async def test_worker_keeps_its_lease(admin: Connection, connect_as: Any) -> Non
     assert (await bucket.get("worker.w1")).value is None
 
 
-@pytest.mark.parametrize(("user", "role"), [("ingress", Role.INGRESS), ("placement", Role.PLACEMENT)])
+@pytest.mark.parametrize(
+    ("user", "role"), [("ingress", Role.INGRESS), ("placement", Role.PLACEMENT), ("vault", Role.VAULT)]
+)
 async def test_members_without_blocks_keep_theirs(admin: Connection, connect_as: Any, user: str, role: Role) -> None:
     bucket = await Bucket.open(await connect_as(user), S.members_bucket)
     lease = Lease(bucket, member_record(role, "x1"))
@@ -135,9 +138,12 @@ async def test_ingress_owns_sessions(admin: Connection, connect_as: Any) -> None
     assert (await bucket.get("public.s")).value is None
 
 
-async def test_only_the_worker_reads_keys_and_only_the_admin_writes_them(admin: Connection, connect_as: Any) -> None:
+@pytest.mark.parametrize("reader", KEY_READERS)
+async def test_only_workers_and_vaults_read_keys_and_only_the_admin_writes_them(
+    admin: Connection, connect_as: Any, reader: str
+) -> None:
     await (await Bucket.open(admin, S.keys_bucket)).put("k", b"secret")
-    worker = await Bucket.open(await connect_as("worker"), S.keys_bucket)
+    worker = await Bucket.open(await connect_as(reader), S.keys_bucket)
     assert (await worker.get("k")).value == b"secret"
     watch = await worker.watch()
     assert [entry.value if entry else None async for entry in _first(watch.entries(), 2)] == [b"secret", None]
@@ -151,7 +157,7 @@ async def test_only_the_worker_reads_keys_and_only_the_admin_writes_them(admin: 
         with pytest.raises(Unavailable):
             await worker.put("k", b"mine")
 
-    await asyncio.gather(*(refused(user) for user in READERS if user != "worker"), cannot_write())
+    await asyncio.gather(*(refused(user) for user in READERS if user not in KEY_READERS), cannot_write())
     assert (await worker.get("k")).value == b"secret"
 
 

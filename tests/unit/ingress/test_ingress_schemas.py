@@ -86,6 +86,11 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"context_overflow": ["sliding"]}, "context_overflow"),
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": "x"}, "logprobs"),
+    ({"exact": 1}, "exact"),
+    ({"exact": 0.0}, "exact"),
+    ({"exact": "true"}, "exact"),
+    ({"exact": [True]}, "exact"),
+    ({"exact": {}}, "exact"),
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model"),
@@ -303,6 +308,16 @@ def test_every_route_reads_what_was_asked_of_sampling() -> None:
     assert one == replace(expected, n=1, temperature=1.0, top_p=1.0, top_k=0)
 
 
+def test_every_route_reads_whether_results_must_be_exact() -> None:
+    for said, meant in (({}, False), ({"exact": None}, False), ({"exact": False}, False), ({"exact": True}, True)):
+        for ask in (
+            read_chat(chat(**said)),
+            read_completion(completion(**said)),
+            read_generate({"prompt": "p", **said}),
+        ):
+            assert ask.exact is meant
+
+
 def test_log_probabilities_are_asked_for_in_each_routes_way() -> None:
     assert read_chat(chat(logprobs=True)).sampling.logprobs == 0
     assert read_chat(chat(logprobs=True, top_logprobs=20)).sampling.logprobs == 20
@@ -418,6 +433,7 @@ NAMES = st.sampled_from(
         "min_tokens",
         "best_of",
         "context_overflow",
+        "exact",
     ]
 )
 

@@ -84,6 +84,10 @@ class TestOffer:
         assert {name: getattr(sampling, name) for name in asked} == asked
         assert sampling.overflow is Overflow.SLIDING
 
+    def test_carries_whether_the_result_must_be_exact(self) -> None:
+        assert not offer(a_core("w1")).request.exact
+        assert offer(a_core("w1"), exact=True).request.exact
+
     def test_the_models_real_name_is_found_by_its_token(self) -> None:
         core = a_core()
         core.handle(WorkerJoined(a_record("w1", model="org/model")), 0.0)

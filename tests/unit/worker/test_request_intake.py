@@ -41,3 +41,11 @@ def test_one_choice_goes_on_as_it_always_did() -> None:
     request = replace(REQUEST, output_ids=(5,), text_sent=1)
     (spec,) = sequences_of(request, (0,), prompt_ids=(1, 2), root=ROOT, tenant="t", deadline=None)
     assert (spec.choice, spec.output_ids, spec.text_sent) == (0, (5,), 1)
+
+
+def test_every_choice_is_exact_if_the_request_is() -> None:
+    several = replace(REQUEST, sampling=Sampling(9, n=2))
+    for exact in (False, True):
+        asked = replace(several, exact=exact)
+        specs = list(sequences_of(asked, (0, 1), prompt_ids=(1, 2), root=ROOT, tenant="t", deadline=None))
+        assert [spec.exact for spec in specs] == [exact, exact]

@@ -15,8 +15,15 @@ from numba import cfunc, types
 
 from kvservice.kernel_cache import results_folder
 
-SOURCES = Path(__file__).parent.parent
-KERNELS = ("vector", "linear", "fused", "sampling", "attention/cpu")  # folders whose code is compiled
+SOURCES = Path(__file__).parents[2]
+KERNELS = (  # folders whose code is compiled
+    "model/vector",
+    "model/linear",
+    "model/fused",
+    "model/sampling",
+    "model/attention/cpu",
+    "tiers/codecs",
+)
 
 
 @dataclass(frozen=True, slots=True)

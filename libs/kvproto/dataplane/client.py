@@ -1,0 +1,307 @@
+"""The asking end of the data plane: one connection, one request at a time.
+
+Any DataPlaneError ends the connection: what was agreed on its bytes no longer holds. What became of each block is data
+in the answer, not an error.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvproto.block_hash import HASH_BYTES
+from kvproto.dataplane import handshake
+from kvproto.dataplane.addresses import Address, TcpAddress, candidates, connected
+from kvproto.dataplane.block import BlockHeader
+from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
+from kvproto.dataplane.keys import Key, KeyRing
+from kvproto.dataplane.link import Link
+from kvproto.dataplane.wire import (
+    MAX_BLOCKS,
+    MAX_ECHO_BYTES,
+    MAX_TIMEOUT_MS,
+    Body,
+    Echo,
+    Echoed,
+    End,
+    Erase,
+    Erased,
+    Failure,
+    Get,
+    GetStatus,
+    Has,
+    Held,
+    Message,
+    Part,
+    Put,
+    PutStatus,
+    Stop,
+    Taken,
+    Wanted,
+    frame,
+)
+from kvproto.errors import InvalidRequest
+
+__all__ = ["DataPlaneClient", "GetStatus", "PutStatus"]
+
+Sink = Callable[[int, BlockHeader], memoryview | None]
+OnBlock = Callable[[int, BlockHeader, memoryview], bool]
+M = TypeVar("M", bound=Message)
+
+_DRAIN_S = 0.25  # how long a stopped Get may still bring blocks before the connection is ended instead
+
+
+class DataPlaneClient:
+    """A connection that both ends have proven themselves on. Used by one thread at a time; `abort` by any.
+
+    Deadlines are of `time.monotonic()`, for the whole operation. All operations raise PeerTimeout, PeerGone or
+    ProtocolError, and then, and only then or after a stopped `get`, the connection is `closed`.
+    """
+
+    def __init__(self, link: Link, address: str) -> None:
+        """Of a link that is authenticated: see `connect`."""
+        self._link = link
+        self.address = address
+        self.closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Iterable[str],
+        keyring: KeyRing,
+        *,
+        identity: str,
+        expect: str,
+        same_host: bool,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = 2.0,
+    ) -> DataPlaneClient:
+        """By a Unix socket that is there if the peer is on this host, else TCP; the next address if one fails.
+
+        Begins with the newest key; a server that does not know it yet is tried with the others. Raises
+        HandshakeRefused, PeerTimeout, PeerGone; Unavailable without keys; InvalidRequest for what is no address.
+        """
+        deadline = time.monotonic() + timeout_s
+        keyring.current()  # without keys there is nothing to try
+        failure: DataPlaneError = PeerGone(f"{expect} has no address that can be reached from here")
+        for address in candidates(addresses, same_host=same_host):
+            for key in keyring.newest_first():
+                try:
+                    link = _opened(address, key, identity, expect, tls, deadline)
+                    return cls(link, str(address))
+                except DataPlaneError as error:
+                    failure = error
+                    if not (isinstance(error, HandshakeRefused) and error.reason == "unknown_key"):
+                        break
+        raise failure
+
+    # ------------------------------------------------------------------ operations
+
+    def get(
+        self, root: bytes, hashes: Sequence[bytes], exact: bool, sink: Sink, on_block: OnBlock, deadline: float
+    ) -> list[GetStatus]:
+        """Fetch blocks of one root, in the order asked for. `exact`: no lossy ones.
+
+        `sink(i, header)` says where block i goes, writable and of `header.length` bytes, or None to skip it; the
+        header is that of the root and hash asked for. `on_block(i, header, bytes)` is called when it has arrived whole
+        and its checksum is right; False means that no further block is wanted: this and all later ones are REFUSED,
+        and the connection may be `closed` afterwards, when ending it is cheaper than receiving the rest.
+        """
+        _check(root, hashes)
+        statuses = [GetStatus.MISSING] * len(hashes)
+        with self._operation(deadline):
+            self._send(Get(_ms(deadline), root, tuple(hashes), exact), deadline)
+            at = 0
+            while (part := self._part(hashes[at:], deadline)) is not None:
+                headers, length = part
+                for index, header in enumerate(headers, at):
+                    if header is None:
+                        continue
+                    length -= header.length
+                    if header.root != root or header.hash != hashes[index]:
+                        self._link.skip(header.length, deadline)
+                        statuses[index] = GetStatus.CORRUPT
+                        continue
+                    statuses[index], go_on = self._take(index, header, sink, on_block, deadline)
+                    if not go_on:
+                        statuses[index:] = [GetStatus.REFUSED] * (len(hashes) - index)
+                        self._stop(length, deadline)
+                        return statuses
+                at += len(headers)
+        return statuses
+
+    def _part(self, left: Sequence[bytes], deadline: float) -> tuple[Sequence[BlockHeader | None], int] | None:
+        """Headers of the next blocks and the length of their bytes, which follow; None at the end."""
+        message, length = self._receive(deadline)
+        if isinstance(message, End):
+            return None
+        part = _expected(message, Part)
+        if not 0 < len(part.headers) <= len(left) or length != sum(h.length for h in part.headers if h is not None):
+            raise ProtocolError("a Part is not what was asked for")
+        return part.headers, length
+
+    def _take(
+        self, index: int, header: BlockHeader, sink: Sink, on_block: OnBlock, deadline: float
+    ) -> tuple[GetStatus, bool]:
+        """Receive one block's bytes; False to stop."""
+        room = sink(index, header)
+        if room is None:
+            self._link.skip(header.length, deadline)
+            return GetStatus.REFUSED, True
+        view = room.cast("B")
+        if len(view) != header.length:
+            raise InvalidRequest(f"a sink of {len(view)} bytes for a block of {header.length}")
+        if not self._link.receive_block(header, view, deadline):
+            return GetStatus.CORRUPT, True
+        return (GetStatus.OK, True) if on_block(index, header, view) else (GetStatus.REFUSED, False)
+
+    def _stop(self, length: int, deadline: float) -> None:
+        """Say so, and receive what is on its way; if that takes long, end the connection instead. Never raises."""
+        until = min(deadline, time.monotonic() + _DRAIN_S)
+        try:
+            self._send(Stop(), until)
+            self._link.skip(length, until)
+            while True:
+                message, length = self._receive(until)
+                if isinstance(message, End):
+                    return
+                _expected(message, Part)
+                self._link.skip(length, until)
+        except DataPlaneError:
+            self.close()
+
+    def put(self, root: bytes, blocks: Sequence[tuple[BlockHeader, memoryview]], deadline: float) -> list[PutStatus]:
+        """Offer blocks of one root; only those that the server wants are sent. Headers are sealed already."""
+        headers = tuple(header for header, _ in blocks)
+        _check(root, [header.hash for header in headers])
+        payloads = [memoryview(payload).cast("B") for _, payload in blocks]
+        for header, payload in zip(headers, payloads, strict=True):
+            if header.root != root or header.length != len(payload):
+                raise InvalidRequest("a block of another root or length than its header says")
+        statuses: list[PutStatus] = []
+        with self._operation(deadline):
+            self._send(Put(_ms(deadline), root, headers), deadline)
+            while len(statuses) < len(blocks):
+                wanted = _expected(self._receive(deadline)[0], Wanted)
+                batch = range(len(statuses), len(statuses) + len(wanted.statuses))
+                if not batch or batch.stop > len(blocks):
+                    raise ProtocolError("more or fewer blocks are wanted than were offered")
+                sent = [payloads[at] for at, why in zip(batch, wanted.statuses, strict=True) if why is None]
+                if sent:
+                    self._link.send([frame(Body(), sum(map(len, sent))), *sent], deadline)
+                taken = _expected(self._receive(deadline)[0], Taken)
+                if len(taken.statuses) != len(batch):
+                    raise ProtocolError("not the status of each block")
+                statuses += taken.statuses
+        return statuses
+
+    def has(self, root: bytes, hashes: Sequence[bytes], exact: bool, deadline: float) -> list[bool]:
+        """Which blocks are there; `exact`: lossy ones do not count."""
+        _check(root, hashes)
+        with self._operation(deadline):
+            self._send(Has(_ms(deadline), root, tuple(hashes), exact), deadline)
+            held = _expected(self._receive(deadline)[0], Held)
+            if len(held.flags) != len(hashes):
+                raise ProtocolError("not an answer for each block")
+            return list(held.flags)
+
+    def erase(self, root: bytes, hashes: Sequence[bytes], deadline: float) -> int:
+        """Have blocks forgotten; how many were there."""
+        _check(root, hashes)
+        with self._operation(deadline):
+            self._send(Erase(_ms(deadline), root, tuple(hashes)), deadline)
+            return _expected(self._receive(deadline)[0], Erased).count
+
+    def echo(self, nbytes: int, deadline: float) -> float:
+        """Seconds until the server has sent so many bytes, at most 4 MiB: with few and many, what the link can do."""
+        if not 0 <= nbytes <= MAX_ECHO_BYTES:
+            raise InvalidRequest(f"0 to {MAX_ECHO_BYTES} bytes, got {nbytes}")
+        with self._operation(deadline):
+            began = time.monotonic()
+            self._send(Echo(_ms(deadline), nbytes), deadline)
+            message, length = self._receive(deadline)
+            _expected(message, Echoed)
+            if length != nbytes:
+                raise ProtocolError("an echo of another length")
+            self._link.skip(length, deadline)
+            return time.monotonic() - began
+
+    def abort(self) -> None:
+        """Any thread: an operation that is running raises PeerGone at once."""
+        self._link.abort()
+
+    def has_ended(self) -> bool:
+        """Whether this connection is of no further use; between operations, when nothing is due to arrive but its end.
+        Costs a few microseconds."""
+        return self.closed or self._link.has_arrived()
+
+    def close(self) -> None:
+        """May be called again."""
+        self.closed = True
+        self._link.close()
+
+    # ------------------------------------------------------------------ frames
+
+    def _operation(self, deadline: float) -> _Operation:
+        if self.closed:
+            raise PeerGone("this connection is closed")
+        if deadline <= time.monotonic():
+            raise PeerTimeout("the deadline has passed already")  # nothing was sent: the connection stays
+        return _Operation(self)
+
+    def _send(self, message: Message, deadline: float) -> None:
+        self._link.send([frame(message)], deadline)
+
+    def _receive(self, deadline: float) -> tuple[Message, int]:
+        """A message and the length of its body. Raises ProtocolError for a Failure."""
+        message, length = self._link.receive_message(deadline)
+        if isinstance(message, Failure):
+            raise ProtocolError(f"the server ends the connection: {message.text}", reason=message.reason)
+        return message, length
+
+
+def _expected(message: Message, kind: type[M]) -> M:
+    if not isinstance(message, kind):
+        raise ProtocolError(f"{type(message).__name__} in place of {kind.__name__}")
+    return message
+
+
+class _Operation:
+    """Whatever interrupts an operation, of this end or the other, closes the connection: its bytes are out of step."""
+
+    def __init__(self, client: DataPlaneClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            self._client.close()
+
+
+def _opened(
+    address: Address, key: Key, identity: str, expect: str, tls: ssl.SSLContext | None, deadline: float
+) -> Link:
+    link = Link(connected(address, deadline))
+    try:
+        if tls is not None and isinstance(address, TcpAddress):
+            link.start_tls(tls, deadline, server_name=address.host)
+        handshake.ask(link, key, identity=identity, expect=expect, deadline=deadline)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _check(root: bytes, hashes: Sequence[bytes]) -> None:
+    if len(hashes) > MAX_BLOCKS:
+        raise InvalidRequest(f"at most {MAX_BLOCKS} blocks a request, got {len(hashes)}")
+    if any(len(each) != HASH_BYTES for each in (root, *hashes)):
+        raise InvalidRequest(f"roots and hashes have {HASH_BYTES} bytes")
+
+
+def _ms(deadline: float) -> int:
+    return max(1, min(MAX_TIMEOUT_MS, int((deadline - time.monotonic()) * 1000)))

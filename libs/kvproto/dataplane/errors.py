@@ -1,0 +1,49 @@
+"""What can go wrong between two ends of the data plane: a branch of `kvproto.errors`. Plain.
+
+DataPlaneError            503  this connection is of no further use; another may be
+├── HandshakeRefused      401  one of both could not prove itself, or is not who was expected; `reason` is a label
+├── PeerTimeout           504  the operation's deadline passed
+├── PeerGone              503  the connection ended, or could not be made
+└── ProtocolError         502  bytes that are no frame of this protocol, or more than was agreed; `reason` is a label
+"""
+
+from __future__ import annotations
+
+from kvproto.errors import KvfleetError
+
+
+class DataPlaneError(KvfleetError):
+    code = "data_plane"
+    http_status = 503
+    retryable = True
+
+
+class HandshakeRefused(DataPlaneError):
+    """`reason`: unknown_key, no_key, bad_proof, server_proof, identity, version, busy, malformed, tls, ..."""
+
+    code = "data_plane_refused"
+    http_status = 401
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class PeerTimeout(DataPlaneError):
+    code = "data_plane_timeout"
+    http_status = 504
+
+
+class PeerGone(DataPlaneError):
+    code = "data_plane_gone"
+
+
+class ProtocolError(DataPlaneError):
+    """`reason`: malformed, too_large, store, key_withdrawn."""
+
+    code = "data_plane_protocol"
+    http_status = 502
+
+    def __init__(self, message: str, *, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason

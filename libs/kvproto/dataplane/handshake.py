@@ -1,0 +1,71 @@
+"""Both ends prove that they hold a key, over a fresh link. See `wire` for the bytes and what they protect against.
+
+client: none ──Hello──▶ asked ──Reply, proof right──▶ proven ──WELCOME──▶ authenticated
+server: none ──Hello──▶ heard ──proof right──▶ authenticated
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+
+from kvproto.dataplane import wire
+from kvproto.dataplane.errors import HandshakeRefused
+from kvproto.dataplane.keys import Key, KeyRing
+from kvproto.dataplane.link import Link
+from kvproto.dataplane.wire import Hello, Reply, Verdict
+
+
+def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) -> None:
+    """The client's side. Raises HandshakeRefused, PeerTimeout, PeerGone."""
+    hello = Hello(wire.VERSION, key.id, identity, expect, secrets.token_bytes(wire.NONCE_BYTES)).packed()
+    link.send([hello], deadline)
+    data = link.receive(wire.REPLY_BYTES, deadline)
+    reply, proof = wire.unpack_reply(data)
+    _check_verdict(reply.verdict, reply.version, expect)
+    packed = data[: -wire.PROOF_BYTES]
+    if not hmac.compare_digest(proof, wire.server_proof(key.secret, hello, packed)):
+        raise HandshakeRefused(f"who answers for {expect} does not hold the key {key.id}", reason="server_proof")
+    if reply.identity != expect:
+        raise HandshakeRefused(f"{reply.identity} answers where {expect} was expected", reason="identity")
+    link.send([wire.client_proof(key.secret, hello, packed)], deadline)
+    _check_verdict(link.receive(1, deadline)[0], reply.version, expect)
+
+
+def _check_verdict(verdict: int, version: int, expect: str) -> None:
+    if verdict != Verdict.WELCOME:
+        reason = Verdict(verdict).reason if verdict in set(Verdict) else "malformed"
+        detail = f" (it speaks version {version}, this client {wire.VERSION})" if verdict == Verdict.VERSION else ""
+        raise HandshakeRefused(f"{expect} refuses: {reason}{detail}", reason=reason)
+
+
+def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool], deadline: float) -> Hello:
+    """The server's side: who it is. `admit` is asked once the client has proven itself; False: there is no room.
+
+    Raises HandshakeRefused (the client has been told why), PeerTimeout, PeerGone.
+    """
+    data = link.receive(wire.HELLO_BYTES, deadline)
+    hello = wire.unpack_hello(data)
+    secret = ring.get(hello.key_id)
+    verdict = Verdict.WELCOME
+    if hello.version != wire.VERSION:
+        verdict = Verdict.VERSION
+    elif secret is None:
+        verdict = Verdict.UNKNOWN_KEY
+    elif hello.expect != identity:
+        verdict = Verdict.IDENTITY
+    reply = Reply(wire.VERSION, verdict, identity, secrets.token_bytes(wire.NONCE_BYTES)).packed()
+    if secret is None or verdict != Verdict.WELCOME:
+        link.send([reply, bytes(wire.PROOF_BYTES)], deadline)
+        raise HandshakeRefused(f"{hello.identity!r} was refused: {verdict.reason}", reason=verdict.reason)
+    link.send([reply, wire.server_proof(secret, data, reply)], deadline)
+    proof = link.receive(wire.PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, wire.client_proof(secret, data, reply)):
+        verdict = Verdict.BAD_PROOF
+    elif not admit():
+        verdict = Verdict.BUSY
+    link.send([bytes([verdict])], deadline)
+    if verdict != Verdict.WELCOME:
+        raise HandshakeRefused(f"{hello.identity!r} was refused: {verdict.reason}", reason=verdict.reason)
+    return hello

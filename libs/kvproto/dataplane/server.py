@@ -1,0 +1,261 @@
+"""Loop: the listener of a worker or a vault. One thread accepts, and each connection has a thread of its own.
+
+Threads and blocking sockets rather than an event loop: receiving and sending let go of the interpreter, and nothing
+that is slow here can delay a step or a heartbeat. `DataPlaneServer` owns them all and ends them in `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import ssl
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from kvproto.dataplane import addresses, handshake
+from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
+from kvproto.dataplane.keys import KeyRing
+from kvproto.dataplane.link import Link
+from kvproto.dataplane.serving import BlockStore, Connection, Limits, Served
+from kvproto.dataplane.tally import Counters, Tally
+from kvproto.dataplane.wire import IDENTITY_BYTES, Failure, Hello, frame, padded
+
+__all__ = ["BlockStore", "Counters", "DataPlaneServer", "Limits", "Served"]
+
+log = logging.getLogger(__name__)
+
+_SAY_AGAIN_S = 10.0
+_LAST_WORD_S = 0.5
+
+
+class DataPlaneServer:
+    """Serves a store on TCP, a Unix socket, or both.
+
+    `identity`: whom clients expect here, 1 to 64 bytes. `tls` is for TCP alone: a Unix socket is its owner's. All
+    methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        keyring: KeyRing,
+        identity: str,
+        *,
+        tcp: tuple[str, int] | None = None,
+        unix_path: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        padded("identity", identity, IDENTITY_BYTES)
+        self._store = store
+        self._keyring = keyring
+        self._identity = identity
+        self._tcp = tcp
+        self._unix_path = unix_path
+        self._tls = tls
+        self._limits = limits or Limits()
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        self._addresses: tuple[addresses.Address, ...] = ()
+        self._strangers: dict[threading.Thread, Link] = {}  # in their handshake, oldest first
+        self._ending: dict[threading.Thread, Link] = {}  # strangers that made room for others
+        self._clients: dict[threading.Thread, Link] = {}
+        self._closing = False
+        self._wake: tuple[socket.socket, socket.socket] | None = None  # a byte in the first ends the accepting thread
+        self._accepting = threading.Thread(target=self._accept, name=f"dataplane-{identity}", daemon=True)
+        self._said_at = -_SAY_AGAIN_S
+
+    def start(self) -> None:
+        """Returns when clients can connect. Raises Unavailable naming the address that cannot be had."""
+        bound: list[addresses.Address] = []
+        try:
+            if self._unix_path is not None:
+                sock, unix = addresses.listening_unix(self._unix_path)
+                self._listeners.append(sock)
+                bound.append(unix)
+            if self._tcp is not None:
+                sock, tcp = addresses.listening_tcp(*self._tcp)
+                self._listeners.append(sock)
+                bound.append(tcp)
+        except BaseException:
+            self._stop_listening()
+            raise
+        self._addresses = tuple(bound)
+        self._wake = socket.socketpair()
+        self._accepting.start()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """`unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port that was
+        really bound."""
+        return tuple(map(str, self._addresses))
+
+    @property
+    def counters(self) -> Counters:
+        with self._lock:
+            counters = self._tally.read()
+            links = [*self._strangers.values(), *self._ending.values(), *self._clients.values()]
+            open_connections = len(self._clients)
+        return replace(
+            counters,
+            open_connections=open_connections,
+            bytes_in=counters.bytes_in + sum(link.bytes_in for link in links),
+            bytes_out=counters.bytes_out + sum(link.bytes_out for link in links),
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop listening, end all connections and wait for their threads. May be called again."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            threads = [*self._strangers, *self._ending, *self._clients]
+            links = [*self._strangers.values(), *self._clients.values()]
+        if self._wake is not None:
+            self._wake[0].send(b"x")
+        for link in links:
+            link.abort()
+        until = time.monotonic() + timeout_s
+        if self._accepting.ident is not None:
+            threads.append(self._accepting)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        self._stop_listening()
+        for sock in self._wake or ():
+            sock.close()
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            path = listener.getsockname() if listener.family == socket.AF_UNIX else None
+            listener.close()
+            if path:
+                with contextlib.suppress(OSError):
+                    Path(path).unlink()
+        self._listeners = []
+
+    # ------------------------------------------------------------------ accepting
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        by_number = {listener.fileno(): listener for listener in self._listeners}
+        assert self._wake is not None
+        for number in (*by_number, self._wake[1].fileno()):
+            poll.register(number, select.POLLIN)
+        for listener in self._listeners:
+            listener.setblocking(False)
+        while not self._closing:
+            for number, _ in poll.poll():
+                if number in by_number:
+                    self._take(by_number[number])
+
+    def _take(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:  # gone again, or no file descriptor left: the next may be had
+            if not isinstance(error, BlockingIOError | ConnectionAbortedError):
+                self._say("cannot accept: %s", error)
+                time.sleep(0.05)
+            return
+        if sock.family != socket.AF_UNIX:
+            addresses.tune(sock)
+        link = Link(sock)
+        thread = threading.Thread(target=self._run, args=(link,), name=f"dataplane-{self._identity}-c", daemon=True)
+        with self._lock:
+            if self._closing:
+                sock.close()
+                return
+            if len(self._strangers) >= self._limits.handshakes:
+                # A genuine client needs a millisecond: strangers that sit here do not shut it out.
+                oldest = next(iter(self._strangers))
+                self._ending[oldest] = self._strangers.pop(oldest)
+                self._ending[oldest].abort()
+            self._strangers[thread] = link
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._say("cannot start a thread: %s", error)
+            self._forget(thread)
+            link.close()
+
+    # ------------------------------------------------------------------ one connection, on its thread
+
+    def _run(self, link: Link) -> None:
+        try:
+            hello = self._authenticated(link)
+            if hello is not None:
+                self._serve(link, hello)
+        finally:
+            self._forget(threading.current_thread())
+            link.close()
+
+    def _authenticated(self, link: Link) -> Hello | None:
+        until = time.monotonic() + self._limits.handshake_s
+        try:
+            if self._tls is not None and not link.is_local:
+                link.start_tls(self._tls, until)
+            return handshake.answer(link, self._keyring, identity=self._identity, admit=self._admit, deadline=until)
+        except HandshakeRefused as error:
+            self._refuse(error.reason, str(error))
+        except PeerTimeout:
+            self._refuse("timeout", "a connection did not prove itself in time")
+        except PeerGone:
+            self._refuse("gone", "a connection ended in its handshake")
+        return None
+
+    def _admit(self) -> bool:
+        me = threading.current_thread()
+        with self._lock:
+            if self._closing or len(self._clients) >= self._limits.connections or me not in self._strangers:
+                return False
+            self._clients[me] = self._strangers.pop(me)
+        self._tally.add(connections=1)
+        return True
+
+    def _serve(self, link: Link, hello: Hello) -> None:
+        def still_trusted() -> bool:
+            return self._keyring.get(hello.key_id) is not None
+
+        try:
+            Connection(link, self._store, self._tally, self._limits, still_trusted).serve()
+        except ProtocolError as error:
+            self._tally.add(malformed=error.reason != "key_withdrawn")
+            self._say("%s: %s", hello.identity, error)
+            self._last_word(link, error.reason, str(error))
+        except PeerTimeout as error:
+            self._tally.add(timeouts=1)
+            log.debug("%s: %s", hello.identity, error)
+        except DataPlaneError as error:
+            log.debug("%s: %s", hello.identity, error)
+        except Exception:  # a thread's top: a store's fault ends this connection, not the listener
+            self._tally.add(store_failures=1)
+            log.exception("serving %s failed", hello.identity)
+            self._last_word(link, "store", "the store failed")
+
+    def _last_word(self, link: Link, reason: str, text: str) -> None:
+        with contextlib.suppress(DataPlaneError):
+            link.send([frame(Failure(reason, text))], time.monotonic() + _LAST_WORD_S)
+
+    def _forget(self, thread: threading.Thread) -> None:
+        with self._lock:
+            for links in (self._strangers, self._ending, self._clients):
+                link = links.pop(thread, None)
+                if link is not None:
+                    self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
+
+    def _refuse(self, reason: str, text: str) -> None:
+        self._tally.refuse(reason)
+        if reason != "gone":
+            self._say("handshake: %s", text)
+
+    def _say(self, text: str, *values: object) -> None:
+        """Not more often than every 10 s: whoever can connect can make this happen."""
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_AGAIN_S:
+            self._said_at = now
+            log.warning("data plane %s: " + text, self._identity, *values)  # noqa: G003

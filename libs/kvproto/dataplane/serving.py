@@ -1,0 +1,252 @@
+"""One authenticated connection, served: requests in turn, blocks in batches. Runs on the connection's own thread.
+
+Memory is bounded by the batch: of a Get one batch of blocks is held at a time, of a Put one batch of reservations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvproto.dataplane.block import BlockHeader
+from kvproto.dataplane.errors import ProtocolError
+from kvproto.dataplane.link import Link
+from kvproto.dataplane.tally import Tally
+from kvproto.dataplane.wire import (
+    MAX_BLOCKS,
+    Body,
+    Echo,
+    Echoed,
+    End,
+    Erase,
+    Erased,
+    Get,
+    Has,
+    Held,
+    Part,
+    Put,
+    PutStatus,
+    Request,
+    Stop,
+    Taken,
+    Wanted,
+    frame,
+)
+
+_FIRST_BATCH_BLOCKS = 4  # of a Get, until it is known how large blocks are
+_MOST_BATCH_BLOCKS = 512
+_GRACE_S = 0.5  # after its deadline the client ends the connection; if not, this end does
+_ECHO = memoryview(bytes(256 * 1024))
+
+
+class Served(Protocol):
+    """Blocks in the order asked for; None: not there. `release` is called once, when their bytes are sent or never
+    will be."""
+
+    @property
+    def blocks(self) -> Sequence[tuple[BlockHeader, memoryview] | None]: ...
+
+    def release(self) -> None: ...
+
+
+class BlockStore(Protocol):
+    """What a listener serves. Called on connection threads, many at once."""
+
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> Served:
+        """`exact`: lossy blocks are not there. A request comes in several calls, a batch of its hashes each."""
+
+    def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]: ...
+
+    def reserve(self, header: BlockHeader) -> memoryview | None:
+        """Writable room for the payload of a block that is not there; None: not wanted. `header.length` is what a
+        stranger claims: it is the store that says how much is too much. Then `commit` or `abandon`, exactly once."""
+
+    def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
+        """The payload is complete and its checksum right. False: not stored after all."""
+
+    def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
+        """The connection ended, or the checksum was wrong."""
+
+    def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
+        """How many were there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a listener. Times in seconds."""
+
+    connections: int = 128
+    handshakes: int = 32  # connections that have not proven themselves yet; the oldest is ended for a further one
+    handshake_s: float = 2.0
+    idle_s: float = 600.0  # an authenticated connection that asks nothing
+    request_s: float = 120.0  # the longest deadline that a client may ask for
+    request_blocks: int = MAX_BLOCKS
+    request_bytes: int = 8 * 1024 * 1024 * 1024  # of a Put more is refused, of a Get more is left out
+    batch_bytes: int = 32 * 1024 * 1024  # held at once for one connection, or one block if that is larger
+
+
+class Connection:
+    """Owned by its thread. `serve` returns when the client ends it and raises DataPlaneError otherwise."""
+
+    def __init__(
+        self, link: Link, store: BlockStore, tally: Tally, limits: Limits, still_trusted: Callable[[], bool]
+    ) -> None:
+        self._link = link
+        self._store = store
+        self._tally = tally
+        self._limits = limits
+        self._still_trusted = still_trusted
+
+    def serve(self) -> None:
+        while True:
+            head = self._link.receive_head(time.monotonic() + self._limits.idle_s)
+            request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.request_s)
+            if not self._still_trusted():
+                raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
+            match request:
+                case Stop():
+                    pass  # of a Get that was over
+                case Get() | Has() | Erase() | Put() | Echo():
+                    allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
+                    self._answer(request, time.monotonic() + allowed_s + _GRACE_S)
+                case _:
+                    raise ProtocolError(f"{head.kind.__name__} is no request")
+
+    def _answer(self, request: Request, deadline: float) -> None:
+        match request:
+            case Get():
+                self._limit(len(request.hashes))
+                self._get(request, deadline)
+            case Has(_, root, hashes, exact):
+                self._limit(len(hashes))
+                flags = tuple(map(bool, self._store.has(root, hashes, exact)))
+                self._link.send([frame(Held(flags))], deadline)
+            case Erase(_, root, hashes):
+                self._limit(len(hashes))
+                self._link.send([frame(Erased(self._store.erase(root, hashes)))], deadline)
+            case Put():
+                self._limit(len(request.headers), sum(header.length for header in request.headers))
+                self._put(request.headers, deadline)
+            case Echo(_, nbytes):
+                whole, rest = divmod(nbytes, len(_ECHO))
+                self._link.send([frame(Echoed(), nbytes), *([_ECHO] * whole), _ECHO[:rest]], deadline)
+
+    def _limit(self, blocks: int, nbytes: int = 0) -> None:
+        most = self._limits
+        if blocks > most.request_blocks or nbytes > most.request_bytes:
+            raise ProtocolError(
+                f"{blocks} blocks and {nbytes} bytes, at most {most.request_blocks} and {most.request_bytes}",
+                reason="too_large",
+            )
+
+    # ------------------------------------------------------------------ get
+
+    def _get(self, request: Get, deadline: float) -> None:
+        at, sent, batch = 0, 0, _FIRST_BATCH_BLOCKS
+        while at < len(request.hashes) and sent < self._limits.request_bytes and not self._stopped(deadline):
+            hashes = request.hashes[at : at + batch]
+            served = self._store.get(request.root, hashes, request.exact)
+            try:
+                blocks = [
+                    block if block is not None and _answers(block, request, asked) else None
+                    for block, asked in zip(served.blocks, hashes, strict=True)
+                ]
+                payloads = [block[1] for block in blocks if block is not None]
+                nbytes = sum(payload.nbytes for payload in payloads)
+                part = Part(tuple(block and block[0] for block in blocks))
+                self._link.send([frame(part, nbytes), *payloads], deadline)
+            finally:
+                served.release()
+            self._tally.add(blocks_served=len(payloads))
+            at += len(hashes)
+            sent += nbytes
+            if payloads:
+                batch = max(1, min(_MOST_BATCH_BLOCKS, self._limits.batch_bytes * len(payloads) // nbytes))
+        self._link.send([frame(End())], deadline)
+
+    def _stopped(self, deadline: float) -> bool:
+        if not self._link.has_arrived():
+            return False
+        message, _ = self._link.receive_message(deadline)
+        if not isinstance(message, Stop):
+            raise ProtocolError(f"{type(message).__name__} in the middle of a Get")
+        return True
+
+    # ------------------------------------------------------------------ put
+
+    def _put(self, headers: Sequence[BlockHeader], deadline: float) -> None:
+        at = 0
+        while at < len(headers):
+            batch = self._batch(headers[at:])
+            self._receive_batch(batch, deadline)
+            at += len(batch)
+
+    def _batch(self, headers: Sequence[BlockHeader]) -> Sequence[BlockHeader]:
+        nbytes = 0
+        for count, header in enumerate(headers[:_MOST_BATCH_BLOCKS]):
+            nbytes += header.length
+            if nbytes > self._limits.batch_bytes and count:
+                return headers[:count]
+        return headers[:_MOST_BATCH_BLOCKS]
+
+    def _receive_batch(self, headers: Sequence[BlockHeader], deadline: float) -> None:
+        reserved: dict[int, memoryview] = {}  # not committed yet, by place in the batch
+        try:
+            statuses = self._reserve(headers, reserved)
+            self._link.send([frame(Wanted(tuple(statuses)))], deadline)
+            expected = sum(headers[at].length for at in reserved)
+            if expected:
+                message, length = self._link.receive_message(deadline)
+                if not isinstance(message, Body) or length != expected:
+                    raise ProtocolError(f"{type(message).__name__} of {length} bytes, {expected} were wanted")
+                for at in sorted(reserved):
+                    is_whole = self._link.receive_block(headers[at], reserved[at], deadline)
+                    statuses[at] = self._settle(headers[at], reserved.pop(at), is_whole)
+            taken = tuple(status for status in statuses if status is not None)
+            self._link.send([frame(Taken(taken))], deadline)
+        finally:
+            for at, buffer in reserved.items():
+                self._store.abandon(headers[at], buffer)
+
+    def _reserve(self, headers: Sequence[BlockHeader], reserved: dict[int, memoryview]) -> list[PutStatus | None]:
+        """Of each None, with its room in `reserved`, or why it is not wanted."""
+        statuses: list[PutStatus | None] = []
+        for at, header in enumerate(headers):
+            buffer = None
+            if any(self._store.has(header.root, [header.hash], not header.lossy)):
+                statuses.append(PutStatus.PRESENT)
+                continue
+            buffer = self._store.reserve(header)
+            if buffer is None:
+                statuses.append(PutStatus.REFUSED)
+                continue
+            view = buffer.cast("B")
+            if len(view) != header.length:
+                self._store.abandon(header, buffer)
+                raise ValueError(f"the store reserved {len(view)} bytes for {header.length}")
+            reserved[at] = view
+            statuses.append(None)
+        return statuses
+
+    def _settle(self, header: BlockHeader, buffer: memoryview, is_whole: bool) -> PutStatus:
+        if not is_whole:
+            self._store.abandon(header, buffer)
+            self._tally.add(checksum_failures=1)
+            return PutStatus.CORRUPT
+        if not self._store.commit(header, buffer):
+            return PutStatus.REFUSED
+        self._tally.add(blocks_stored=1)
+        return PutStatus.STORED
+
+
+def _answers(block: tuple[BlockHeader, memoryview], request: Get, asked: bytes) -> bool:
+    """Whether the store's block is what was asked for: nobody gets another tenant's by a store's mistake."""
+    header, payload = block
+    return (
+        header.root == request.root
+        and header.hash == asked
+        and header.length == payload.nbytes
+        and not (request.exact and header.lossy)
+    )

@@ -1,0 +1,288 @@
+"""Which blocks a vault has, in memory and on disk, which go first, and what has changed. Pure; the store owns it.
+
+    arriving ──insert──▶ resident ──remove──▶ gone          (a pinned block's buffer is free once it is unpinned)
+
+Three books must agree with each other, and `check_integrity` says whether they do: the memory (each buffer has one
+user), the order of eviction (all that may go, and nothing else), and what was told (`changes`: a block is held as long
+as it is in memory or on disk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kvproto.dataplane.block import BlockHeader
+from services.vault.changes import Change
+from services.vault.counters import StoreCounters
+from services.vault.eviction_order import EvictionOrder
+from services.vault.memory import BlockMemory, Raw, class_of
+
+ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A block's place in memory. `tick` is when it was last used, `pins` how many are sending or writing it."""
+
+    header: BlockHeader
+    raw: Raw
+    view: memoryview
+    checked_at: float = 0.0
+    tick: int = 0
+    pins: int = 0
+    resident: bool = False  # others can find it
+    doomed: bool = False  # erased before it was there
+
+    @property
+    def bytes(self) -> int:
+        return len(self.raw) + ENTRY_BYTES
+
+
+def bytes_for(header: BlockHeader) -> int:
+    """What a block takes of the memory."""
+    return class_of(header.length) + ENTRY_BYTES
+
+
+class BlockTable:
+    """`on_change` is called when there are changes and were none."""
+
+    def __init__(self, max_bytes: int, counters: StoreCounters, *, has_disk: bool = False) -> None:
+        self.memory = BlockMemory(max_bytes)
+        self.resident: dict[bytes, Entry] = {}
+        self.on_disk: dict[bytes, BlockHeader] = {}  # as we know: the disk itself may have lost one
+        self.changes: list[Change] = []
+        self.on_change: Callable[[], None] = lambda: None
+        self.held_blocks = 0  # in memory or on disk
+        self.locked_bytes = 0  # that no eviction can free: pinned or arriving
+        self._counters = counters
+        self._has_disk = has_disk
+        self._continued: dict[bytes, int] = {}  # hash -> blocks held anywhere that continue it
+        self._continued_here: dict[bytes, int] = {}  # hash -> blocks in memory, or arriving there, that do
+        self._arriving: dict[int, Entry] = {}  # by id of the buffer
+        self._pinned: set[Entry] = set()
+        self._order = EvictionOrder(self._tick_if_evictable)
+        self._tick = 0
+
+    # ------------------------------------------------------------------ questions
+
+    def held(self) -> Iterator[bytes]:
+        yield from self.resident
+        for block_hash in self.on_disk:
+            if block_hash not in self.resident:
+                yield block_hash
+
+    def versions(self, block_hash: bytes) -> list[BlockHeader]:
+        """Of a block, those there are; memory's first."""
+        entry, on_disk = self.resident.get(block_hash), self.on_disk.get(block_hash)
+        return [header for header in (entry.header if entry else None, on_disk) if header is not None]
+
+    def has_as_good(self, header: BlockHeader) -> bool:
+        return any(header.lossy or not version.lossy for version in self.versions(header.hash))
+
+    def is_on_disk(self, header: BlockHeader) -> bool:
+        """Just this version."""
+        known = self.on_disk.get(header.hash)
+        return known is not None and known.checksum == header.checksum
+
+    def is_continued(self, block_hash: bytes) -> bool:
+        return block_hash in self._continued
+
+    @property
+    def arriving(self) -> Iterable[Entry]:
+        return self._arriving.values()
+
+    @property
+    def room(self) -> int:
+        """Bytes that can be had without evicting anything."""
+        return self.memory.max_bytes - self.memory.used_bytes + self.memory.free_bytes
+
+    def fits(self, header: BlockHeader) -> bool:
+        """Whether there would be room for a block if all that may ever go went."""
+        return self.locked_bytes + bytes_for(header) <= self.memory.max_bytes
+
+    # ------------------------------------------------------------------ blocks arrive
+
+    def expect(self, header: BlockHeader, *, asked_for: bool = False) -> Entry | None:
+        """A place for a block's bytes, for which others may have to go. None if nothing may.
+
+        The one that it continues goes for it only where somebody asked for just this block.
+        """
+        if not self.fits(header):
+            return None
+        if not asked_for:
+            self._continue(header.parent)
+        while (raw := self.memory.take(header.length, ENTRY_BYTES)) is None:
+            victim = self.pop_oldest() or self._continued_by_one_in_use(arriving=asked_for)
+            if victim is None:
+                if not asked_for:
+                    self._no_longer_continue(header.parent)
+                return None
+            self.evict(victim)
+        if asked_for:
+            self._continue(header.parent)
+        entry = self._arriving[id(raw)] = Entry(header, raw, memoryview(raw)[: header.length])
+        self.locked_bytes += entry.bytes
+        return entry
+
+    def arrived(self, header: BlockHeader, buffer: memoryview) -> Entry:
+        """The place with these bytes: to be inserted or given back. Raises ValueError for a buffer of another block."""
+        entry = self._arriving.get(id(buffer.obj))
+        if entry is None or entry.header != header:
+            raise ValueError("this buffer was not reserved for this block")
+        del self._arriving[id(entry.raw)]
+        self.locked_bytes -= entry.bytes
+        self._no_longer_continue(header.parent)
+        return entry
+
+    def give_back(self, entry: Entry) -> None:
+        self.memory.give(entry.raw, ENTRY_BYTES)
+
+    def insert(self, entry: Entry) -> None:
+        """A block that has arrived, better than what there is of it, if anything."""
+        header = entry.header
+        old = self.resident.get(header.hash)
+        if old is not None:
+            self._counters.replaced_total += 1
+            self.remove(old, is_held=True)
+        elif header.hash not in self.on_disk:
+            self._appeared(header)
+        entry.resident = True
+        self.resident[header.hash] = entry
+        self._continue(header.parent)
+        self.touch(entry)
+
+    # ------------------------------------------------------------------ and go
+
+    def pop_oldest(self) -> Entry | None:
+        """The next to go; it must then be evicted, or pinned."""
+        block_hash = self._order.pop()
+        return None if block_hash is None else self.resident[block_hash]
+
+    def _continued_by_one_in_use(self, *, arriving: bool) -> Entry | None:
+        """Where no end of a chain may go, since it is being sent: the last block before it that is not."""
+        in_use = [*self._pinned, *(self._arriving.values() if arriving else ())]
+        parents = (self.resident.get(entry.header.parent) for entry in in_use)
+        return min((one for one in parents if one is not None and not one.pins), key=lambda one: one.tick, default=None)
+
+    def evict(self, entry: Entry) -> None:
+        self._counters.evictions_total += 1
+        self._counters.dropped_total += self._has_disk and not self.is_on_disk(entry.header)
+        self.remove(entry, is_held=entry.header.hash in self.on_disk)
+
+    def remove(self, entry: Entry, *, is_held: bool) -> None:
+        """From memory. `is_held`: it is there still, on disk or in another version."""
+        header = entry.header
+        entry.resident = False
+        del self.resident[header.hash]
+        self._no_longer_continue(header.parent)
+        if not is_held:
+            self._disappeared(header)
+        if not entry.pins:
+            self.give_back(entry)
+
+    def add_on_disk(self, header: BlockHeader) -> None:
+        if header.hash not in self.on_disk and header.hash not in self.resident:
+            self._appeared(header)
+        self.on_disk[header.hash] = header
+
+    def remove_on_disk(self, block_hash: bytes) -> bool:
+        """Whether it was known to be there."""
+        header = self.on_disk.pop(block_hash, None)
+        if header is not None and block_hash not in self.resident:
+            self._disappeared(header)
+        return header is not None
+
+    def _appeared(self, header: BlockHeader) -> None:
+        self.held_blocks += 1
+        self._continued[header.parent] = self._continued.get(header.parent, 0) + 1
+        self._note(Change(False, header.parent, header.hash))
+
+    def _disappeared(self, header: BlockHeader) -> None:
+        self.held_blocks -= 1
+        _count_down(self._continued, header.parent)
+        self._note(Change(True, header.parent, header.hash))
+
+    def _note(self, change: Change) -> None:
+        self.changes.append(change)
+        if len(self.changes) == 1:
+            self.on_change()
+
+    # ------------------------------------------------------------------ are used
+
+    def touch(self, entry: Entry) -> None:
+        self._tick += 1
+        entry.tick = self._tick
+        self._offer(entry)
+
+    def pin(self, entry: Entry) -> None:
+        if not entry.pins:
+            self.locked_bytes += entry.bytes
+            self._pinned.add(entry)
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        if not entry.pins:
+            self.locked_bytes -= entry.bytes
+            self._pinned.remove(entry)
+            if entry.resident:
+                self._offer(entry)
+            else:
+                self.give_back(entry)
+
+    def _continue(self, parent: bytes) -> None:
+        self._continued_here[parent] = self._continued_here.get(parent, 0) + 1
+
+    def _no_longer_continue(self, parent: bytes) -> None:
+        _count_down(self._continued_here, parent)
+        tick = self._tick_if_evictable(parent)
+        if tick is not None:
+            self._order.offer(parent, tick)
+
+    def _offer(self, entry: Entry) -> None:
+        if entry.resident and self._tick_if_evictable(entry.header.hash) is not None:
+            self._order.offer(entry.header.hash, entry.tick)
+
+    def _tick_if_evictable(self, block_hash: bytes) -> int | None:
+        entry = self.resident.get(block_hash)
+        if entry is None or entry.pins or block_hash in self._continued_here:
+            return None
+        return entry.tick
+
+    # ------------------------------------------------------------------ tests
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        entries, arriving = list(self.resident.values()), list(self._arriving.values())
+        for block_hash, entry in self.resident.items():
+            assert entry.header.hash == block_hash
+            assert entry.resident
+            assert len(entry.view) == entry.header.length <= len(entry.raw)
+        assert not any(entry.resident for entry in arriving)
+        assert {entry for entry in entries if entry.pins} == {entry for entry in self._pinned if entry.resident}
+        assert self.locked_bytes == sum(entry.bytes for entry in (*arriving, *self._pinned))
+        in_use = [entry.raw for entry in {*entries, *arriving, *self._pinned}]
+        self.memory.check_integrity(in_use, ENTRY_BYTES * len(in_use))
+        assert self.memory.used_bytes <= self.memory.max_bytes
+        held = [self.versions(block_hash)[0] for block_hash in self.held()]
+        assert self.held_blocks == len(held)
+        assert self._continued == _parents(held)
+        assert self._continued_here == _parents(entry.header for entry in (*entries, *arriving))
+        evictable = {block_hash for block_hash in self.resident if self._tick_if_evictable(block_hash) is not None}
+        assert self._order.offered() == evictable
+
+
+def _count_down(counts: dict[bytes, int], key: bytes) -> None:
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
+        del counts[key]
+
+
+def _parents(headers: Iterable[BlockHeader]) -> dict[bytes, int]:
+    counts: dict[bytes, int] = {}
+    for header in headers:
+        counts[header.parent] = counts.get(header.parent, 0) + 1
+    return counts

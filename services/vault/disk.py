@@ -1,0 +1,383 @@
+"""The vault's disk tier: blocks in append-only segment files. Adapter to the file system; owns a folder.
+
+Single-owner: one thread uses a store, because a disk makes it wait; and one process a folder, by a lock. Files are for
+their owner alone (0600).
+
+It is a cache. Nothing waits for the disk when a block is stored: what a crash of the process leaves is whole but for a
+torn last record, which is cut off when the folder is opened again; what a power cut leaves is found out by checksums.
+Erasing waits, because what was deleted must stay so. Space is bounded by dropping the oldest segment whole; blocks are
+kept in the order in which they came, however often they are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvproto.dataplane.block import BlockHeader
+from services.vault.record_file import opened, overwrite, read, write
+from services.vault.segments import (
+    MAGIC,
+    PREFIX_BYTES,
+    Kind,
+    Prefix,
+    name_of,
+    number_of,
+    parents_first,
+    read_header,
+    read_prefix,
+    record_start,
+)
+
+SEGMENT_BYTES = 256 * 1024 * 1024
+LEAST_SEGMENTS = 8  # of a full store: dropping one loses no more than an eighth
+LOCK = "lock"
+_AT_ONCE = 1024  # bytes that a scan reads of a record; a header seldom has more
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})  # errors that say nothing of a block
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Since the store was made. Blocks, but for the first three."""
+
+    torn: int = 0  # segments cut off behind their last whole record
+    torn_bytes: int = 0
+    dropped: int = 0  # segments of which nothing could be read
+    damaged: int = 0  # found by a scan or a read, and given up
+    failed: int = 0  # not read this time
+    evicted: int = 0
+    erased: int = 0
+
+
+class _Place(NamedTuple):
+    """Where a record is: its segment and offset there."""
+
+    segment: int
+    offset: int
+    prefix: Prefix
+
+
+@dataclass(slots=True)
+class _Segment:
+    path: Path
+    size: int = 0
+    hashes: set[bytes] = field(default_factory=set)
+
+
+class DiskStore:
+    """Blocks by hash. `open` before anything else, `close` at the end.
+
+    `max_bytes` bounds the files' sizes, erased blocks included: their space comes back with their segment. Segments are
+    smaller than `segment_bytes` where fewer than 8 would fit.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        if max_bytes < 1 or segment_bytes < 1:
+            raise ValueError("a disk tier needs room")
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(segment_bytes, max(max_bytes // LEAST_SEGMENTS, 1))
+        self._lock: int | None = None
+        self._places: dict[bytes, _Place] = {}
+        self._segments: dict[int, _Segment] = {}  # oldest first
+        self._next = 0
+        self._bytes = 0
+        self._active: tuple[int, int] | None = None  # the segment that is appended to, and its file
+        self._lost: list[bytes] = []
+        self.counts = DiskCounts()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def bytes_used(self) -> int:
+        """By all files; never more than `max_bytes`."""
+        return self._bytes
+
+    # -------------------------------------------------------------------------------------- opening
+
+    def open(self) -> list[BlockHeader]:
+        """Make the folder if there is none, take it, and find out what is there: headers are read, payloads are not.
+
+        Returns the blocks, each behind the one that it continues. Raises OSError: BlockingIOError if another store has
+        the folder, others if it cannot be written.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if error.errno == errno.EWOULDBLOCK:
+                raise BlockingIOError(error.errno, "used by another vault", str(self._folder)) from error
+            raise
+        self._lock = lock
+        try:
+            return self._scan_all()
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder. A second call does nothing."""
+        self._leave_active()
+        self._places, self._segments, self._lost, self._bytes = {}, {}, [], 0
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _scan_all(self) -> list[BlockHeader]:
+        headers: dict[bytes, BlockHeader] = {}
+        numbers = sorted(number for entry in self._folder.iterdir() if (number := number_of(entry.name)) is not None)
+        for number in numbers:
+            self._next = number + 1
+            segment = self._segments[number] = _Segment(self._folder / name_of(number))
+            try:
+                with opened(segment.path, os.O_RDWR) as file:
+                    headers.update(self._scan(number, segment, file))
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                self.counts.dropped += 1
+                self._drop(number)
+        self._drop_empty()
+        self._make_room(0)
+        self._lost.clear()  # nobody was told that they were there
+        return parents_first(headers[block] for block in self._places)
+
+    def _scan(self, number: int, segment: _Segment, file: int) -> dict[bytes, BlockHeader]:
+        """Note a segment's blocks; cut it off where it cannot be read on."""
+        found: dict[bytes, BlockHeader] = {}
+        end = os.fstat(file).st_size
+        if end < len(MAGIC):
+            self.counts.torn += 1
+            self.counts.torn_bytes += end
+            return found
+        if os.pread(file, len(MAGIC), 0) != MAGIC:
+            self.counts.dropped += 1
+            return found
+        self._grow(segment, len(MAGIC))
+        while segment.size < end:
+            at = segment.size
+            start = os.pread(file, _AT_ONCE, at)
+            prefix = read_prefix(start)
+            if prefix is None or at + prefix.record_bytes > end:
+                self.counts.torn += 1
+                self.counts.torn_bytes += end - at
+                os.ftruncate(file, at)
+                break
+            self._grow(segment, prefix.record_bytes)
+            place = _Place(number, at, prefix)
+            if prefix.kind is Kind.ERASING:
+                overwrite(file, place.offset, place.prefix)
+            if prefix.kind is not Kind.BLOCK:
+                continue
+            if len(start) < PREFIX_BYTES + prefix.header_bytes:
+                start = os.pread(file, PREFIX_BYTES + prefix.header_bytes, at)
+            header = read_header(prefix, start[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes])
+            if header is None:
+                self.counts.damaged += 1
+                overwrite(file, place.offset, place.prefix)  # nobody could name it to have it erased
+                continue
+            if header.hash in self._places:  # after a power cut an erased one may be back: the later counts
+                self._erase([header.hash])
+            found[header.hash] = header
+            self._note(header.hash, place)
+        return found
+
+    # -------------------------------------------------------------------------------------- blocks
+
+    def has(self, block: bytes) -> bool:
+        return block in self._places
+
+    def append(self, header: BlockHeader, payload: memoryview | bytes | bytearray) -> None:
+        """Store a block; one that is there stays as it is. What had to go for it is told by `take_lost`.
+
+        Raises OSError where it cannot be stored: the disk is full, or the block is larger than the store. Then nothing
+        of it is left, but `take_lost` may tell of others.
+        """
+        data = memoryview(payload).cast("B")
+        if data.nbytes != header.length:
+            raise ValueError(f"{header.length} bytes are announced, {data.nbytes} are there")
+        if header.hash in self._places:
+            return
+        if self._lock is None:
+            raise OSError(errno.EBADF, "the disk tier is not open", str(self._folder))
+        start = record_start(header)
+        prefix = read_prefix(start)
+        if prefix is None or len(MAGIC) + prefix.record_bytes > self._max_bytes:
+            raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self._folder))
+        number, file = self._segment_for(prefix.record_bytes)
+        segment = self._segments[number]
+        try:
+            write(file, segment.size, start, data)
+        except OSError:
+            self._undo(file, segment.size)
+            raise
+        self._note(header.hash, _Place(number, segment.size, prefix))
+        self._grow(segment, prefix.record_bytes)
+
+    def read(self, block: bytes, into: memoryview) -> BlockHeader | None:
+        """The block's bytes to the first `header.length` of `into`. None if it is not there, or is not what was stored:
+        then it is there no more. Raises ValueError if `into` is too small."""
+        place = self._places.get(block)
+        if place is None:
+            return None
+        target = into.cast("B")
+        if target.nbytes < place.prefix.payload_bytes:
+            raise ValueError(f"{place.prefix.payload_bytes} bytes do not fit into {target.nbytes}")
+        target = target[: place.prefix.payload_bytes]
+        try:
+            header = self._read_record(place, target)
+        except OSError as error:
+            self.counts.failed += 1
+            if error.errno in _PASSING:
+                return None
+            header = None
+        if header is None or header.hash != block or not header.matches(target):
+            self.counts.damaged += 1
+            self._lost.append(block)
+            with suppress(OSError):
+                self._erase([block])
+            return None
+        return header
+
+    def forget(self, blocks: Iterable[bytes]) -> None:
+        """Erase blocks for good: their bytes are overwritten, and no restart brings them back, once this has returned.
+        Raises OSError if the disk does not let us; they are forgotten until a restart all the same."""
+        known = [block for block in dict.fromkeys(blocks) if block in self._places]
+        self._erase(known)
+        self.counts.erased += len(known)
+        self._drop_empty()
+
+    def take_lost(self) -> list[bytes]:
+        """Blocks that are there no more, though nobody had them forgotten: evicted or damaged. Each is told once."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def check_integrity(self) -> None:
+        """What is counted is what is there. For tests."""
+        assert {block for segment in self._segments.values() for block in segment.hashes} == set(self._places)
+        assert all(block in self._segments[place.segment].hashes for block, place in self._places.items())
+        assert self._bytes == sum(segment.size for segment in self._segments.values()) <= self._max_bytes
+        for segment in self._segments.values():
+            assert segment.path.stat().st_size == segment.size
+        files = {entry.name for entry in self._folder.iterdir()}
+        assert files == {LOCK} | {name_of(number) for number in self._segments}
+
+    # -------------------------------------------------------------------------------------- records
+
+    def _note(self, block: bytes, place: _Place) -> None:
+        self._places[block] = place
+        self._segments[place.segment].hashes.add(block)
+
+    def _read_record(self, place: _Place, target: memoryview) -> BlockHeader | None:
+        start = bytearray(PREFIX_BYTES + place.prefix.header_bytes)
+        with opened(self._segments[place.segment].path, os.O_RDONLY) as file:
+            if read(file, place.offset, memoryview(start), target) < place.prefix.record_bytes:
+                return None
+        prefix = read_prefix(bytes(start[:PREFIX_BYTES]))
+        return read_header(prefix, bytes(start[PREFIX_BYTES:])) if prefix == place.prefix else None
+
+    def _erase(self, blocks: list[bytes]) -> None:
+        """Mark all, so that they are gone from then on; then overwrite them, and wait for the disk."""
+        places: dict[int, list[_Place]] = {}
+        for block in blocks:
+            place = self._places.pop(block)
+            self._segments[place.segment].hashes.discard(block)
+            places.setdefault(place.segment, []).append(place)
+        failure: OSError | None = None
+        for number, there in places.items():
+            try:
+                with opened(self._segments[number].path, os.O_RDWR) as file:
+                    for place in there:
+                        write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
+                    os.fdatasync(file)
+                    for place in there:
+                        overwrite(file, place.offset, place.prefix)
+                    os.fdatasync(file)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    # -------------------------------------------------------------------------------------- segments
+
+    def _segment_for(self, more: int) -> tuple[int, int]:
+        """One that has room for `more` bytes, and its file."""
+        if self._active is None:
+            self._resume_last()
+        if self._active is not None and self._segments[self._active[0]].size + more > self._segment_bytes:
+            self._leave_active()
+        self._make_room(more if self._active is not None else more + len(MAGIC))
+        if self._active is None:
+            self._active = self._new_segment()
+        return self._active
+
+    def _resume_last(self) -> None:
+        """Go on where an earlier process stopped."""
+        number = next(reversed(self._segments), None)
+        if number is not None and self._segments[number].size < self._segment_bytes:
+            self._active = number, os.open(self._segments[number].path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _new_segment(self) -> tuple[int, int]:
+        number, self._next = self._next, self._next + 1
+        path = self._folder / name_of(number)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            write(file, 0, MAGIC)
+        except OSError:
+            os.close(file)
+            with suppress(OSError):
+                path.unlink()
+            raise
+        segment = self._segments[number] = _Segment(path)
+        self._grow(segment, len(MAGIC))
+        return number, file
+
+    def _grow(self, segment: _Segment, more: int) -> None:
+        segment.size += more
+        self._bytes += more
+
+    def _make_room(self, more: int) -> None:
+        """Drop oldest segments until `more` bytes fit."""
+        while self._bytes + more > self._max_bytes and self._segments:
+            number = next(iter(self._segments))
+            evicted = self._segments[number].hashes
+            self.counts.evicted += len(evicted)
+            self._lost += evicted
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        if self._active is not None and self._active[0] == number:
+            self._leave_active()
+        segment = self._segments.pop(number)
+        self._bytes -= segment.size
+        for block in segment.hashes:
+            del self._places[block]
+        segment.path.unlink(missing_ok=True)
+
+    def _drop_empty(self) -> None:
+        """Segments in which no block is left, but for the one that is appended to."""
+        active = self._active[0] if self._active is not None else None
+        for number in [number for number, segment in self._segments.items() if not segment.hashes]:
+            if number != active:
+                self._drop(number)
+
+    def _leave_active(self) -> None:
+        if self._active is not None:
+            os.close(self._active[1])
+            self._active = None
+
+    def _undo(self, file: int, size: int) -> None:
+        """Take back a record that was not written whole; where even that fails, opening the folder will."""
+        try:
+            os.ftruncate(file, size)
+        except OSError:
+            self._leave_active()

@@ -1,0 +1,182 @@
+"""Loop: the one thread that touches a vault's disk. It owns the `DiskStore`; connections ask, and wait for its answer.
+
+    ask (read, forget) ──▶ queue ──▶ done at once, in turn
+    wake: little room  ──▶ one block after another is written, whenever nobody asks
+
+A disk that fails is a disk that holds less: what cannot be written stays in memory until its room is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from kvproto.dataplane.block import BlockHeader
+from services.vault.block_table import Entry
+from services.vault.disk import DiskStore
+from services.vault.store import VaultStore
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 1.0  # after a failure to write
+KEPT_FRACTION = 0.75  # of the disk, to be filled before the end: what is written first must not give way again
+
+
+class DiskThread:
+    """`start` with the store whose disk it is; `close` ends it. All else may be called from any thread."""
+
+    def __init__(self, disk: DiskStore, max_bytes: int) -> None:
+        """Of an open disk, which nobody else uses any more."""
+        self.counts = disk.counts
+        self.used_bytes = disk.bytes_used  # as of the last thing it did
+        self.max_bytes = max_bytes
+        self.failures_total = 0  # writes and erasures that the disk refused
+        self._disk = disk
+        self._store: VaultStore | None = None
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._last_words_s = 0.0
+        self._woken = False
+        self._spilling = False
+        self._paused_until = 0.0
+        self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
+
+    def start(self, store: VaultStore) -> None:
+        self._store = store
+        self._thread.start()
+
+    def close(self, last_words_s: float) -> None:
+        """Answer who has asked, then write for so many seconds at most what a restart would lose. Waits for it."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._last_words_s = last_words_s
+                self._asked.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------------ what the store asks
+
+    def read(self, header: BlockHeader, target: memoryview) -> bool:
+        return self._ask(lambda: self._read(header, target))
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        self._ask(lambda: self._forget(hashes))
+
+    def wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._asked.put(self._begin_spilling)
+
+    def _ask(self, work: Callable[[], bool]) -> bool:
+        """Wait for it, however long: until then the target is not the caller's. False if the thread has ended."""
+        answer: Future[bool] = Future()
+
+        def do() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:  # noqa: BLE001 - whoever asked gets it
+                answer.set_exception(error)
+
+        with self._closing:
+            if self._closed:
+                return False
+            self._asked.put(do)
+        return answer.result()
+
+    # ------------------------------------------------------------------ on the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                asked = self._asked.get_nowait() if self._spilling else self._asked.get()
+            except queue.Empty:
+                asked = self._spill_one
+            if asked is None:
+                break
+            self._guarded(asked)
+        self._guarded(self._write_last)
+        self._disk.close()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # a loop's top: connections wait for this thread
+            log.exception("the disk's thread goes on after a fault")
+            self._pause()
+
+    def _pause(self) -> None:
+        self._spilling = False
+        self._paused_until = time.monotonic() + PAUSE_S
+
+    def _begin_spilling(self) -> None:
+        self._woken = False
+        self._spilling = time.monotonic() >= self._paused_until
+
+    def _spill_one(self) -> None:
+        assert self._store is not None
+        entry = self._store.next_spill()
+        if entry is None:
+            self._spilling = False
+        elif not self._write(entry):
+            self._pause()
+
+    def _write(self, entry: Entry) -> bool:
+        """A pinned block; it is pinned no more. Whether the disk took it."""
+        assert self._store is not None
+        header, written = entry.header, False
+        try:
+            if self._disk.has(header.hash):  # a lossy version, or one that is about to be forgotten
+                self._disk.forget([header.hash])
+            self._disk.append(header, entry.view)
+            written = True
+        except OSError as error:
+            self._failed("write", error)
+        finally:
+            wanted = self._store.spilled(entry, written)
+        if not wanted:
+            self._forget([header.hash])
+        self._tell_lost()
+        return written
+
+    def _read(self, header: BlockHeader, target: memoryview) -> bool:
+        try:
+            found = self._disk.read(header.hash, target)
+        except ValueError:  # another version, which is larger
+            found = None
+        self._tell_lost()
+        return found == header
+
+    def _forget(self, hashes: Sequence[bytes]) -> bool:
+        try:
+            self._disk.forget(hashes)
+        except OSError as error:
+            self._failed("erase", error)
+        self._tell_lost()
+        return True
+
+    def _tell_lost(self) -> None:
+        assert self._store is not None
+        self.used_bytes = self._disk.bytes_used
+        lost = self._disk.take_lost()
+        if lost:
+            self._store.lost_on_disk(lost)
+
+    def _write_last(self) -> None:
+        assert self._store is not None
+        end, room = time.monotonic() + self._last_words_s, self.max_bytes * KEPT_FRACTION
+        for entry in self._store.unwritten() if self._last_words_s > 0 else ():
+            room -= entry.header.length
+            if time.monotonic() > end or room < 0:
+                break
+            if self._store.pin_unwritten(entry) and not self._write(entry):
+                break
+
+    def _failed(self, what: str, error: OSError) -> None:
+        self.failures_total += 1
+        if self.failures_total & (self.failures_total - 1) == 0:  # the first, second, fourth, eighth...
+            log.warning("the disk failed to %s: %s (%d failures so far)", what, error, self.failures_total)

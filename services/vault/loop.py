@@ -1,0 +1,233 @@
+"""READ THIS FIRST: a vault's life, and what it tells the fleet.
+
+    connection threads ──get, has, reserve, commit, erase──▶ VaultStore ◀──next_spill, spilled── disk thread
+                                                                 │ take_changes, holdings           (if any)
+                                                                 ▼
+                                  event loop: members record · events · snapshots · heartbeats
+
+Blocks move on threads of the data plane (`kvproto.dataplane.server`, one for each connection) and meet in the store.
+The event loop never touches bytes: it owns the lease, the event log and the subscriptions. The store keeps what changed
+in order and wakes the loop, which makes an event of it, at most every 50 ms.
+
+A snapshot is complete up to an event: under the store's lock the changes so far and all that is held are taken
+together, the changes become events first, and the last of them is the one that the snapshot names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvproto import codec
+from kvproto.connection import Connection, Message, Subscription
+from kvproto.dataplane.server import DataPlaneServer
+from kvproto.errors import CodecError, KvfleetError, Unavailable
+from kvproto.members import Fenced, Lease
+from kvproto.messages import Heartbeat, Load, MemberRecord, SnapshotRequest, State, Tier, TierLoad
+from kvproto.subjects import Subjects, is_inbox
+from kvproto.tasks import end
+from kvservice.event_log import IDLE_PERIOD_S, EventLog
+from services.vault.changes import Change, net, pieces, tier_events
+from services.vault.store import VaultStore
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 0.5
+CLOSE_S = 3.0  # for connections to end
+
+
+class VaultLoop:
+    """Owned by the process's event loop. `start`, then `stop`. `on_fatal` is called when this process must end."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        subjects: Subjects,
+        lease: Lease,
+        store: VaultStore,
+        server: DataPlaneServer,
+        on_fatal: Callable[[str], None],
+        *,
+        advertise: str | None = None,
+    ) -> None:
+        assert isinstance(lease.record, MemberRecord)
+        self.record = lease.record
+        self.store = store
+        self.server = server
+        self.log = EventLog(self.record.epoch)
+        self.snapshots_total = 0
+        self.malformed_total = 0
+        self.unsent_total = 0  # messages NATS did not take
+        self._connection = connection
+        self._subjects = subjects
+        self._lease = lease
+        self._advertise = advertise
+        self._on_fatal = on_fatal
+        self._state = State.READY
+        self._changed = asyncio.Event()
+        self._telling = asyncio.Lock()  # events leave in the order of their numbers
+        self._subscription: Subscription | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Listen, subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable."""
+        self.server.start()
+        self.record = replace(self.record, data_plane=_reachable(self.server.addresses, self._advertise))
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is told any more
+                loop.call_soon_threadsafe(self._changed.set)
+
+        self.store.on_change = wake
+        self._changed.set()  # what a disk had is told as well
+        blocks = self._subjects.blocks(self.record.id)
+        self._subscription = await self._connection.subscribe(blocks, self._on_snapshot)
+        await self._connection.synced()
+        await self._lease.set(self.record)
+        for work in (self._lease.run(self._on_fenced), self._tell(), self._beat()):
+            self._spawn(work)
+
+    async def stop(self) -> None:
+        """Say so, take nothing more, end connections, release the lease."""
+        self._state = State.DRAINING
+        await self._publish_heartbeat()
+        try:
+            await asyncio.wait_for(self._lease.set(replace(self.record, state=State.DRAINING)), 1.0)
+        except (KvfleetError, TimeoutError) as error:
+            log.warning("the record does not say draining: %s", error)
+        await self.close_data_plane()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await self._lease.release()
+        if self._subscription is not None:
+            try:
+                await asyncio.wait_for(self._subscription.unsubscribe(), 1.0)
+            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
+                log.debug("unsubscribe: %r", error)
+        await end(tasks)
+
+    async def close_data_plane(self) -> None:
+        """May be called again."""
+        await asyncio.get_running_loop().run_in_executor(None, self.server.close, CLOSE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task of this loop. One that fails ends the process: a vault without its heartbeat only looks alive."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the vault failed", exc_info=error)
+            self._on_fatal(f"{type(error).__name__}: {error}")
+
+    def _on_fenced(self, error: Fenced) -> None:
+        self._on_fatal(str(error))
+
+    # ------------------------------------------------------------------ what is held
+
+    async def _tell(self) -> None:
+        """The first change leaves at once, those of the next 50 ms together."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self._telling:
+                await self._publish_changes(self.store.take_changes())
+            await asyncio.sleep(IDLE_PERIOD_S)
+
+    async def _publish_changes(self, changes: Sequence[Change]) -> None:
+        """Numbers move on whether NATS takes an event or not: whoever misses one sees the gap."""
+        events = []
+        for piece in pieces(net(changes)):
+            self.log.note(tier_events(piece))
+            event = self.log.flush(asyncio.get_running_loop().time())
+            if event is not None:
+                events.append(codec.encode_events(event))
+        for data in events:
+            await self._publish(self._subjects.events(self.record.id), data)
+
+    async def _on_snapshot(self, message: Message) -> None:
+        if not is_inbox(message.reply):
+            return
+        try:
+            asked = codec.decode(SnapshotRequest, message.data).tier
+        except CodecError as error:
+            self.malformed_total += 1
+            log.debug("snapshot: %s", error)
+            return
+        self._spawn(self._snapshot(message.reply, asked))
+
+    async def _snapshot(self, reply: str, asked: Tier | None) -> None:
+        async with self._telling:
+            changes, held = self.store.holdings()
+            await self._publish_changes(changes)
+            parts = self.log.snapshot({Tier.VAULT: held}, self.log.digest, asked)
+        self.snapshots_total += 1
+        for part in parts:
+            await self._publish(reply, codec.encode(part))
+
+    async def _publish(self, subject: str, data: bytes) -> None:
+        try:
+            await self._connection.publish(subject, data)
+        except Unavailable as error:
+            self.unsent_total += 1
+            log.debug("not sent: %s", error)
+
+    # ------------------------------------------------------------------ how it is
+
+    async def _beat(self) -> None:
+        while True:
+            await self._publish_heartbeat()
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+    async def _publish_heartbeat(self) -> None:
+        if self._connection.is_connected:
+            await self._publish(self._subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            worker=self.record.id,
+            epoch=self.record.epoch,
+            state=self._state,
+            load=Load(tiers={Tier.VAULT.value: self.load()}),
+            event_seq=self.log.seq,
+            digest=self.log.digest,
+            held=self.store.held_blocks,
+        )
+
+    def load(self) -> TierLoad:
+        store, counters = self.store, self.store.counters
+        failures = {
+            reason: counters.refused.get(reason, 0) + counters.misses.get(reason, 0)
+            for reason in ("not_genuine", "malformed", "too_large", "no_room", "wrong_root", "unreadable")
+        }
+        failures["damaged"] = counters.damaged_total
+        failures["checksum"] = self.server.counters.checksum_failures
+        return TierLoad(
+            blocks=store.held_blocks,
+            bytes_used=store.used_bytes,
+            bytes_total=store.max_bytes,
+            restores_total=counters.hits_total,
+            restored_bytes_total=counters.hit_bytes_total,
+            offloaded_blocks_total=counters.stored_total,
+            evictions_total=counters.evictions_total,
+            failures_total={reason: count for reason, count in failures.items() if count},
+        )
+
+
+def _reachable(addresses: Sequence[str], host: str | None) -> tuple[str, ...]:
+    """As others reach them: TCP at `host`, if that is another one than was listened on."""
+    if host is None:
+        return tuple(addresses)
+    return tuple(
+        f"tcp:{host}:{address.rpartition(':')[2]}" if address.startswith("tcp:") else address for address in addresses
+    )

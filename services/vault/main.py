@@ -1,0 +1,160 @@
+"""Wiring of a vault process: settings, keys, store, data plane, loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from kvproto.dataplane.keys import KeyRing, follow_keys
+from kvproto.dataplane.server import DataPlaneServer
+from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.members import Lease
+from kvproto.messages import Role
+from kvproto.subjects import VAULT_INBOX, Subjects
+from kvservice import lifecycle, logs
+from kvservice.membership import member_record, open_bucket
+from kvservice.metrics import LiveCollector, MetricsServer
+from kvservice.nats_connection import connect
+from kvservice.settings import load
+from services.vault.disk import DiskStore
+from services.vault.disk_thread import DiskThread
+from services.vault.free_memory import default_max_bytes
+from services.vault.loop import CLOSE_S, VaultLoop
+from services.vault.settings import VaultSettings
+from services.vault.store import VaultStore
+from services.vault.vault_metrics import readings
+
+log = logging.getLogger(__name__)
+
+ALL_ADDRESSES = ("", "0.0.0.0", "::")
+LAST_WORDS_S = 2.0  # for the disk to take what is in memory alone
+
+
+def advertised(settings: VaultSettings) -> str | None:
+    """The host that others reach the data plane at, where it is not the address it listens on."""
+    if settings.data_plane_advertise is None and settings.data_plane_host in ALL_ADDRESSES:
+        return socket.gethostname()
+    return settings.data_plane_advertise
+
+
+def tls_context(settings: VaultSettings) -> ssl.SSLContext | None:
+    """Raises Unavailable for files that cannot be used."""
+    if settings.data_plane_cert is None:
+        if settings.data_plane_key is not None or settings.data_plane_ca is not None:
+            raise InvalidRequest("needs --data-plane-cert too", field="data_plane_key, data_plane_ca")
+        return None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
+        if settings.data_plane_ca is not None:
+            context.load_verify_locations(cafile=settings.data_plane_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise Unavailable(f"cannot read the data plane's TLS files: {error}") from None
+    return context
+
+
+def runtime_folder(settings: VaultSettings, life: lifecycle.Lifecycle) -> Path:
+    """For its socket: the one that was set, which stays, or one of its own, which goes."""
+    if settings.runtime_dir is not None:
+        return settings.runtime_dir
+    # Named as `kvfleet up` names its folders: the next one sweeps up after a vault that was killed outright.
+    folder = Path(tempfile.mkdtemp(prefix=f"kvfleet-{os.getpid()}-"))
+
+    async def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    life.closing("runtime folder", remove)
+    return folder
+
+
+async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tuple[VaultStore, DiskThread | None]:
+    """With what its disk has from former lives. Raises Unavailable for a folder that cannot be used."""
+    max_bytes = settings.max_bytes or default_max_bytes() // settings.vaults_on_host
+    if settings.disk_dir is None:
+        return VaultStore(max_bytes), None
+    disk = DiskStore(settings.disk_dir, settings.disk_max_bytes)
+    began = time.monotonic()
+    try:
+        found = await lifecycle.in_daemon_thread(disk.open)
+    except OSError as error:
+        raise Unavailable(f"cannot use --disk-dir {settings.disk_dir}: {error.strerror or error}") from None
+    log.info("%d blocks on disk, listed in %.1f s", len(found), time.monotonic() - began)
+    thread = DiskThread(disk, settings.disk_max_bytes)
+    store = VaultStore(max_bytes, thread, on_disk=found)
+    thread.start(store)
+
+    async def close() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, thread.close, LAST_WORDS_S)
+
+    life.closing("disk", close, LAST_WORDS_S + 5.0)
+    return store, thread
+
+
+async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
+    member = settings.member
+    subjects = Subjects(settings.namespace)
+    record = member_record(Role.VAULT, member, address=socket.gethostname())
+    tls = tls_context(settings)
+    connection = await connect(
+        settings,
+        role="vault",
+        role_inbox=VAULT_INBOX,
+        member=member,
+        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
+    )
+    life.closing("connection", connection.close)
+    bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+    ring = KeyRing()
+    keys = await follow_keys(connection, subjects, ring)
+    life.closing("keys", keys.stop)
+
+    store, disk = await open_store(settings, life)
+    server = DataPlaneServer(
+        store,
+        ring,
+        member,
+        tcp=(settings.data_plane_host, settings.data_plane_port),
+        unix_path=runtime_folder(settings, life) / f"{member}.sock",
+        tls=tls,
+    )
+    loop = VaultLoop(
+        connection,
+        subjects,
+        Lease(bucket, replace(record, inbox=connection.inbox_prefix)),
+        store,
+        server,
+        life.fatal,
+        advertise=advertised(settings),
+    )
+    life.closing("data plane", loop.close_data_plane)
+    await loop.start()
+    life.closing("vault", loop.stop, CLOSE_S + 5.0)
+    if settings.metrics_port is not None:
+        registry = CollectorRegistry()
+        registry.register(LiveCollector(readings(loop, connection, disk)))
+        metrics = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
+        life.closing("metrics", metrics.close)
+        log.info("metrics on http://%s:%d/metrics", settings.host, metrics.port)
+    log.info("vault %s is ready: %d MiB, %s", member, store.max_bytes >> 20, ", ".join(loop.record.data_plane))
+
+
+def main(argv: list[str] | None = None) -> None:
+    settings = load(VaultSettings, sys.argv[1:] if argv is None else argv, "kvfleet vault")
+    logs.set_up(f"vault-{settings.member}", settings)
+    lifecycle.run("kvfleet vault", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Memory of a vault's blocks: buffers that are used again, and a bound that all of them keep. Pure; the store owns it.
+
+    allocated ──take──▶ in use ──give──▶ free ──take──▶ in use
+                                          └── another size needs the room ──▶ returned to the system
+
+A fresh buffer's pages are zeroed by the kernel as they are first written, which takes as long as filling them; so
+buffers are kept and used again, for any block of their size class. Free ones count as used memory until they are
+returned.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+MAPPED_BYTES = 256 * 1024  # from here on a mapping of its own: when it is let go the system has its memory again
+CLASSES_PER_DOUBLING = 16  # so that at most a sixteenth of a buffer is unused
+SMALLEST_STEP = 64
+
+Raw = Any  # bytearray or mmap.mmap: what a buffer really is
+
+
+def class_of(length: int) -> int:
+    """The buffer's size for a block of `length` bytes."""
+    step = max(SMALLEST_STEP, (1 << (length - 1).bit_length()) // (2 * CLASSES_PER_DOUBLING))
+    return -(-length // step) * step
+
+
+def allocate(size: int) -> Raw:
+    """Zeroed memory. In huge pages where the system has them: five times fewer microseconds for the first 2 MB."""
+    if size < MAPPED_BYTES:
+        return bytearray(size)
+    try:
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # a process has only so many mappings
+        return bytearray(size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            pass
+    return mapped
+
+
+class BlockMemory:
+    """At most `max_bytes` of buffers, and of what is charged with each that is in use."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0  # of all buffers, free ones too, and what was charged
+        self.free_bytes = 0  # of buffers that are free
+        self._free: dict[int, list[Raw]] = {}  # by size
+
+    def take(self, length: int, charge: int) -> Raw | None:
+        """A buffer of at least `length` bytes, `charge` bytes being used beside it; None if there is no room."""
+        size = class_of(length)
+        free = self._free.get(size)
+        need = charge if free else size + charge
+        spare = self.free_bytes - (size if free else 0)
+        if self.used_bytes + need - spare > self.max_bytes:
+            return None
+        own = free.pop() if free else None
+        if own is not None:
+            self.free_bytes -= size
+        while self.used_bytes + need > self.max_bytes:
+            self._return_one()
+        self.used_bytes += need
+        return own if own is not None else allocate(size)
+
+    def give(self, raw: Raw, charge: int) -> None:
+        """The buffer is free again. Nobody may use a view of it any more."""
+        self.used_bytes -= charge
+        self.free_bytes += len(raw)
+        self._free.setdefault(len(raw), []).append(raw)
+
+    def _return_one(self) -> None:
+        size = max(size for size, free in self._free.items() if free)
+        self._free[size].pop()
+        if not self._free[size]:
+            del self._free[size]
+        self.free_bytes -= size
+        self.used_bytes -= size
+
+    def check_integrity(self, in_use: list[Raw], charged: int) -> None:
+        """`in_use` are all buffers that were taken and not given. Raises AssertionError."""
+        free = [raw for buffers in self._free.values() for raw in buffers]
+        assert all(len(raw) == size for size, buffers in self._free.items() for raw in buffers)
+        assert self.free_bytes == sum(len(raw) for raw in free)
+        assert self.used_bytes == self.free_bytes + sum(len(raw) for raw in in_use) + charged
+        assert self.used_bytes <= self.max_bytes
+        assert len({id(raw) for raw in (*free, *in_use)}) == len(free) + len(in_use), "a buffer has two users"

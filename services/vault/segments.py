@@ -1,0 +1,114 @@
+"""How blocks lie in a segment file of a vault's disk tier. Pure.
+
+    segment := MAGIC record*                  record := prefix header payload
+    prefix  := tag kind header_length payload_length header_crc prefix_crc          24 bytes, little-endian
+
+The prefix has a checksum of its own: while it is right, the next record is found, whatever happened to this one. The
+header is `BlockHeader.packed` in msgpack; its crc is all that a scan needs, the payload's checksum stands in the header
+and is verified when the block is read.
+
+A record is written once; only its kind is changed afterwards, where it lies: BLOCK -> ERASING -> ERASED. ERASING says
+that header and payload are about to be overwritten with zeros, so that an erasure which is cut short is finished later.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgpack
+
+from kvproto.dataplane.block import MAX_BLOCK_BYTES, BlockHeader, unpack_header
+from kvproto.errors import CodecError
+
+MAGIC = b"kvfseg\x00\x01"  # with the format's version
+MAX_HEADER_BYTES = 1024 * 1024
+
+_FIELDS = struct.Struct("<4sB3xIII")
+_CRC = struct.Struct("<I")
+_TAG = b"kvbl"
+PREFIX_BYTES = _FIELDS.size + _CRC.size
+_NAME = re.compile(r"segment-(\d{10})\Z")
+
+
+class Kind(IntEnum):
+    BLOCK = 1
+    ERASING = 2
+    ERASED = 3
+
+
+class Prefix(NamedTuple):
+    """`header_bytes` and `payload_bytes` follow it."""
+
+    kind: Kind
+    header_bytes: int
+    payload_bytes: int
+    header_crc: int
+
+    @property
+    def record_bytes(self) -> int:
+        return PREFIX_BYTES + self.header_bytes + self.payload_bytes
+
+    def packed(self) -> bytes:
+        fields = _FIELDS.pack(_TAG, self.kind, self.header_bytes, self.payload_bytes, self.header_crc)
+        return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def record_start(header: BlockHeader) -> bytes:
+    """Prefix and header of a block; its payload follows."""
+    packed: bytes = msgpack.packb(header.packed())
+    return Prefix(Kind.BLOCK, len(packed), header.length, zlib.crc32(packed)).packed() + packed
+
+
+def read_prefix(data: bytes) -> Prefix | None:
+    """Of a record's first bytes; None if they are not one, or too few."""
+    if len(data) < PREFIX_BYTES:
+        return None
+    fields = data[: _FIELDS.size]
+    tag, kind, header_bytes, payload_bytes, header_crc = _FIELDS.unpack(fields)
+    (crc,) = _CRC.unpack_from(data, _FIELDS.size)
+    if tag != _TAG or crc != zlib.crc32(fields) or kind not in tuple(Kind):
+        return None
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_BLOCK_BYTES:
+        return None
+    return Prefix(Kind(kind), header_bytes, payload_bytes, header_crc)
+
+
+def read_header(prefix: Prefix, data: bytes) -> BlockHeader | None:
+    """Of the `header_bytes` behind a prefix; None if they are damaged."""
+    if len(data) != prefix.header_bytes or zlib.crc32(data) != prefix.header_crc:
+        return None
+    try:
+        header = unpack_header(msgpack.unpackb(data))
+    except (CodecError, ValueError, msgpack.UnpackException):
+        return None
+    return header if header.length == prefix.payload_bytes else None
+
+
+def name_of(number: int) -> str:
+    """A segment's file; numbers only grow."""
+    return f"segment-{number:010d}"
+
+
+def number_of(name: str) -> int | None:
+    """Inverse of `name_of`; None for other files."""
+    found = _NAME.match(name)
+    return int(found.group(1)) if found else None
+
+
+def parents_first(headers: Iterable[BlockHeader]) -> list[BlockHeader]:
+    """Every block behind the one that it continues, where that is there too: blocks are offloaded leaves first."""
+    waiting = {header.hash: header for header in headers}
+    ordered: list[BlockHeader] = []
+    while waiting:
+        chain = []
+        current: BlockHeader | None = next(iter(waiting.values()))
+        while current is not None:
+            chain.append(waiting.pop(current.hash))
+            current = waiting.get(current.parent)
+        ordered += reversed(chain)
+    return ordered

@@ -1,0 +1,24 @@
+"""Whether a block that came over the wire is the one that was asked for, and one that this worker can use. Pure."""
+
+from __future__ import annotations
+
+from kvproto.dataplane.block import BlockCodec, BlockHeader
+from services.worker.tiers.base import BlockName
+from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+
+
+def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: BlockShape, *, exact: bool) -> str:
+    """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
+
+    The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine.
+    """
+    if (header.root, header.hash, header.parent, header.ids) != (name.root, name.hash, name.parent, name.ids):
+        return "other"
+    if header.format != kv_format or header.raw_bytes != shape.raw_bytes:
+        return "format"
+    quantised = header.codec is not BlockCodec.RAW
+    if quantised and (shape.dtype == "int8" or not header.lossy):
+        return "format"
+    if header.length != encoded_bytes(header.codec, shape):
+        return "format"
+    return "lossy" if exact and header.lossy else ""

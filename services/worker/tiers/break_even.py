@@ -1,0 +1,65 @@
+"""What to fetch and what to compute: the cheapest mixture, from measured figures. Pure.
+
+    device ──hit──▶ | host ──▶ | vault ──▶ | peer ──▶ | computed
+                    start                                       end
+
+Restoring k more blocks and computing the rest costs `latency + k * bytes / rate + rest / prefill rate`. Within one tier
+that grows or falls in a straight line, so the ends of tiers are the only candidates. The same reasoning prices workers
+in placement (`price_kernel`), from the same figures, which heartbeats carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvproto.messages import Tier
+from services.worker.tiers.speed import LinkSpeed
+
+SURE = 1.25  # predictions are taken for so much too good
+UNMEASURED_TOKENS_PER_S = 1000.0
+
+
+class Offer(NamedTuple):
+    """A tier that has all blocks up to `end`, as far as it is needed for them."""
+
+    tier: Tier
+    end: int
+    speed: LinkSpeed
+
+
+class Part(NamedTuple):
+    """Blocks `start` to `end` from a tier; `seconds` is what that is expected to take."""
+
+    tier: Tier
+    start: int
+    end: int
+    seconds: float
+
+
+def cheapest(
+    offers: Sequence[Offer], start: int, *, block_bytes: int, block_size: int, prefill_tokens_per_s: float
+) -> list[Part]:
+    """Parts to restore, in the order of the chain; empty if computing everything costs less.
+
+    `start`: blocks that are on the device. `offers`: fastest tier first. `prefill_tokens_per_s` 0: not measured.
+    """
+    block_s = block_size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
+    parts: list[Part] = []
+    best, saved, best_saved, at = 0, 0.0, 0.0, start
+    for tier, end, (latency_s, bytes_per_s) in offers:
+        if end <= at or bytes_per_s <= 0:
+            continue
+        seconds = latency_s + (end - at) * block_bytes / bytes_per_s
+        saved += (end - at) * block_s - SURE * seconds
+        parts.append(Part(tier, at, end, seconds))
+        at = end
+        if saved > best_saved:
+            best, best_saved = len(parts), saved
+    return parts[:best]
+
+
+def is_worth_going_on(missing: int, arrived: int, elapsed_s: float, *, block_s: float) -> bool:
+    """Whether a restore that takes longer than predicted is better waited for: at the pace it showed, the blocks it
+    still has to bring come well before they could be computed."""
+    return arrived > 0 and 2 * elapsed_s / arrived < block_s and missing > 0

@@ -1,0 +1,144 @@
+"""Blocks as vaults and peers get them: as they are, or as int8. Adapter to the compiled kernels; holds no state.
+
+Called by transfer threads, several at once; a call lets go of the interpreter. Memory is the caller's: a memoryview
+must stay as it is until the call is back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kvproto.dataplane.block import BlockCodec
+from kvproto.errors import CodecError
+from services.worker.model.vector.numbers import INT8
+from services.worker.tiers.codecs.block_shape import KINDS, BlockShape, encoded_bytes
+
+SNR_GATE_DB = 35.0
+LOSSLESS_DB = 200.0  # what a block is said to have of which nothing was lost
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """`snr_db` is 0 of a raw block."""
+
+    codec: BlockCodec
+    length: int
+    snr_db: float
+
+
+class NotEncodable(ValueError):
+    """The block holds a NaN or an infinity, which int8 has no level for. Its target holds nothing of use."""
+
+
+def encode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> Encoded:
+    """Write a block to `target`, which must not overlap it.
+
+    The signal-to-noise ratio is of the block's numbers and what rounding to levels cost them; bfloat16 loses about
+    0.3 dB more when it is read back. Raises NotEncodable, and ValueError where a buffer has not exactly the size that
+    `shape` says.
+    """
+    length = encoded_bytes(codec, shape)
+    _check("source", source, shape.raw_bytes)
+    _check("target", target, length, written=True)
+    if codec is BlockCodec.RAW:
+        target.cast("B")[:] = source.cast("B")
+        return Encoded(codec, length, 0.0)
+    signal, noise, bad = _call(_encoder(), shape, source, target)
+    if bad:
+        raise NotEncodable("the block holds what is no number")
+    return Encoded(codec, length, snr_db(signal, noise))
+
+
+def decode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> None:
+    """Inverse of `encode`. Raises ValueError for buffers of a wrong size, and CodecError for scales that no block was
+    written with; then `target` holds nothing of use."""
+    _check("source", source, encoded_bytes(codec, shape))
+    _check("target", target, shape.raw_bytes, written=True)
+    if codec is BlockCodec.RAW:
+        target.cast("B")[:] = source.cast("B")
+        return
+    bad, _, _ = _call(_decoder(), shape, target, source)
+    if bad:
+        raise CodecError("scales that no block has", field="codec")
+
+
+def choose(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> Encoded:
+    """As `codec` where the block allows it, else raw; then `source` itself is what is to be stored, and `target`, of
+    `encoded_bytes(codec, shape)` bytes, is not looked at. A block that is int8 in the pool is always raw."""
+    raw = Encoded(BlockCodec.RAW, shape.raw_bytes, 0.0)
+    if codec is BlockCodec.RAW or shape.kind == INT8:
+        return raw
+    try:
+        encoded = encode(codec, shape, source, target)
+    except NotEncodable:
+        return raw
+    return encoded if encoded.snr_db >= SNR_GATE_DB else raw
+
+
+def snr_db(signal: float, noise: float) -> float:
+    """From sums of squares."""
+    if noise <= 0:
+        return LOSSLESS_DB
+    return min(10 * math.log10(signal / noise), LOSSLESS_DB)
+
+
+@cache
+def warm_up() -> None:
+    """Compile, or load what an earlier process compiled: seconds the first time on a machine. To be called before the
+    worker says that it is ready, not in an event loop; a second call does nothing."""
+    for dtype, kind in KINDS.items():
+        if kind == INT8:
+            continue
+        shape = BlockShape(2, 17, dtype)
+        raw, small = bytearray(shape.raw_bytes), bytearray(encoded_bytes(BlockCodec.INT8, shape))
+        encode(BlockCodec.INT8, shape, memoryview(raw), memoryview(small))
+        decode(BlockCodec.INT8, shape, memoryview(small), memoryview(raw))
+
+
+_Kernel = Callable[[Any], None]
+_Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
+
+
+@cache
+def _encoder() -> _Kernel:
+    from services.worker.tiers.codecs.kernels import encoding  # here, so that a worker without a vault has no compiler
+
+    return _function(encoding().address)
+
+
+@cache
+def _decoder() -> _Kernel:
+    from services.worker.tiers.codecs.kernels import decoding
+
+    return _function(decoding().address)
+
+
+def _function(address: int) -> _Kernel:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+def _call(kernel: _Kernel, shape: BlockShape, raw: memoryview, small: memoryview) -> tuple[float, float, float]:
+    """Its fields stand in `kernels`, in this order."""
+    numbers, sums = _address(small), _Sums()
+    scales = numbers + shape.numbers
+    kernel(_Fields(shape.kind, _address(raw), numbers, scales, shape.runs, shape.head_dim, ctypes.addressof(sums)))
+    return sums[0], sums[1], sums[2]
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _check(name: str, buffer: memoryview, size: int, *, written: bool = False) -> None:
+    if not buffer.c_contiguous or buffer.nbytes != size:
+        raise ValueError(f"{name}: {size} contiguous bytes are needed, not {buffer.nbytes}")
+    if written and buffer.readonly:
+        raise ValueError(f"{name}: cannot be written to")

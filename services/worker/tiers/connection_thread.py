@@ -1,0 +1,194 @@
+"""One connection to one vault or peer. Loop: a thread that owns it, and runs jobs over it one at a time, in order.
+
+    connecting ──▶ connected ──job failed──▶ connecting      jobs wait
+        │ cannot                     ▲
+        └──▶ away, for a while ──────┘                       jobs are refused
+
+A connection serves one purpose (to look, to fetch, to write), so that what one of them waits for delays no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvproto.dataplane.client import DataPlaneClient
+from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerTimeout, ProtocolError
+from kvproto.errors import KvfleetError
+
+logger = logging.getLogger(__name__)
+
+MAX_JOBS = 256
+FIRST_PAUSE_S = 0.1  # after a connect that failed; doubles
+LONGEST_PAUSE_S = 5.0
+TICK_S = 0.5
+
+Connect = Callable[[], DataPlaneClient]
+Tend = Callable[[DataPlaneClient], None]
+
+
+class Job(Protocol):
+    def run(self, client: DataPlaneClient) -> None:
+        """On the connection's thread. What it raises of KvfleetError ends in `fail`."""
+
+    def fail(self, reason: str) -> None:
+        """It was not run, or not to its end. On the connection's thread; raises nothing."""
+
+
+class ConnectionThread:
+    """`tend` is called once connected and about every TICK_S while there is nothing to do; it raises as a job does."""
+
+    def __init__(self, name: str, connect: Connect, tend: Tend) -> None:
+        self._name = name
+        self._connect = connect
+        self._tend = tend
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[float, Job]] = deque()  # since when
+        self._running: tuple[float, Job] | None = None
+        self._client: DataPlaneClient | None = None
+        self._away = False
+        self._closed = False
+        self.used_at = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Job) -> bool:
+        """False: it will not be run, nor `fail` be called: nobody is there, or too much waits."""
+        with self._changed:
+            if self._closed or self._away or len(self._jobs) >= MAX_JOBS:
+                return False
+            self.used_at = time.monotonic()
+            self._jobs.append((self.used_at, job))
+            self._changed.notify()
+        return True
+
+    @property
+    def is_connected(self) -> bool:
+        return self._client is not None
+
+    @property
+    def busy_since(self) -> float | None:
+        """When the oldest job came that is not over yet."""
+        with self._changed:
+            oldest = self._running or (self._jobs[0] if self._jobs else None)
+        return oldest and oldest[0]
+
+    def cancel(self, job: Job) -> None:
+        """End it now, at the price of the connection if it runs; it fails as gone. Nothing if it is over."""
+        with self._changed:
+            waiting = next((entry for entry in self._jobs if entry[1] is job), None)
+            if waiting is None:
+                if self._running is not None and self._running[1] is job and self._client is not None:
+                    self._client.abort()
+                return
+            self._jobs.remove(waiting)
+        job.fail("gone")
+
+    def close(self) -> None:
+        """Waits for nothing: `thread` ends soon, and what it had to do has failed by then."""
+        with self._changed:
+            self._closed = True
+            if self._client is not None:
+                self._client.abort()
+            self._changed.notify()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while not self._closed:
+            client = self._connected()
+            if client is None:
+                pause = self._stay_away(pause)
+                continue
+            pause = FIRST_PAUSE_S
+            try:
+                self._serve(client)
+            finally:
+                with self._changed:
+                    self._client = None
+                client.close()
+        self._fail_all("gone")
+
+    def _connected(self) -> DataPlaneClient | None:
+        try:
+            client = self._connect()
+            with self._changed:
+                self._client = client
+                if self._closed:
+                    client.abort()
+            self._tend(client)
+            return client
+        except KvfleetError as error:
+            logger.info("%s: %s", self._name, error)
+        except Exception:  # a loop's top
+            logger.exception("%s: cannot connect", self._name)
+        with self._changed:
+            failed, self._client = self._client, None
+        if failed is not None:
+            failed.close()
+        return None
+
+    def _stay_away(self, pause: float) -> float:
+        with self._changed:
+            self._away = True
+        self._fail_all("gone")
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, pause)
+            self._away = False
+        return min(2 * pause, LONGEST_PAUSE_S)
+
+    def _serve(self, client: DataPlaneClient) -> None:
+        """Until the connection is of no further use. One that ended while it was idle costs no job anything."""
+        while not self._closed and not client.has_ended():
+            with self._changed:
+                if not self._jobs:
+                    self._changed.wait(TICK_S)
+                if self._closed or client.has_ended():
+                    return
+                self._running = self._jobs.popleft() if self._jobs else None
+            job = self._running and self._running[1]
+            try:
+                if job is not None:
+                    job.run(client)
+                else:
+                    self._tend(client)
+            except KvfleetError as error:
+                logger.info("%s: %s", self._name, error)
+                client.close()
+                if job is not None:
+                    job.fail(reason_of(error))
+            except Exception:  # a loop's top: one job's fault is not the next one's
+                logger.exception("%s: a job failed", self._name)
+                client.close()
+                if job is not None:
+                    job.fail("internal")
+            finally:
+                with self._changed:
+                    self._running = None
+
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            jobs = list(self._jobs)
+            self._jobs.clear()
+        for _, job in jobs:
+            job.fail(reason)
+
+
+def reason_of(error: KvfleetError) -> str:
+    """A metric's label."""
+    match error:
+        case PeerTimeout():
+            return "timeout"
+        case HandshakeRefused():
+            return "refused"
+        case ProtocolError():
+            return "protocol"
+        case DataPlaneError():
+            return "gone"
+        case _:
+            return "internal"

@@ -1,0 +1,245 @@
+"""One landing's fetch: a part of it from each source, all at once, each in the order of the chain.
+
+    receive ──▶ staging, checksum ──▶ is it what was asked for? ──▶ decode to its place, if the landing is still open
+
+A block that is missing or bad cuts the chain there: what lies behind it is of no use, and no longer asked for. A part
+runs on its source's fetch connection and ends exactly once; the fetch ends with its last part, or as soon as nothing
+can land any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvproto.dataplane.block import BlockHeader
+from kvproto.dataplane.client import DataPlaneClient, GetStatus
+from kvproto.dataplane.wire import MAX_BLOCKS
+from kvproto.errors import CodecError
+from kvproto.messages import Tier
+from services.worker.tiers.base import BlockName, Landing
+from services.worker.tiers.block_check import fault_of
+from services.worker.tiers.codecs.block_codec import decode
+from services.worker.tiers.codecs.block_shape import BlockShape
+from services.worker.tiers.deadlines import Deadlines
+from services.worker.tiers.link_speed import seconds_of
+from services.worker.tiers.remote_counts import RemoteCounts
+from services.worker.tiers.source import Source
+from services.worker.tiers.vault_ring import Share
+
+WATCH_S = 0.02  # how soon a closed landing is noticed while nothing arrives
+GRACE_S = 0.3  # for a part nobody wants any more to end in good order, keeping its connection
+SLACK_S = 2.0
+PATIENCE = 4.0  # times what was predicted, and the slack: then a part has failed, whoever still waits for it
+LONGEST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What all fetches of a worker share. `fault(source, tier, reason)` hears of each block that failed its checks;
+    `missing(source id, block hash)` of each that was not there."""
+
+    kv_format: bytes
+    shape: BlockShape
+    counts: RemoteCounts
+    deadlines: Deadlines
+    fault: Callable[[Source, str], None]
+    missing: Callable[[str, bytes], None]
+
+
+class Fetch:
+    """Guarded by its lock, apart from `landing`, which has its own."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        names: Sequence[BlockName],
+        targets: Sequence[memoryview],
+        landing: Landing,
+        intake: Intake,
+        *,
+        exact: bool,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self.tier = tier
+        self.names = names
+        self.targets = targets
+        self.landing = landing
+        self.intake = intake
+        self.exact = exact
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._gap = len(names)
+        self._failure = ""
+        self._landed = 0
+        self._parts: list[FetchPart] = []
+        self._open = 0
+        self._ended = False
+        self._began = time.monotonic()
+
+    def start(self, shares: Sequence[tuple[Source, list[Share]]]) -> None:
+        """Called once; with nobody to ask it ends at once."""
+        self._parts = [FetchPart(self, source, share) for source, share in shares]
+        self._open = len(self._parts)
+        if not self._parts:
+            self.intake.deadlines.after(0.0, self.end)
+            return
+        for part in self._parts:
+            if not part.source.fetch(part, part.wanted_bytes):
+                self.intake.deadlines.after(0.0, part.refused)
+        self.intake.deadlines.after(WATCH_S, self._watch)
+
+    def wants(self, at: int) -> bool:
+        return at < self._gap and not self.landing.closed
+
+    def cut(self, at: int, reason: str = "") -> None:
+        """Block `at` will not come."""
+        with self._lock:
+            if at <= self._gap:
+                self._gap = at
+                self._failure = reason or self._failure
+
+    def landed(self, source: str) -> None:
+        self.landing.source = source
+        with self._lock:
+            self._landed += 1
+
+    def part_ended(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
+        self.end()
+
+    def end(self) -> None:
+        """Nothing lands any more. Only the first call counts."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            complete = self._landed == len(self.names)
+            failure = "" if complete else self._failure or ("given_up" if self.landing.closed else "missing")
+        nbytes = self._landed * self.intake.shape.raw_bytes
+        if nbytes:
+            self.intake.counts.restored(self.tier, nbytes, time.monotonic() - self._began)
+        if failure:
+            self.intake.counts.failed(self.tier, failure)
+        self.landing.failure = failure
+        self.landing.ended = True
+        self._on_progress()
+
+    def _watch(self) -> None:
+        if self._ended:
+            return
+        if self.landing.closed:
+            self.end()
+            self.intake.deadlines.after(GRACE_S, self._cancel)
+            return
+        self.intake.deadlines.after(WATCH_S, self._watch)
+
+    def _cancel(self) -> None:
+        for part in self._parts:
+            part.source.cancel(part)
+
+
+class FetchPart:
+    """What one source is to bring: a job of its fetch connection."""
+
+    def __init__(self, fetch: Fetch, source: Source, shares: list[Share]) -> None:
+        self.source = source
+        self.wanted_bytes = sum(len(share.at) for share in shares) * fetch.intake.shape.raw_bytes
+        self._fetch = fetch
+        self._intake = fetch.intake
+        self._shares = shares
+        self._next = shares[0].at[0]  # the first block that has neither come nor failed
+        self._blocks = 0
+        self._wire_bytes = 0
+        self._began: float | None = None
+        self._stopped: float | None = None
+
+    def run(self, client: DataPlaneClient) -> None:
+        now = self._began = time.monotonic()
+        speed = self.source.own_speed()
+        predicted = seconds_of(speed, self.wanted_bytes) if speed is not None else 0.0
+        deadline = now + min(SLACK_S + PATIENCE * predicted, LONGEST_S)
+        for share in self._shares:
+            for start in range(0, len(share.at), MAX_BLOCKS):
+                at = share.at[start : start + MAX_BLOCKS]
+                if self._stopped is None and self._fetch.wants(at[0]):
+                    self._next = at[0]
+                    self._get(client, share.root, at, deadline)
+        self._over(gave_up=self._fetch.landing.closed)
+
+    def fail(self, reason: str) -> None:
+        self._fetch.cut(self._next, reason)
+        self._over(gave_up=True)
+
+    def refused(self) -> None:
+        """Nobody is there, or too much waits."""
+        self._fetch.cut(self._next, "gone")
+        self._fetch.part_ended()
+
+    def _over(self, *, gave_up: bool) -> None:
+        self.source.ended(self.wanted_bytes)
+        if self._began is not None:
+            now = time.monotonic()
+            seconds = (self._stopped or now) - self._began
+            nbytes = self._blocks * self._intake.shape.raw_bytes
+            if gave_up:
+                self.source.measured(lambda meter: meter.given_up(nbytes, seconds, now))
+            else:
+                self.source.measured(lambda meter: meter.fetched(nbytes, seconds, now, self._wire_bytes))
+        self._fetch.part_ended()
+
+    def _get(self, client: DataPlaneClient, root: bytes, at: list[int], deadline: float) -> None:
+        fetch, names = self._fetch, self._fetch.names
+        reached = 0  # in `at`: of what was before, all has come
+
+        def sink(index: int, header: BlockHeader) -> memoryview | None:
+            if index != reached:
+                fetch.cut(at[reached])  # why, its status will say
+            fault = fault_of(header, names[at[index]], self._intake.kv_format, self._intake.shape, exact=fetch.exact)
+            if fault:
+                self._fault(at[index], fault)
+                return None
+            return self.source.staging(header.length)
+
+        def on_block(index: int, header: BlockHeader, payload: memoryview) -> bool:
+            nonlocal reached
+            landed = fetch.wants(at[index]) and self._land(at[index], header, payload)
+            if not landed:
+                self._stopped = time.monotonic()
+                return False
+            reached = index + 1
+            self._next = at[reached] if reached < len(at) else self._next
+            return True
+
+        for index, status in enumerate(
+            client.get(root, [names[one].hash for one in at], fetch.exact, sink, on_block, deadline)
+        ):
+            if status is GetStatus.CORRUPT:
+                self._fault(at[index], "checksum")
+            elif status is GetStatus.MISSING:
+                fetch.cut(at[index], "missing")
+                self._intake.missing(self.source.id, names[at[index]].hash)
+
+    def _land(self, at: int, header: BlockHeader, payload: memoryview) -> bool:
+        fetch = self._fetch
+        try:
+            landed = fetch.landing.land(
+                at, header, lambda: decode(header.codec, self._intake.shape, payload, fetch.targets[at])
+            )
+        except CodecError:
+            self._fault(at, "format")
+            return False
+        if landed:
+            self._blocks += 1
+            self._wire_bytes += header.length
+            fetch.landed(self.source.id)
+        return landed
+
+    def _fault(self, at: int, reason: str) -> None:
+        self._fetch.cut(at, reason)
+        self._intake.fault(self.source, reason)

@@ -1,0 +1,71 @@
+"""The host tier: a second block pool whose blocks lie in host memory. The engine's thread owns it.
+
+It is the same pool as the device's, with the same rules: whole chains, leaves evicted first, found by hash. Holding a
+block means holding the chain up to it; what is held is being copied from or to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvproto.block_hash import Root, parent_of
+from kvproto.messages import BlockRun, Tier, TierEvents
+from services.worker.block_pool import BlockPool
+
+
+class HostTier:
+    """`memory` has room for whole blocks of `block_bytes`; how many that is, is the tier's size."""
+
+    def __init__(self, memory: memoryview, block_bytes: int, block_size: int) -> None:
+        self.pool = BlockPool(len(memory) // block_bytes, block_size)
+        self.block_bytes = block_bytes
+        self._memory = memory
+        self._changes: list[TierEvents] = []
+
+    def view(self, slot: int) -> memoryview:
+        return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def allocate(self, count: int) -> list[int]:
+        """At most so many slots, fewer if there are not as many; held by the caller."""
+        self._note_changes()
+        return self.pool.allocate(min(count, self.pool.available))
+
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """See `BlockPool.erase`."""
+        self._note_changes()
+        return self.pool.erase(root, hashes, ids)
+
+    def depth(self, hashes: Sequence[bytes], start: int, end: int, *, exact: bool = False) -> int:
+        """How far the chain is here without a gap, from `start` on and no further than `end`."""
+        depth = min(self.pool.depth(hashes[:end]), end)
+        while exact and depth > start and self.pool.is_lossy(hashes[depth - 1]):
+            depth -= 1
+        return max(depth, start)
+
+    def fill(
+        self, slots: Sequence[int], root: Root, hashes: Sequence[bytes], start: int, ids: Sequence[tuple[int, ...]],
+        lossy: Sequence[bool],
+    ) -> list[int]:  # fmt: skip
+        """Blocks `start` and on of a chain have been copied to `slots`, which the caller holds and goes on holding.
+
+        Returns the slots to hold from now on: where a block is here already, that one.
+        """
+        return [
+            self.pool.fill(slot, parent_of(root, hashes, at), tokens, hashes[at], lossy=is_lossy)
+            for at, (slot, tokens, is_lossy) in enumerate(zip(slots, ids, lossy, strict=True), start)
+        ]
+
+    def take_changes(self) -> list[TierEvents]:
+        """What was removed and stored since the last call, in order."""
+        self._note_changes()
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _note_changes(self) -> None:
+        """The pool tells removals before stores: before blocks are taken again, what was stored is to be noted."""
+        changes = self.pool.take_changes()
+        if changes.removed:
+            self._changes.append(TierEvents(Tier.HOST, True, (BlockRun(b"", tuple(changes.removed)),)))
+        if changes.stored:
+            runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in changes.stored)
+            self._changes.append(TierEvents(Tier.HOST, False, runs))

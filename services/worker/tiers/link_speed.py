@@ -1,0 +1,142 @@
+"""How fast a vault or peer is, from what was fetched from it. Pure: durations in, an estimate out.
+
+    seconds of a fetch  =  latency  +  bytes x seconds per byte      (bytes as they lie in the pool)
+
+A regression that forgets: each measurement weighs KEPT of the next one, and less the longer it took, so that a single
+bad one moves little and a change that lasts is followed. What a fetch that was given up says is believed at once, as
+the next one would be given up too, and the first probe after it likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.worker.tiers.base import LinkSpeed
+
+KEPT = 0.8  # of each measurement's weight when the next one comes
+SHRINK_WEIGHT = 0.3  # of the newest fetch
+PROBE_AFTER_S = 30.0  # without any measurement
+PROBE_SOON_S = 2.0  # after a failure; doubles up to the above while probes do not help
+LEAST_S = 1e-6
+LEAST_PER_BYTE_S = 1e-13
+LEAST_SHARE = 0.1  # of a probe or a failed fetch that counts as its bytes', however long the latency
+WORSE = 1.25  # times what was expected, before a fetch that was given up says anything
+TELLING = 1e-3  # spread of sizes, relative, below which they do not tell latency from bytes
+COMPARED_BYTES = 16 * 1024 * 1024
+TOLERATED = 4.0  # times slower than the fastest, and
+TOLERATED_S = 0.05  # so much, for what is compared: among fast ones the ratio is noise
+
+
+class LinkSpeedMeter:
+    """One vault's or peer's."""
+
+    __slots__ = (
+        "_latency", "_measured_at", "_n", "_nn", "_per_byte", "_probe_after", "_s", "_shrunk", "_sn", "_suspect", "_w"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._latency = 0.0
+        self._per_byte = 0.0  # 0: nothing is known
+        self._w = self._n = self._s = self._nn = self._sn = 0.0  # weights, bytes, seconds, bytes^2, bytes x seconds
+        self._measured_at = float("-inf")
+        self._probe_after = PROBE_AFTER_S
+        self._suspect = False
+        self._shrunk = 1.0  # bytes on the wire for a byte of blocks
+
+    @property
+    def speed(self) -> LinkSpeed | None:
+        return LinkSpeed(self._latency, 1 / self._per_byte) if self._per_byte else None
+
+    def due(self, now: float) -> bool:
+        """Whether a probe should say how things are."""
+        return now - self._measured_at >= self._probe_after
+
+    def fetched(self, nbytes: int, seconds: float, now: float, wire_bytes: int) -> None:
+        """All that was asked for came: blocks of `nbytes`, that travelled as `wire_bytes`."""
+        if nbytes <= 0:
+            return
+        self._measured_at = now
+        self._suspect = False
+        self._probe_after = PROBE_AFTER_S
+        self._shrunk += SHRINK_WEIGHT * (wire_bytes / nbytes - self._shrunk)
+        self._note(nbytes, seconds)
+        self._fit()
+
+    def given_up(self, nbytes: int, seconds: float, now: float) -> None:
+        """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then."""
+        known = self.speed
+        if known is not None and seconds > WORSE * seconds_of(known, nbytes):
+            if nbytes:
+                self._believe(self._latency, max(seconds - self._latency, LEAST_SHARE * seconds) / nbytes)
+            else:
+                self._believe(seconds, self._per_byte)
+        self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S) if self._suspect else PROBE_SOON_S
+        self._suspect = True
+        self._measured_at = now
+
+    def probed(self, small_s: float, nbytes: int, seconds: float, now: float) -> None:
+        """An echo of next to nothing took `small_s`, one of `nbytes` `seconds`."""
+        blocks = nbytes / self._shrunk  # what would have travelled as that many bytes
+        if self._suspect or not self._per_byte:
+            self._believe(small_s, max(seconds - small_s, LEAST_SHARE * seconds, LEAST_S) / blocks)
+        else:
+            self._note(0.0, small_s)
+            self._note(blocks, seconds)
+            self._fit()
+        self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S)
+        self._measured_at = now
+
+    def doubt(self) -> None:
+        """It seems too slow to be asked, so no fetch will tell: a probe is to, soon, and is believed."""
+        if not self._suspect:
+            self._suspect = True
+            self._probe_after = PROBE_SOON_S
+
+    def _believe(self, latency: float, per_byte: float) -> None:
+        """Nothing measured before counts any more."""
+        self._w = self._n = self._s = self._nn = self._sn = 0.0
+        self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
+        self._note(0.0, latency)
+        self._note(COMPARED_BYTES, latency + COMPARED_BYTES * per_byte)
+
+    def _note(self, nbytes: float, seconds: float) -> None:
+        seconds = max(seconds, LEAST_S)
+        weight = 1 / seconds
+        self._w = KEPT * self._w + weight
+        self._n = KEPT * self._n + weight * nbytes
+        self._s = KEPT * self._s + weight * seconds
+        self._nn = KEPT * self._nn + weight * nbytes * nbytes
+        self._sn = KEPT * self._sn + weight * nbytes * seconds
+
+    def _fit(self) -> None:
+        latency, per_byte = self._fitted()
+        self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
+
+    def _fitted(self) -> tuple[float, float]:
+        spread = self._w * self._nn - self._n * self._n
+        if spread <= TELLING * self._w * self._nn:  # all of one size: both are as much longer or shorter
+            off = self._s / (self._w * self._latency + self._n * self._per_byte) if self._per_byte else 0.0
+            return self._latency * off, self._per_byte * off or self._s / self._n
+        per_byte = (self._w * self._sn - self._n * self._s) / spread
+        latency = (self._s - per_byte * self._n) / self._w
+        if per_byte <= 0:
+            return self._s / self._w, LEAST_SHARE * self._s / self._n
+        if latency < 0:
+            return 0.0, self._sn / self._nn
+        return latency, per_byte
+
+
+def seconds_of(speed: LinkSpeed, nbytes: int) -> float:
+    return speed.latency_s + nbytes / speed.bytes_per_s
+
+
+def is_laggard(speed: LinkSpeed, others: Iterable[LinkSpeed]) -> bool:
+    """Whether one is so much slower than the fastest that its blocks count as absent: a fetch is as slow as the
+    slowest of those it comes from."""
+    fastest = min((seconds_of(other, COMPARED_BYTES) for other in others), default=float("inf"))
+    return seconds_of(speed, COMPARED_BYTES) > max(TOLERATED * fastest, fastest + TOLERATED_S)
+
+
+def slowest(speeds: Iterable[LinkSpeed]) -> LinkSpeed | None:
+    """What a fetch from several at once can rely on."""
+    return max(speeds, key=lambda speed: seconds_of(speed, COMPARED_BYTES), default=None)

@@ -1,0 +1,307 @@
+"""Takes blocks down: device to host, host to vault, behind the engine's back. The engine's thread owns it.
+
+    offer ──worth it──▶ queue ──tend──▶ batch: copied to host slots ──tend──▶ listed there ──▶ the vault's writer has it
+
+A chain goes down from its start, so that what a tier lists always has all blocks before it there. While a batch is
+copied the device's chain is held, while the vault's writer has it the host's is. A block is only lost if it is evicted
+before its turn comes; then it is computed again, and asked for again, which is what makes it worth keeping.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvproto.block_hash import ForkedRoot, Root, pack_ids, parent_of
+from kvproto.dataplane.block import RUN_BLOCKS
+from services.worker.block_pool import BlockPool
+from services.worker.model.base import BlockMemory
+from services.worker.sequence import Sequence as EngineSequence
+from services.worker.tiers.base import Remote
+from services.worker.tiers.copier import Copier, CopyJob
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.prospect import BlockName
+from services.worker.tiers.reuse import ReuseWatch
+
+BATCH_BYTES = 8 * 1024 * 1024
+MOST_QUEUED = 1024  # chains
+KEPT_VAULTED = 131_072
+VAULT_SHARE = 4  # a quarter of the host's blocks at most wait for vaults
+SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for a sequence that gives its blocks away
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    root: Root
+    hashes: Sequence[bytes]
+    end: int
+    done: int = 0  # blocks that had their turn
+
+    @property
+    def last(self) -> bytes:
+        return self.hashes[self.end - 1]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Blocks `start` to `end` of a chain; the first `known` of them are on the host already."""
+
+    chain: _Chain
+    start: int
+    end: int
+    device: list[int]  # held on the device: the whole chain up to `end`, or nothing if all is on the host
+    host: list[int]  # held on the host: the same
+    copied_from: int
+    copy: CopyJob | None
+    forgotten: bool = False  # erased meanwhile: it goes nowhere
+
+
+class _VaultHold:
+    """Slots held until the vault's writer has done with all blocks of a batch."""
+
+    def __init__(self, slots: list[int], blocks: int, on_last: Callable[[_VaultHold], None]) -> None:
+        self.slots = slots
+        self._left = blocks
+        self._on_last = on_last
+        self._lock = threading.Lock()
+
+    def one_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._on_last(self)
+
+
+class Offloader:
+    """`wake` is called, from any thread, when there is something to tend to."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        host: HostTier,
+        copier: Copier,
+        remote: Remote | None,
+        reuse: ReuseWatch,
+        wake: Callable[[], None],
+    ) -> None:
+        self.offloaded_total = 0
+        self._pool = pool
+        self._memory = memory
+        self._host = host
+        self._copier = copier
+        self._remote = remote
+        self._reuse = reuse
+        self._wake = wake
+        self._queue: OrderedDict[bytes, _Chain] = OrderedDict()
+        self._batch: _Batch | None = None
+        self._vaulted: OrderedDict[bytes, None] = OrderedDict()
+        self._holds: set[_VaultHold] = set()
+        self._let_go: deque[_VaultHold] = deque()
+        self._holding = 0  # host blocks that wait for vaults
+
+    # ------------------------------------------------------------------ what goes down
+
+    def offer(self, sequence: EngineSequence, prefill_tokens_per_s: float, *, reused: bool = False) -> None:
+        """The sequence's computed blocks may go down, if experience says that they will be asked for again, or if they
+        were just now (`reused`)."""
+        end = 0 if sequence.private else min(sequence.filled, len(sequence.hashes))
+        if not end:
+            return
+        recompute_s = self._pool.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 1.0
+        offload_s = self._copier.speed_out.seconds(self._memory.block_bytes)
+        if reused or self._reuse.is_worth(own_root(sequence.root), offload_s, recompute_s):
+            self._enqueue(_Chain(sequence.root, sequence.hashes, end))
+
+    def _enqueue(self, chain: _Chain) -> None:
+        self._queue[chain.last] = chain
+        self._queue.move_to_end(chain.last)
+        if len(self._queue) > MOST_QUEUED:
+            self._queue.popitem(last=False)
+
+    def save(self, sequence: EngineSequence) -> None:
+        """It is about to give its blocks away and will come back: copy now what is not on the host, for a bounded
+        time, as nobody keeps these blocks from being overwritten in this very step."""
+        end = 0 if sequence.private else sequence.filled
+        device = self._pool.chain_to(sequence.hashes[:end])
+        host = self._host.pool.chain_to(sequence.hashes[: len(device)])
+        self._host.pool.acquire(host)
+        began = time.perf_counter()
+        slots = self._host.allocate(len(device) - len(host))
+        saved = 0
+        for block, slot in zip(device[len(host) :], slots, strict=False):
+            if time.perf_counter() - began > SAVE_LIMIT_S:
+                break
+            self._memory.read(block, self._host.view(slot))
+            saved += 1
+        self._host.pool.release(slots[saved:])
+        del slots[saved:]
+        filled = self._list(sequence.root, sequence.hashes, len(host), device[len(host) :][: len(slots)], slots)
+        self._host.pool.release([*host, *filled])
+
+    # ------------------------------------------------------------------ how
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._batch or self._let_go)
+
+    def tend(self) -> None:
+        """Take what has been done and begin what is next; at most one batch is being copied."""
+        while self._let_go:
+            hold = self._let_go.popleft()
+            self._holds.discard(hold)
+            self._holding -= len(hold.slots)
+            self._host.pool.release(hold.slots)
+        if self._batch is not None and (self._batch.copy is None or self._batch.copy.ended):
+            self._finish(self._batch)
+            self._batch = None
+        while self._batch is None and self._queue:
+            _, chain = self._queue.popitem(last=False)
+            self._batch = self._begin(chain)
+
+    def _begin(self, chain: _Chain) -> _Batch | None:
+        """The next piece of a chain; None if nothing of it can go down now."""
+        hashes = chain.hashes[: chain.end]
+        device = self._pool.chain_to(hashes)
+        host = self._host.pool.chain_to(hashes)
+        start = copied_from = len(host)
+        if self._remote is not None:
+            start = next((at for at in range(chain.done, start) if hashes[at] not in self._vaulted), start)
+        most = max(1, BATCH_BYTES // self._memory.block_bytes)
+        end = min(max(len(device), len(host)), start + most)
+        if end <= max(start, chain.done):  # a host too small for all that goes down must not copy it round and round
+            return None
+        self._host.pool.acquire(host)
+        slots = self._host.allocate(max(0, end - copied_from))
+        end = min(end, copied_from + len(slots))
+        if end <= max(start, chain.done):
+            self._host.pool.release([*host, *slots])
+            return None
+        device = device[:end] if slots else []
+        self._pool.acquire(device)
+        copy = None
+        if slots:
+            pairs = zip(device[copied_from:], slots, strict=True)
+            moves = [partial(self._memory.read, block, self._host.view(slot)) for block, slot in pairs]
+            copy = CopyJob(moves, self._memory.block_bytes, self._wake)
+            self._copier.offload(copy)
+        else:
+            self._wake()
+        return _Batch(chain, start, end, device, [*host, *slots], copied_from, copy)
+
+    def _finish(self, batch: _Batch) -> None:
+        chain, at = batch.chain, batch.copied_from
+        if batch.forgotten:
+            self._pool.release(batch.device)
+            self._host.pool.release(batch.host)
+            return
+        if batch.copy is not None:
+            done = batch.copy.close()
+            slots = batch.host[at : at + done]
+            filled = self._list(chain.root, chain.hashes, at, batch.device[at : at + done], slots)
+            batch.host[at : at + done] = filled
+            self._pool.release(batch.device)
+            if done < len(batch.host) - at:  # a device that could not be read
+                self._host.pool.release(batch.host)
+                return
+        self._to_vault(batch)
+        if batch.end < chain.end:
+            self._enqueue(replace(chain, done=batch.end))
+
+    def _list(
+        self, root: Root, hashes: Sequence[bytes], start: int, blocks: Sequence[int], slots: Sequence[int]
+    ) -> list[int]:
+        """What was copied from `blocks` to `slots` is on the host now. Returns the slots to hold."""
+        contents = [self._pool.content(block) for block in blocks]
+        self.offloaded_total += len(slots)
+        return self._host.fill(slots, root, hashes, start, [c.ids for c in contents], [c.lossy for c in contents])
+
+    def _to_vault(self, batch: _Batch) -> None:
+        """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
+        chain, size = batch.chain, batch.end - batch.start
+        crowded = self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE
+        if self._remote is None or crowded:
+            self._host.pool.release(batch.host)
+            return
+        hold = _VaultHold(batch.host[: batch.end], size, self._on_hold_done)
+        self._holds.add(hold)
+        self._holding += len(hold.slots)
+        self._host.pool.release(batch.host[batch.end :])
+        taking = True
+        for at in range(batch.start, batch.end):
+            content = self._host.pool.content(batch.host[at])
+            parent = parent_of(chain.root, chain.hashes, at)
+            run = chain.hashes[at - at % RUN_BLOCKS]
+            name = BlockName(root_at(chain.root, at), chain.hashes[at], parent, pack_ids(content.ids), run)
+            view = self._host.view(batch.host[at])
+            taking = taking and self._remote.offload(name, view, lossy=content.lossy, on_done=hold.one_done)
+            if not taking:  # and no later block without its parents
+                hold.one_done()
+                continue
+            self._vaulted[name.hash] = None
+            if len(self._vaulted) > KEPT_VAULTED:
+                self._vaulted.popitem(last=False)
+
+    def _on_hold_done(self, hold: _VaultHold) -> None:
+        """Any thread."""
+        self._let_go.append(hold)
+        self._wake()
+
+    def forget_vaults(self) -> None:
+        """Others than before keep blocks now: what they were given is not theirs."""
+        self._vaulted.clear()
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """These were erased: nothing of them goes down any more."""
+        gone = set(hashes)
+        self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if key not in gone)
+        if self._batch is not None and self._batch.chain.last in gone:
+            self._batch.forgotten = True
+        for block_hash in hashes:
+            self._vaulted.pop(block_hash, None)
+
+    # ------------------------------------------------------------------ queries
+
+    def carried(self) -> list[bytes]:
+        """Last blocks of chains on their way down, and so held."""
+        on_host = (self._host.pool.content(hold.slots[-1]).hash for hold in self._holds)
+        batch = [self._batch.chain.last] if self._batch is not None else []
+        return batch + [end for end in on_host if end]
+
+    def held(self) -> list[list[int]]:
+        """Blocks of the device that are being copied, by holder."""
+        return [self._batch.device] if self._batch is not None and self._batch.device else []
+
+    def held_on_host(self) -> list[list[int]]:
+        return [*([self._batch.host] if self._batch else []), *(hold.slots for hold in self._holds)]
+
+
+def own_root(root: Root) -> bytes:
+    """The tenant's."""
+    return root.own if isinstance(root, ForkedRoot) else root
+
+
+def root_at(root: Root, at: int) -> bytes:
+    """What the `at`-th block of a chain is kept under."""
+    if isinstance(root, ForkedRoot):
+        return root.public if at < root.blocks else root.own
+    return root
+
+
+def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size: int) -> list[BlockName]:
+    """A whole chain by name."""
+    return [
+        BlockName(
+            root_at(root, at),
+            block_hash,
+            parent_of(root, hashes, at),
+            pack_ids(ids[at * block_size : (at + 1) * block_size]),
+            hashes[at - at % RUN_BLOCKS],
+        )
+        for at, block_hash in enumerate(hashes)
+    ]

@@ -1,0 +1,339 @@
+"""Vaults and peers as the engine sees them: the `Remote` of a worker. Thread-safe; waits for nothing but in `close`.
+
+    members view ──▶ set_vaults, set_peers      (the worker's loop)
+    engine ──▶ look, fetch, offload, erase, speed, distrust, loads
+    each vault, peer: a Source, which has threads; each vault: a WriteBehind, which has another
+
+It owns who is there, whom not to ask, and where blocks were seen that are not where they belong.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvproto.dataplane.block import BlockCodec
+from kvproto.dataplane.client import DataPlaneClient
+from kvproto.dataplane.keys import KeyRing
+from kvproto.dataplane.wire import MAX_BLOCKS
+from kvproto.hash_ring import HashRing
+from kvproto.messages import Tier, TierLoad
+from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed
+from services.worker.tiers.codecs.block_shape import BlockShape
+from services.worker.tiers.connection_thread import Connect
+from services.worker.tiers.deadlines import Deadlines
+from services.worker.tiers.fetching import Fetch, Intake
+from services.worker.tiers.link_speed import LinkSpeedMeter, is_laggard, slowest
+from services.worker.tiers.looking import Look
+from services.worker.tiers.quarantine import Quarantine
+from services.worker.tiers.remote_counts import RemoteCounts
+from services.worker.tiers.source import LOOK_LIMIT_S, Source
+from services.worker.tiers.source_address import SourceAddress
+from services.worker.tiers.vault_ring import Share, VaultRing, by_root
+from services.worker.tiers.write_behind import WriteBehind
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 1.5
+ANSWER_S = 2.0  # of a look whose time is long over: it tells when its source answers again
+IDLE_S = 60.0  # after which a peer's connections end
+MAX_STRAYS = 65_536
+CLOSE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """`kv_format` and `shape` are of the worker's pool; `codec` is how it writes to vaults. `max_queued_bytes` is what
+    may wait for one vault, `look_limit_s` how long an engine waits to hear who has what."""
+
+    worker: str
+    host: str
+    kv_format: bytes
+    shape: BlockShape
+    codec: BlockCodec = BlockCodec.RAW
+    max_queued_bytes: int = 256 * 1024 * 1024
+    look_limit_s: float = LOOK_LIMIT_S
+
+
+class RemoteTiers:
+    def __init__(self, settings: RemoteSettings, keyring: KeyRing, *, tls: ssl.SSLContext | None = None) -> None:
+        self._settings = settings
+        self._keyring = keyring
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._vaults: dict[str, Source] = {}
+        self._writes: dict[str, WriteBehind] = {}
+        self._peers: dict[str, Source] = {}
+        self._ring = VaultRing()
+        self._quarantine = Quarantine()
+        self._strays: OrderedDict[bytes, str] = OrderedDict()  # block hash -> vault, not the owner, that has it
+        self._ending: list[threading.Thread] = []
+        self._closed = False
+        self._counts = RemoteCounts()
+        self._deadlines = Deadlines()
+        self._intake = Intake(
+            settings.kv_format, settings.shape, self._counts, self._deadlines, self._fault, self._missing
+        )
+        self._deadlines.after(IDLE_S, self._rest_idle)
+
+    # ------------------------------------------------------------------ who is there: the worker's loop
+
+    def set_vaults(self, addresses: Iterable[SourceAddress]) -> None:
+        """All there are now."""
+        with self._lock:
+            if self._closed:
+                return
+            self._replace(Tier.VAULT, self._vaults, {one.id: one for one in addresses})
+            self._ring = self._ring.with_vaults(self._vaults)
+            for vault in self._vaults.values():
+                vault.start()
+
+    def set_peers(self, addresses: Iterable[SourceAddress]) -> None:
+        """All other workers whose blocks can be used here."""
+        with self._lock:
+            if self._closed:
+                return
+            self._replace(Tier.PEER, self._peers, {one.id: one for one in addresses})
+            if self._peers and not any(peer.own_speed() for peer in self._peers.values()):
+                first = HashRing(self._peers).owner(self._settings.worker)  # another one for each worker
+                self._peers[first or min(self._peers)].start()  # so that a peer's speed is known before it is needed
+
+    def _replace(self, tier: Tier, sources: dict[str, Source], wanted: dict[str, SourceAddress]) -> None:
+        for source in [one for one in sources.values() if wanted.get(one.id) != one.address]:
+            del sources[source.id]
+            self._ending += source.close()
+            write_behind = self._writes.pop(source.id, None) if tier is Tier.VAULT else None
+            if write_behind is not None:
+                self._ending += write_behind.close()
+        for address in wanted.values():
+            if address.id not in sources:
+                connect = self._connect_to(address)
+                sources[address.id] = Source(tier, address, connect, look_limit_s=self._settings.look_limit_s)
+                if tier is Tier.VAULT:
+                    self._writes[address.id] = self._write_behind(address, connect)
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+
+    def _connect_to(self, address: SourceAddress) -> Connect:
+        def connect() -> DataPlaneClient:
+            return DataPlaneClient.connect(
+                address.data_plane,
+                self._keyring,
+                identity=self._settings.worker,
+                expect=address.id,
+                same_host=address.host == self._settings.host,
+                tls=self._tls,
+                timeout_s=CONNECT_S,
+            )
+
+        return connect
+
+    def _write_behind(self, address: SourceAddress, connect: Connect) -> WriteBehind:
+        return WriteBehind(
+            f"vault-{address.id}",
+            connect,
+            kv_format=self._settings.kv_format,
+            shape=self._settings.shape,
+            codec=self._settings.codec,
+            max_bytes=self._settings.max_queued_bytes,
+            deadlines=self._deadlines,
+            counts=self._counts,
+        )
+
+    def _rest_idle(self) -> None:
+        since = time.monotonic() - IDLE_S
+        with self._lock:
+            if self._closed:
+                return
+            for peer in self._peers.values():
+                if peer.is_idle(since):
+                    self._ending += peer.rest()
+        self._deadlines.after(IDLE_S, self._rest_idle)
+
+    def close(self) -> None:
+        """Ends everything: no thread is left, and every callback has been called. Takes at most CLOSE_S and what a
+        connection that is just being made needs."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            sources = [*self._vaults.values(), *self._peers.values()]
+            writes = list(self._writes.values())
+            threads = self._ending
+        for source in sources:
+            threads += source.close()
+        for write_behind in writes:
+            threads += write_behind.close()
+        until = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._deadlines.close()
+
+    # ------------------------------------------------------------------ the engine
+
+    def look(self, names: Sequence[BlockName], *, exact: bool, peer: str, on_ready: Callable[[], None]) -> Finding:
+        finding = Finding()
+        look = Look(names, finding, on_ready, self._noticed)
+        now = time.monotonic()
+        with self._lock:
+            laggards = self._laggards(self._vaults)
+            questions = [
+                _Question(self._vaults[vault], look, names, shares, exact)
+                for vault, shares in self._ring.shares(names).items()
+                if vault not in laggards and self._may_ask(vault, now)
+            ]
+            if (source := self._peers.get(peer)) is not None and self._may_ask(peer, now):
+                questions.append(_Question(source, look, names, by_root(names), exact))
+        look.expect([question.source.tier for question in questions])
+        for question in questions:
+            if not question.source.look(question):
+                self._deadlines.after(0.0, partial(look.answered, question.source.tier))
+        self._deadlines.after(self._settings.look_limit_s if questions else 0.0, look.end)
+        return finding
+
+    def fetch(
+        self,
+        tier: Tier,
+        names: Sequence[BlockName],
+        targets: Sequence[memoryview],
+        landing: Landing,
+        *,
+        exact: bool,
+        peer: str,
+        on_progress: Callable[[], None],
+    ) -> None:
+        fetch = Fetch(tier, names, targets, landing, self._intake, exact=exact, on_progress=on_progress)
+        now = time.monotonic()
+        parts = []
+        with self._lock:
+            if tier is Tier.PEER:
+                sources, homes = self._peers, {peer: by_root(names)}
+            else:
+                sources, homes = self._vaults, self._ring.homes(names, self._strays)
+            for holder, shares in homes.items():
+                if not shares:
+                    continue
+                if holder not in sources:
+                    fetch.cut(shares[0].at[0], "gone")
+                elif not self._may_ask(holder, now):
+                    fetch.cut(shares[0].at[0], "quarantined")
+                else:
+                    parts.append((sources[holder], shares))
+            if not homes:
+                fetch.cut(0, "gone")
+        fetch.start(parts)
+
+    def offload(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
+        with self._lock:
+            owner = self._ring.owner(name)
+            write_behind = self._writes.get(owner) if owner is not None else None
+            allowed = owner is not None and self._may_ask(owner, time.monotonic())
+        if write_behind is None or not allowed or payload.nbytes != self._settings.shape.raw_bytes:
+            return False
+        return write_behind.offer(name, payload, lossy=lossy, on_done=on_done)
+
+    def erase(self, names: Sequence[BlockName]) -> None:
+        with self._lock:
+            writes = list(self._writes.values())
+        for write_behind in writes:
+            write_behind.erase(names)
+
+    def speed(self, tier: Tier) -> LinkSpeed | None:
+        now = time.monotonic()
+        with self._lock:
+            sources = self._peers if tier is Tier.PEER else self._vaults
+            laggards = self._laggards(sources)
+            asked = [one for one in sources.values() if one.id not in laggards and self._may_ask(one.id, now)]
+        return slowest(speed for speed in (source.speed() for source in asked) if speed is not None)
+
+    def distrust(self, source: str) -> None:
+        with self._lock:
+            tier = Tier.PEER if source in self._peers else Tier.VAULT
+            out = self._quarantine.distrust(source, time.monotonic())
+        self._counts.failed(tier, "wrong")
+        if out:
+            logger.warning("%s gave a block that was wrong under a right checksum: it is not asked for a while", source)
+
+    def loads(self) -> dict[str, TierLoad]:
+        return self._counts.loads()
+
+    def faults(self) -> dict[str, dict[str, int]]:
+        """Blocks that failed their checks, by source, then by reason."""
+        with self._lock:
+            return self._quarantine.faults()
+
+    def shut_out(self) -> dict[str, float]:
+        """Who is not asked, and for how many seconds yet."""
+        with self._lock:
+            return self._quarantine.shut_out(time.monotonic())
+
+    # ------------------------------------------------------------------ under the lock, or on transfer threads
+
+    def _may_ask(self, source: str, now: float) -> bool:
+        return self._quarantine.allows(source, now)
+
+    @staticmethod
+    def _laggards(sources: dict[str, Source]) -> set[str]:
+        """Those so much slower than others that their blocks count as absent."""
+        if len(sources) < 2:
+            return set()
+        speeds = {name: speed for name, source in sources.items() if (speed := source.own_speed()) is not None}
+        laggards = {name for name, speed in speeds.items() if is_laggard(speed, speeds.values())}
+        for name in laggards:
+            sources[name].measured(LinkSpeedMeter.doubt)
+        return laggards
+
+    def _fault(self, source: Source, reason: str) -> None:
+        with self._lock:
+            out = self._quarantine.fault(source.id, reason, time.monotonic())
+        if out:
+            logger.warning("%s %s gave bad blocks (%s): it is not asked for a while", source.tier, source.id, reason)
+
+    def _missing(self, source: str, block: bytes) -> None:
+        with self._lock:
+            if self._strays.get(block) == source:
+                del self._strays[block]
+
+    def _noticed(self, strays: dict[bytes, str]) -> None:
+        with self._lock:
+            for block, vault in strays.items():
+                self._strays[block] = vault
+                self._strays.move_to_end(block)
+            while len(self._strays) > MAX_STRAYS:
+                self._strays.popitem(last=False)
+
+
+class _Question:
+    """Job: what one source has of a look's blocks."""
+
+    def __init__(
+        self, source: Source, look: Look, names: Sequence[BlockName], shares: Sequence[Share], exact: bool
+    ) -> None:
+        self.source = source
+        self._look = look
+        self._names = names
+        self._shares = shares
+        self._exact = exact
+
+    def run(self, client: DataPlaneClient) -> None:
+        if self._look.is_over:
+            return
+        began = time.monotonic()
+        for share in self._shares:
+            for start in range(0, len(share.at), MAX_BLOCKS):
+                at = share.at[start : start + MAX_BLOCKS]
+                hashes = [self._names[index].hash for index in at]
+                held = client.has(share.root, hashes, self._exact, began + ANSWER_S)
+                present = [index for index, has in zip(at, held, strict=True) if has]
+                self._look.has(self.source.tier, self.source.id, present, owned=share.owned)
+        self.source.answered(time.monotonic() - began)
+        self._look.answered(self.source.tier)
+
+    def fail(self, reason: str) -> None:
+        self.source.answered(ANSWER_S)
+        self._look.answered(self.source.tier)

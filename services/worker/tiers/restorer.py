@@ -1,0 +1,350 @@
+"""Brings blocks up to the device before a sequence runs. Read `claims`, then `poll`. The engine's thread owns it.
+
+    a sequence's turn ──claims──▶ looks ──▶ its turn again
+                            │                                      ┌ all came, or what came is enough ┐
+                            └──▶ a job: blocks of the pool are taken, copies and fetches run beside steps
+                                                                   └ poll: they are listed, its turn again
+
+Nothing here waits. A job holds the chain that is on the device already and the blocks that its parts land in; when it
+ends, blocks that arrived without a gap are listed like computed ones, and the sequence, back in the queue, finds them.
+A job that takes longer than it may ends with what has arrived by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvproto.block_hash import Root, parent_of
+from kvproto.messages import Tier
+from services.worker.block_pool import BlockPool, Match
+from services.worker.model.base import BlockMemory
+from services.worker.sequence import Sequence as EngineSequence
+from services.worker.tiers.base import Landing, Remote
+from services.worker.tiers.break_even import UNMEASURED_TOKENS_PER_S, Offer, Part, cheapest, is_worth_going_on
+from services.worker.tiers.copier import Copier, CopyJob
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.speed import LinkSpeed
+
+MOST_RESTORES = 2  # for one sequence before it runs
+LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
+PATIENCE = 0.2  # of what computing would take
+GRACE_S = 0.005
+LOOK_LIMIT_S = 0.03
+LOOK_WORTH_S = 0.005  # prompts that take no longer do not wait for an answer
+
+
+@dataclass(slots=True)
+class _Running:
+    """A part under way: from the host by the copier, else through a landing."""
+
+    part: Part
+    slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
+    copy: CopyJob | None = None
+    landing: Landing | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.copy.ended if self.copy is not None else self.landing is not None and self.landing.ended
+
+
+@dataclass(slots=True)
+class RestoreJob:
+    """Blocks `start` to `end` of a chain, on their way."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: list[tuple[int, ...]]  # of each block
+    start: int
+    end: int
+    exact: bool
+    held: list[int]  # the chain before them, on the device
+    blocks: list[int]  # where they go
+    running: list[_Running]
+    began: float
+    deadline: float
+    waiting: list[EngineSequence]
+
+
+class Restorer:
+    """`wake` is called, from any thread, when there is something to poll."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        host: HostTier | None,
+        copier: Copier,
+        remote: Remote | None,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokens_total: Counter[Tier] = Counter()
+        self.restores_total: Counter[Tier] = Counter()
+        self.seconds_total: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
+        self.failures_total: Counter[tuple[Tier, str]] = Counter()
+        self._pool = pool
+        self._memory = memory
+        self._host = host
+        self._copier = copier
+        self._remote = remote
+        self._wake = wake
+        self._clock = clock
+        self._jobs: list[RestoreJob] = []
+        self._looking: dict[int, tuple[EngineSequence, float]] = {}
+
+    # ------------------------------------------------------------------ begin
+
+    def claims(self, sequence: EngineSequence, match: Match, *, spare: int, prefill_tokens_per_s: float) -> bool:
+        """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now.
+
+        `spare` blocks of the pool are left to those who run.
+        """
+        size = self._pool.block_size
+        start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
+        if sequence.restores >= MOST_RESTORES or start >= usable:
+            return False
+        exact = sequence.spec.exact
+        for job in self._jobs:
+            if job.start <= start < job.end and job.hashes[start] == sequence.hashes[start] and job.exact >= exact:
+                sequence.restores += 1
+                job.waiting.append(sequence)
+                return True
+        prospect = _applies(sequence)
+        block_s = size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
+        if prospect is not None and not prospect.finding.ready and (usable - start) * block_s > LOOK_WORTH_S:
+            self._looking[id(sequence)] = sequence, self._clock() + LOOK_LIMIT_S
+            return True
+        parts = cheapest(
+            self._offers(sequence, prospect, start, usable),
+            start,
+            block_bytes=self._memory.block_bytes,
+            block_size=size,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+        )
+        room = self._pool.available - self._pool.idle_among(match.blocks) - spare
+        parts = [part._replace(end=min(part.end, start + room)) for part in parts if part.start < start + room]
+        if not parts:
+            return False
+        sequence.restores += 1
+        self._begin(sequence, match, parts, prospect, block_s)
+        return True
+
+    def _offers(self, sequence: EngineSequence, prospect: Prospect | None, start: int, usable: int) -> list[Offer]:
+        offers = []
+        if self._host is not None and self._copier.speed_in.bytes_per_s:
+            depth = self._host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
+            offers.append(Offer(Tier.HOST, depth, LinkSpeed(0.0, self._copier.speed_in.bytes_per_s)))
+        if self._remote is not None and prospect is not None and prospect.finding.ready:
+            for tier, depth in ((Tier.VAULT, prospect.finding.vault), (Tier.PEER, prospect.finding.peer)):
+                speed = self._remote.speed(tier)
+                if speed is not None:
+                    offers.append(Offer(tier, min(depth, usable), speed))
+        return offers
+
+    def _begin(
+        self, sequence: EngineSequence, match: Match, parts: list[Part], prospect: Prospect | None, block_s: float
+    ) -> None:
+        size, pool = self._pool.block_size, self._pool
+        start, end = parts[0].start, parts[-1].end
+        pool.acquire(match.blocks)
+        now = self._clock()
+        job = RestoreJob(
+            sequence.root,
+            sequence.hashes,
+            [tuple(sequence.ids[at * size : (at + 1) * size]) for at in range(start, end)],
+            start,
+            end,
+            sequence.spec.exact,
+            list(match.blocks),
+            pool.allocate(end - start),
+            [],
+            now,
+            now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * (end - start) * block_s),
+            [sequence],
+        )
+        self._jobs.append(job)
+        job.running = [self._run(job, part, prospect) for part in parts]
+
+    def _run(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> _Running:
+        blocks = job.blocks[part.start - job.start : part.end - job.start]
+        if part.tier is Tier.HOST:
+            return self._run_copy(job, part, blocks)
+        assert self._remote is not None
+        assert prospect is not None
+        running = _Running(part, landing=Landing([None] * len(blocks)))
+        assert running.landing is not None
+        targets = [self._memory.view(block) for block in blocks]
+        addressable = [target for target in targets if target is not None]
+        if len(addressable) < len(targets):
+            addressable = self._stage(running, len(blocks))
+        self._remote.fetch(
+            part.tier,
+            prospect.names[part.start : part.start + len(addressable)],
+            addressable,
+            running.landing,
+            exact=job.exact,
+            peer=prospect.peer,
+            on_progress=self._wake,
+        )
+        return running
+
+    def _run_copy(self, job: RestoreJob, part: Part, blocks: Sequence[int]) -> _Running:
+        """Its slots, and the chain before them, are held while they are read."""
+        assert self._host is not None
+        chain = self._host.pool.chain_to(job.hashes[: part.end])
+        self._host.pool.acquire(chain)
+        moves = [
+            partial(self._memory.write, block, self._host.view(slot))
+            for block, slot in zip(blocks, chain[part.start :], strict=True)
+        ]
+        running = _Running(part, chain, CopyJob(moves, self._memory.block_bytes, self._wake))
+        assert running.copy is not None
+        self._copier.bring(running.copy)
+        return running
+
+    def _stage(self, running: _Running, count: int) -> list[memoryview]:
+        """Slots of the host for blocks that the device's memory cannot be written with directly."""
+        if self._host is None:
+            return []
+        running.slots = self._host.allocate(count)
+        return [self._host.view(slot) for slot in running.slots]
+
+    # ------------------------------------------------------------------ end
+
+    def poll(self, prefill_tokens_per_s: float) -> list[EngineSequence]:
+        """Sequences whose turn may come again."""
+        if not self._jobs and not self._looking:
+            return []
+        now = self._clock()
+        back: list[EngineSequence] = []
+        for key, (sequence, deadline) in list(self._looking.items()):
+            prospect = sequence.spec.prospect
+            assert prospect is not None
+            if prospect.finding.ready or now >= deadline:
+                prospect.finding.ready = True  # what is not known by now is not waited for
+                back.append(sequence)
+                del self._looking[key]
+        block_s = self._pool.block_size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
+        for job in list(self._jobs):
+            if not all(running.ended for running in job.running):
+                if job.waiting and now < job.deadline:
+                    continue
+                arrived = sum(_arrived(running) for running in job.running)
+                missing, elapsed = job.end - job.start - arrived, now - job.began
+                if job.waiting and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
+                    job.deadline = now + LATE * missing * elapsed / arrived
+                    continue
+                for running in job.running:
+                    if not running.ended:
+                        self.failures_total[running.part.tier, "late" if job.waiting else "unwanted"] += 1
+            self._jobs.remove(job)
+            back += self._finish(job, now)
+        return back
+
+    def due_in(self) -> float | None:
+        """Seconds until `poll` has to be called though nothing woke the engine; None: no need."""
+        due = [job.deadline for job in self._jobs] + [deadline for _, deadline in self._looking.values()]
+        return max(0.0, min(due) - self._clock()) if due else None
+
+    def drop(self, sequence: EngineSequence) -> None:
+        """It does not wait any more."""
+        self._looking.pop(id(sequence), None)
+        for job in self._jobs:
+            if sequence in job.waiting:
+                job.waiting.remove(sequence)
+
+    def _finish(self, job: RestoreJob, now: float) -> list[EngineSequence]:
+        pool, size = self._pool, self._pool.block_size
+        came: list[bool] = []  # block by block without a gap: whether it is lossy
+        by_tier: Counter[Tier] = Counter()
+        for running in job.running:
+            lossy = self._end(running, job, job.blocks[running.part.start - job.start :])
+            tier, wanted = running.part.tier, running.part.end - running.part.start
+            self.seconds_total[tier] += now - job.began
+            if len(came) == running.part.start - job.start:
+                came += lossy
+                self.restores_total[tier] += bool(lossy)
+                if lossy:
+                    by_tier[tier] += len(lossy)
+            if len(lossy) < wanted:
+                self._know_better(job, tier, running.part.start + len(lossy))
+            if len(lossy) < wanted and running.landing is not None and running.landing.failure:
+                self.failures_total[tier, running.landing.failure] += 1
+        self._memory.landed(job.blocks[: len(came)])
+        is_lossy = bool(job.held) and pool.content(job.held[-1]).lossy
+        for at, one in enumerate(came):
+            block_hash = job.hashes[job.start + at]
+            if job.exact and pool.is_lossy(block_hash):
+                break  # somebody computed it on lossy ones meanwhile: exact ones are not listed beside them
+            is_lossy = is_lossy or one
+            parent = parent_of(job.root, job.hashes, job.start + at)
+            job.blocks[at] = pool.fill(job.blocks[at], parent, job.ids[at], block_hash, lossy=is_lossy)
+            is_lossy = is_lossy or pool.is_lossy(block_hash)
+        pool.release([*job.held, *job.blocks])
+        for tier, blocks in by_tier.items():
+            self.tokens_total[tier] += blocks * size
+            for sequence in job.waiting[:1]:  # who came later found them
+                sequence.restored[tier] = sequence.restored.get(tier, 0) + blocks * size
+        return job.waiting
+
+    def _know_better(self, job: RestoreJob, tier: Tier, depth: int) -> None:
+        """More than this was found there, and is not to be had: it is not tried again."""
+        for sequence in job.waiting:
+            if (prospect := sequence.spec.prospect) is None:
+                continue
+            if tier is Tier.VAULT:
+                prospect.finding.vault = min(prospect.finding.vault, depth)
+            elif tier is Tier.PEER:
+                prospect.finding.peer = min(prospect.finding.peer, depth)
+
+    def _end(self, running: _Running, job: RestoreJob, blocks: Sequence[int]) -> list[bool]:
+        """Stop a part. Returns for each block that came whether it is lossy."""
+        if running.copy is not None:
+            assert self._host is not None
+            done = running.copy.close()
+            slots = running.slots[running.part.start : running.part.start + done]
+            lossy = [self._host.pool.content(slot).lossy for slot in slots]
+            self._host.pool.release(running.slots)
+            return lossy
+        assert running.landing is not None
+        arrived = running.landing.close()
+        headers = [header for header in running.landing.headers[:arrived] if header is not None]
+        if running.slots:
+            assert self._host is not None
+            for block, slot in zip(blocks, running.slots[:arrived], strict=False):
+                self._memory.write(block, self._host.view(slot))
+            self._host.pool.release(running.slots)
+        return [header.lossy for header in headers]
+
+    # ------------------------------------------------------------------ queries
+
+    def held(self) -> list[list[int]]:
+        """Blocks of the device that jobs hold, by holder."""
+        return [[*job.held, *job.blocks] for job in self._jobs]
+
+    def held_on_host(self) -> list[list[int]]:
+        return [running.slots for job in self._jobs for running in job.running if running.slots]
+
+    @property
+    def waiting(self) -> int:
+        return len(self._looking) + sum(len(job.waiting) for job in self._jobs)
+
+
+def _applies(sequence: EngineSequence) -> Prospect | None:
+    """What was found of its chain, if it still is its chain."""
+    prospect = sequence.spec.prospect
+    if prospect is None or not prospect.names or sequence.start or prospect.names[0].hash != sequence.hashes[0]:
+        return None
+    return prospect
+
+
+def _arrived(running: _Running) -> int:
+    if running.copy is not None:
+        return running.copy.done
+    assert running.landing is not None
+    return sum(header is not None for header in running.landing.headers)

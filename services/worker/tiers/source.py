@@ -1,0 +1,168 @@
+"""One vault or peer, in one life of it: its connections, and how fast it is. Thread-safe; waits for nothing.
+
+To look and to fetch are two connections: a look must be answered within milliseconds, a fetch may last. Connections
+begin when they are needed, a vault's at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvproto.dataplane.client import DataPlaneClient
+from kvproto.dataplane.errors import DataPlaneError
+from kvproto.messages import Tier
+from services.worker.tiers.base import LinkSpeed
+from services.worker.tiers.connection_thread import Connect, ConnectionThread, Job
+from services.worker.tiers.link_speed import LinkSpeedMeter
+from services.worker.tiers.source_address import SourceAddress
+
+LOOK_LIMIT_S = 0.02
+FIRST_PAUSE_S = 1.0  # without looks, after one that was answered late; doubles
+LONGEST_PAUSE_S = 30.0
+KEEP_ALIVE_S = 30.0
+PROBE_BYTES = 1024 * 1024
+PROBE_LIMIT_S = 2.0
+PROBES = 3  # the quickest counts: a thread that waits for a core measures that
+
+
+class Source:
+    def __init__(
+        self, tier: Tier, address: SourceAddress, connect: Connect, *, look_limit_s: float = LOOK_LIMIT_S
+    ) -> None:
+        self.tier = tier
+        self.address = address
+        self.id = address.id
+        self._connect = connect
+        self._look_limit_s = look_limit_s
+        self._lock = threading.Lock()
+        self._meter = LinkSpeedMeter()
+        self._looks: ConnectionThread | None = None
+        self._fetches: ConnectionThread | None = None
+        self._closed = False
+        self._waiting_bytes = 0  # of fetches that wait or run
+        self._unasked_until = float("-inf")
+        self._pause = FIRST_PAUSE_S
+        self._kept_alive = time.monotonic()
+        self._staging = bytearray()
+
+    def start(self) -> None:
+        """Connect, and measure."""
+        with self._lock:
+            if self._closed or self._looks is not None:
+                return
+            name = f"{self.tier.value}-{self.id}"
+            self._looks = ConnectionThread(f"{name}-look", self._connect, self._keep_alive)
+            self._fetches = ConnectionThread(f"{name}-fetch", self._connect, self._probe)
+
+    def close(self) -> list[threading.Thread]:
+        """Ends its connections, without waiting: the threads that will end."""
+        with self._lock:
+            self._closed = True
+        return self.rest()
+
+    def rest(self) -> list[threading.Thread]:
+        """Ends its connections until they are needed again."""
+        with self._lock:
+            ending = [one for one in (self._looks, self._fetches) if one is not None]
+            self._looks = self._fetches = None
+        for one in ending:
+            one.close()
+        return [one.thread for one in ending]
+
+    def is_idle(self, since: float) -> bool:
+        """Whether it has connections that nobody has used since then."""
+        with self._lock:
+            threads = [one for one in (self._looks, self._fetches) if one is not None]
+        return bool(threads) and all(one.used_at < since and one.busy_since is None for one in threads)
+
+    # ------------------------------------------------------------------ to look
+
+    def look(self, job: Job) -> bool:
+        """False: it would not be answered in time, or at all."""
+        self.start()
+        looks = self._looks
+        now = time.monotonic()
+        if looks is None or now < self._unasked_until:
+            return False
+        busy_since = looks.busy_since
+        if busy_since is not None and now - busy_since > self._look_limit_s:
+            return False
+        return looks.submit(job)
+
+    def answered(self, seconds: float) -> None:
+        """A look took so long: who is late is left alone for a while, so that not each look waits in vain."""
+        with self._lock:
+            if seconds <= self._look_limit_s:
+                self._pause = FIRST_PAUSE_S
+                return
+            self._unasked_until = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    def _keep_alive(self, client: DataPlaneClient) -> None:
+        now = time.monotonic()
+        if now - self._kept_alive >= KEEP_ALIVE_S:
+            self._kept_alive = now
+            client.echo(0, now + PROBE_LIMIT_S)
+
+    # ------------------------------------------------------------------ to fetch
+
+    def fetch(self, job: Job, nbytes: int) -> bool:
+        """`ended` follows in any case, unless this is False."""
+        self.start()
+        fetches = self._fetches
+        with self._lock:
+            self._waiting_bytes += nbytes
+        if fetches is not None and fetches.submit(job):
+            return True
+        self.ended(nbytes)
+        return False
+
+    def ended(self, nbytes: int) -> None:
+        with self._lock:
+            self._waiting_bytes -= nbytes
+
+    def cancel(self, job: Job) -> None:
+        fetches = self._fetches
+        if fetches is not None:
+            fetches.cancel(job)
+
+    def staging(self, nbytes: int) -> memoryview:
+        """Room for a block that is being received. On the fetch connection's thread alone."""
+        if len(self._staging) < nbytes:
+            self._staging = bytearray(nbytes)
+        return memoryview(self._staging)[:nbytes]
+
+    def measured(self, note: Callable[[LinkSpeedMeter], None]) -> None:
+        with self._lock:
+            note(self._meter)
+
+    def speed(self) -> LinkSpeed | None:
+        """Of a fetch that begins now: what waits before it counts as latency. None until measured, and of one that is
+        not there."""
+        fetches = self._fetches
+        if self.tier is Tier.VAULT and (fetches is None or not fetches.is_connected):
+            return None
+        with self._lock:
+            speed = self._meter.speed
+            waiting = self._waiting_bytes
+        return speed and LinkSpeed(speed.latency_s + waiting / speed.bytes_per_s, speed.bytes_per_s)
+
+    def own_speed(self) -> LinkSpeed | None:
+        """Of a fetch that waits for no other."""
+        with self._lock:
+            return self._meter.speed
+
+    def _probe(self, client: DataPlaneClient) -> None:
+        with self._lock:
+            if not self._meter.due(time.monotonic()):
+                return
+        began = time.monotonic()
+        try:
+            small_s = min(client.echo(0, began + PROBE_LIMIT_S) for _ in range(PROBES))
+            seconds = min(client.echo(PROBE_BYTES, began + PROBE_LIMIT_S) for _ in range(PROBES))
+        except DataPlaneError:
+            self.measured(lambda meter: meter.given_up(0, time.monotonic() - began, time.monotonic()))
+            raise
+        self.measured(lambda meter: meter.probed(small_s, PROBE_BYTES, seconds, time.monotonic()))

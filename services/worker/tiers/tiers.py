@@ -1,0 +1,246 @@
+"""All tiers below the device, as the engine sees them. The engine's thread owns it.
+
+The engine tells what happens to sequences, asks when one's turn comes, and lets this tend to copies between steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvproto.block_hash import ForkedRoot, Root, parent_of
+from kvproto.messages import Tier, TierEvents, TierLoad
+from services.worker.block_pool import BlockPool, Match
+from services.worker.model.base import BlockMemory
+from services.worker.sequence import Sequence as EngineSequence
+from services.worker.tiers.base import Remote
+from services.worker.tiers.copier import Copier
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.offloader import Offloader, names_of, own_root
+from services.worker.tiers.restorer import Restorer
+from services.worker.tiers.reuse import ReuseWatch
+
+PROBE_BLOCKS = 4
+MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
+KEPT_FORKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Erasure:
+    """A sequence to be forgotten once what is on its way is there. `known`: its hashes."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: Sequence[int]
+    known: frozenset[bytes]
+
+
+class Tiers:
+    """Without a `host` tier nothing is offloaded, but vaults and peers are still read. `wake` is called from any
+    thread when there is something to tend to."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        host: HostTier | None,
+        remote: Remote | None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.pool = pool
+        self.memory = memory
+        self.host = host
+        self.remote = remote
+        self.reuse = ReuseWatch()
+        self._erasing: deque[_Erasure] = deque(maxlen=MOST_ERASING)
+        self.copier = Copier()
+        self.wake = wake
+        self.lent: list[list[tuple[BlockPool, list[int]]]] = []  # chains held for peers; an empty one is given back
+        self._forks: OrderedDict[bytes, bytes] = OrderedDict()  # parent of a chain's first own block -> tenant's root
+        self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
+        self.offloader = (
+            Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
+        )
+        if host is not None:
+            self._probe(host)
+
+    def _wake(self) -> None:
+        self.wake()
+
+    def _probe(self, host: HostTier) -> None:
+        """Copies in memory are priced from the first request on. The pool is empty: blocks are free to be written."""
+        blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available))
+        slots = host.allocate(len(blocks))
+        pairs = list(zip(blocks, map(host.view, slots), strict=False))
+        for _ in range(2):  # the first touches the memory
+            self.copier.measure(
+                [partial(self.memory.read, block, view) for block, view in pairs],
+                [partial(self.memory.write, block, view) for block, view in pairs],
+                host.block_bytes,
+            )
+        self.pool.release(blocks)
+        host.pool.release(slots)
+
+    def close(self) -> None:
+        self.copier.close()
+
+    # ------------------------------------------------------------------ what happens to sequences
+
+    def started(self, sequence: EngineSequence) -> None:
+        """A request runs for the first time."""
+        root = sequence.root
+        self.reuse.ask(own_root(root), sequence.hashes)
+        if isinstance(root, ForkedRoot):
+            self._forks[parent_of(root, sequence.hashes, root.blocks)] = root.own
+            if len(self._forks) > KEPT_FORKS:
+                self._forks.popitem(last=False)
+
+    def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
+        """Its prompt is computed: the part that was found was of use again, the rest may be."""
+        if self.offloader is not None:
+            self.offloader.offer(sequence, prefill_tokens_per_s)
+
+    def leaves(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
+        """It is about to let go of its blocks for good."""
+        self.restorer.drop(sequence)
+        if self.offloader is not None and sequence.filled:
+            self.reuse.extend(sequence.hashes[: sequence.filled])
+            self.offloader.offer(sequence, prefill_tokens_per_s)
+
+    def paused(self, sequence: EngineSequence) -> None:
+        """It is about to let go of its blocks until somebody reads on."""
+        self.restorer.drop(sequence)
+        if self.offloader is not None and sequence.filled:
+            self.offloader.offer(sequence, 0.0, reused=True)
+
+    def preempted(self, sequence: EngineSequence) -> None:
+        """It is about to give its blocks to others, and wants them back."""
+        if self.offloader is not None and sequence.filled:
+            self.offloader.save(sequence)
+
+    def claims(self, sequence: EngineSequence, match: Match, spare: int, prefill_tokens_per_s: float) -> bool:
+        """Whether it has to wait, out of the queue, for blocks from below: `tend` gives it back."""
+        return self.restorer.claims(sequence, match, spare=spare, prefill_tokens_per_s=prefill_tokens_per_s)
+
+    def tend(self, prefill_tokens_per_s: float) -> list[EngineSequence]:
+        """Between steps. Returns sequences that go back to the queue."""
+        if self.offloader is not None and self.offloader.has_work:
+            self.offloader.tend()
+        for _ in range(len(self._erasing)):
+            late = self._erasing.popleft()
+            if late.known.isdisjoint(self._carried()):
+                self.erase(late.root, late.hashes, late.ids)
+            else:
+                self._erasing.append(late)
+        return self.restorer.poll(prefill_tokens_per_s)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that are out of the queue."""
+        return self.restorer.waiting
+
+    def due_in(self) -> float | None:
+        """Seconds until `tend` is needed though nothing woke the engine."""
+        return self.restorer.due_in()
+
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Forget what only this token sequence has, in every tier; what is on its way down or to a peer, when it is
+        there. Returns how many blocks went at once."""
+        late = _Erasure(root, hashes, ids, frozenset(hashes))
+        if not late.known.isdisjoint(self._carried()):
+            self._erasing.append(late)
+        gone = self.pool.erase(root, hashes, ids)
+        if self.offloader is not None and self.host is not None:
+            self.offloader.forget(hashes)
+            gone += self.host.erase(root, hashes, ids)
+        if self.remote is not None:
+            public = root.blocks if isinstance(root, ForkedRoot) else 0
+            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
+        return gone
+
+    def _carried(self) -> list[bytes]:
+        """Last blocks of chains that are held here, by no sequence."""
+        lent = [pool.content(chain[-1]).hash for held in self.lent for pool, chain in held]
+        return [end for end in lent if end] + (self.offloader.carried() if self.offloader is not None else [])
+
+    # ------------------------------------------------------------------ queries
+
+    def take_changes(self) -> list[TierEvents]:
+        return self.host.take_changes() if self.host is not None else []
+
+    @property
+    def digest(self) -> int:
+        return self.host.pool.digest if self.host is not None else 0
+
+    def holdings(self) -> dict[Tier, list[bytes]]:
+        return {Tier.HOST: self.host.pool.hashes()} if self.host is not None else {}
+
+    def rates(self) -> dict[str, float]:
+        """Bytes per second to the device, by tier."""
+        found = {}
+        if self.host is not None and self.copier.speed_in.bytes_per_s:
+            found[Tier.HOST.value] = self.copier.speed_in.bytes_per_s
+        for tier in (Tier.VAULT, Tier.PEER):
+            speed = self.remote.speed(tier) if self.remote is not None else None
+            if speed is not None:
+                found[tier.value] = speed.bytes_per_s
+        return found
+
+    def loads(self) -> dict[str, TierLoad]:
+        loads = dict(self.remote.loads()) if self.remote is not None else {}
+        tokens, failures = self.restorer.tokens_total, self.restorer.failures_total
+        per_token = self.memory.block_bytes / self.pool.block_size
+        for tier in ([Tier.HOST] if self.host else []) + ([Tier.VAULT, Tier.PEER] if self.remote else []):
+            known = loads.get(tier.value, TierLoad())
+            loads[tier.value] = replace(
+                known,
+                hit_tokens_total=tokens[tier],
+                restores_total=self.restorer.restores_total[tier],
+                restored_bytes_total=int(tokens[tier] * per_token),
+                restore_seconds_total=self.restorer.seconds_total[tier],
+                failures_total=known.failures_total | {why: n for (of, why), n in failures.items() if of is tier},
+            )
+        if self.host is not None and self.offloader is not None:
+            pool, size = self.host.pool, self.host.block_bytes
+            loads[Tier.HOST.value] = replace(
+                loads[Tier.HOST.value],
+                blocks=pool.addressed,
+                bytes_used=(pool.used + pool.cached) * size,
+                bytes_total=pool.num_blocks * size,
+                offloaded_blocks_total=self.offloader.offloaded_total,
+                evictions_total=pool.evictions,
+            )
+        return loads
+
+    def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
+        """The pools with this worker's blocks, fastest first, and how a block's bytes are had."""
+        pools: list[tuple[BlockPool, Callable[[int], memoryview]]] = [(self.pool, self._read_device)]
+        return pools if self.host is None else [*pools, (self.host.pool, self.host.view)]
+
+    def _read_device(self, block: int) -> memoryview:
+        view = self.memory.view(block)
+        if view is None:
+            view = memoryview(bytearray(self.memory.block_bytes))
+            self.memory.read(block, view)
+        return view
+
+    def root_above(self, parent: bytes) -> bytes:
+        """The root that a chain is kept under whose first block, as far as it is listed, has this parent."""
+        return self._forks.get(parent, parent)
+
+    def held(self) -> list[list[int]]:
+        """Blocks of the device that are held here, by holder."""
+        offloading = self.offloader.held() if self.offloader is not None else []
+        return [*self.restorer.held(), *offloading, *self._lent_of(self.pool)]
+
+    def _lent_of(self, pool: BlockPool) -> list[list[int]]:
+        self.lent = [held for held in self.lent if held]
+        return [chain for held in self.lent for of, chain in held if of is pool]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the host's books do not balance."""
+        if self.host is not None and self.offloader is not None:
+            holders = [*self.restorer.held_on_host(), *self.offloader.held_on_host(), *self._lent_of(self.host.pool)]
+            self.host.pool.check_integrity(holders)

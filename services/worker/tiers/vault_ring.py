@@ -1,0 +1,90 @@
+"""Which vault keeps which block. Pure: equal sets of vaults share blocks alike, at every worker.
+
+A run of 64 blocks lies in one vault, the ring's owner of its first hash. The next one on the ring is asked too: it kept
+the run until the owner joined. A dead vault's runs are lost with it, so nothing is written to two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvproto.hash_ring import HashRing
+from services.worker.tiers.base import BlockName
+
+KEEPERS = 2
+
+
+class Share(NamedTuple):
+    """What one holder is asked for under one root: positions in the list of names, in its order. `owned`: it is the
+    one that should keep them."""
+
+    root: bytes
+    at: list[int]
+    owned: bool = True
+
+
+class VaultRing:
+    """Immutable: who joins or leaves makes a new one."""
+
+    def __init__(self, vaults: Iterable[str] = ()) -> None:
+        self._ring = HashRing(vaults)
+
+    @property
+    def vaults(self) -> tuple[str, ...]:
+        return self._ring.nodes
+
+    def with_vaults(self, vaults: Iterable[str]) -> VaultRing:
+        ring = VaultRing()
+        ring._ring = self._ring.with_nodes(vaults)
+        return ring
+
+    def keepers(self, name: BlockName) -> tuple[str, ...]:
+        """The one that a block is written to, then the one that kept it before that one joined."""
+        return tuple(islice(self._ring.walk((name.run or name.hash).hex()), KEEPERS))
+
+    def owner(self, name: BlockName) -> str | None:
+        return self._ring.owner((name.run or name.hash).hex())
+
+    def shares(self, names: Sequence[BlockName]) -> dict[str, list[Share]]:
+        """By vault: all that it may hold of `names`."""
+        shares: dict[str, list[Share]] = {}
+        keepers: tuple[str, ...] = ()
+        run = b""
+        for at, name in enumerate(names):
+            if (key := name.run or name.hash) != run:
+                run, keepers = key, self.keepers(name)
+            for rank, vault in enumerate(keepers):
+                _add(shares, vault, name.root, at, owned=rank == 0)
+        return shares
+
+    def homes(self, names: Sequence[BlockName], strays: Mapping[bytes, str]) -> dict[str, list[Share]]:
+        """By vault: the blocks to fetch from it, each from one; `strays` are hashes that were seen elsewhere than at
+        their owner."""
+        homes: dict[str, list[Share]] = {}
+        owner: str | None = None
+        run = b""
+        for at, name in enumerate(names):
+            if (key := name.run or name.hash) != run:
+                run, owner = key, self.owner(name)
+            vault = strays.get(name.hash, owner)
+            if vault is not None:
+                _add(homes, vault, name.root, at)
+        return homes
+
+
+def by_root(names: Sequence[BlockName]) -> list[Share]:
+    """All of `names`, as one holder is asked for them: a forked chain has two roots."""
+    shares: dict[str, list[Share]] = {}
+    for at, name in enumerate(names):
+        _add(shares, "", name.root, at)
+    return shares.get("", [])
+
+
+def _add(shares: dict[str, list[Share]], holder: str, root: bytes, at: int, *, owned: bool = True) -> None:
+    mine = shares.setdefault(holder, [])
+    if mine and mine[-1].root == root and mine[-1].owned == owned:
+        mine[-1].at.append(at)
+    else:
+        mine.append(Share(root, [at], owned))

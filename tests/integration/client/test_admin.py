@@ -1,0 +1,99 @@
+"""What a worker says of a token sequence's blocks and how it forgets them, however long the sequence."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvproto import codec
+from kvproto.client import Client, Generation
+from kvproto.errors import InvalidRequest
+from kvproto.messages import AdminCommand, AdminRequest, Inspection, Sampling
+from services.worker import admin
+from tests.support.fake_fleet import FakeFleet, FakeWorker
+
+PROMPT = tuple(range(100, 164))
+TOO_LONG = PROMPT + tuple(i % 1000 for i in range(300_000))  # 1.2 MB
+
+
+@pytest.fixture
+async def worker(fleet: FakeFleet, client: Client) -> FakeWorker:
+    worker = await fleet.start("w0")
+    async with asyncio.timeout(10):
+        while not list(client.members.view.ready()):
+            await asyncio.sleep(0.01)
+    return worker
+
+
+async def ask(client: Client, prompt: tuple[int, ...]) -> None:
+    async with client.generate(Generation("demo", Sampling(max_tokens=1, temperature=0.0), prompt)) as stream:
+        async for _ in stream:
+            pass
+
+
+async def inspect(client: Client, ids: tuple[int, ...], tenant: str = "public") -> Inspection:
+    return codec.decode(Inspection, await client.admin("w0", AdminRequest(AdminCommand.INSPECT, tenant, ids)))
+
+
+async def erase(client: Client, ids: tuple[int, ...], tenant: str = "public") -> None:
+    assert await client.admin("w0", AdminRequest(AdminCommand.ERASE, tenant, ids)) == b""
+
+
+async def test_inspection_tells_the_tiers(worker: FakeWorker, client: Client) -> None:
+    assert (await inspect(client, PROMPT)).tiers == {"device": 0, "host": 0}
+    await ask(client, PROMPT)
+    found = await inspect(client, PROMPT)
+    assert (found.cached_tokens, found.tiers) == (64, {"device": 64, "host": 64})
+    assert (await inspect(client, PROMPT, "other")).tiers == {"device": 0, "host": 0}
+
+
+async def test_what_a_sequence_shares_stays_and_the_rest_is_erased(worker: FakeWorker, client: Client) -> None:
+    fork = PROMPT[:40] + tuple(range(500, 540))
+    await ask(client, PROMPT)
+    await ask(client, fork)
+    await erase(client, fork, tenant="other")  # nobody's business
+    assert (await inspect(client, fork)).cached_tokens == 80
+    await erase(client, fork)
+    assert (await inspect(client, PROMPT)).cached_tokens == 64
+    assert (await inspect(client, fork)).cached_tokens == 40
+    await erase(client, PROMPT)
+    await erase(client, PROMPT)
+    assert (await inspect(client, PROMPT)).cached_tokens == (await inspect(client, fork)).cached_tokens == 0
+    assert worker.fatal == []
+
+
+async def test_an_erased_block_is_told_to_whoever_follows(worker: FakeWorker, client: Client) -> None:
+    await ask(client, PROMPT)
+    await erase(client, PROMPT)
+    view = client.members.view.workers["w0"]
+    async with asyncio.timeout(5):
+        while view.heartbeat is None or view.heartbeat.event_seq < 2 or view.heartbeat.held:
+            await asyncio.sleep(0.02)
+    assert view.heartbeat.digest == 0  # each block was stored once and removed once
+
+
+async def test_questions_longer_than_a_message(
+    worker: FakeWorker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 4 * len(TOO_LONG) > client.connection.max_payload
+    await ask(client, PROMPT)
+    monkeypatch.setattr(admin, "PART_BYTES", 16)  # the answer comes in parts, too
+    found = await inspect(client, TOO_LONG)
+    assert (found.cached_tokens, len(found.blocks)) == (64, 4)
+    await erase(client, TOO_LONG)
+    assert (await inspect(client, PROMPT)).cached_tokens == 0
+
+
+async def test_half_a_long_question_is_refused(worker: FakeWorker, client: Client) -> None:
+    half = AdminRequest(AdminCommand.ERASE, "public", PROMPT[32:], question="q", ids_before=32)
+    await ask(client, PROMPT)
+    with pytest.raises(InvalidRequest, match="ids_before"):
+        await client.admin("w0", half)
+    assert (await inspect(client, PROMPT)).cached_tokens == 64
+
+
+@pytest.mark.parametrize("tenant", ["a.b", "*", "x" * 65])
+async def test_what_is_no_tenant_is_refused(worker: FakeWorker, client: Client, tenant: str) -> None:
+    with pytest.raises(InvalidRequest, match="tenant"):
+        await erase(client, PROMPT, tenant)

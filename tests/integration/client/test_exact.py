@@ -1,0 +1,72 @@
+"""Exact results through a real worker: the flag reaches the engine, which then reads no lossy block."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvproto.block_hash import chain
+from kvproto.client import Client, Generation
+from kvproto.errors import KvfleetError
+from kvproto.messages import Sampling, Started
+from services.worker.engine import Engine
+from services.worker.sequence import SequenceSpec
+from tests.support.fake_fleet import FakeFleet, FakeWorker
+
+PROMPT = tuple(range(100, 140))
+ASK = Generation("demo", Sampling(max_tokens=4, temperature=0.0, ignore_eos=True), PROMPT)
+
+
+@pytest.fixture
+async def worker(fleet: FakeFleet, client: Client) -> FakeWorker:
+    worker = await fleet.start("w0")
+    async with asyncio.timeout(10):
+        while not list(client.members.view.ready()):
+            await asyncio.sleep(0.01)
+    return worker
+
+
+async def started(client: Client, generation: Generation) -> Started:
+    seen = []
+    async with client.generate(generation) as stream:
+        async for event in stream:
+            seen += [event] if isinstance(event, Started) else []
+    (one,) = seen
+    return one
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_the_flag_reaches_the_engine(
+    worker: FakeWorker, client: Client, choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs: list[SequenceSpec] = []
+    submit = worker.thread.submit
+    monkeypatch.setattr(worker.thread, "submit", lambda spec: (specs.append(spec), submit(spec)))
+    several = replace(ASK, sampling=replace(ASK.sampling, n=choices))
+    for exact in (False, True):
+        await started(client, replace(several, exact=exact))
+    assert [spec.exact for spec in specs] == [False] * choices + [True] * choices
+
+
+async def test_an_exact_request_finds_nothing_lossy(worker: FakeWorker, client: Client) -> None:
+    def have_lossy_blocks(engine: Engine) -> None:
+        root, size = worker.loop._roots.of("public", PROMPT), engine.pool.block_size
+        parent, blocks = root, engine.pool.allocate(2)
+        assert isinstance(parent, bytes)
+        for at, block_hash in enumerate(chain(root, PROMPT, size)):
+            ids = PROMPT[at * size : (at + 1) * size]
+            blocks[at] = engine.pool.fill(blocks[at], parent, ids, block_hash, lossy=True)
+            parent = block_hash
+        engine.pool.release(blocks)
+
+    await worker.thread.call(have_lossy_blocks)
+    assert (await started(client, replace(ASK, exact=True))).cached == {}
+    assert (await started(client, ASK)).cached["device"] >= 32
+
+
+async def test_what_is_no_boolean_is_refused_by_name(worker: FakeWorker, client: Client) -> None:
+    with pytest.raises(KvfleetError, match="exact") as refused:
+        await started(client, replace(ASK, exact="yes"))  # type: ignore[arg-type]
+    assert refused.value.http_status == 400

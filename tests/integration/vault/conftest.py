@@ -1,0 +1,18 @@
+"""Vaults on the run's NATS server, each test in a namespace of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+from vault_rig import Fleet
+
+from kvproto.subjects import Subjects
+
+
+@pytest_asyncio.fixture
+async def fleet(nats_url: str, fleet_buckets: Subjects, tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = await Fleet.open(nats_url, fleet_buckets, tmp_path)
+    yield fleet
+    await fleet.close()

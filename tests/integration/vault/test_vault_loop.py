@@ -1,0 +1,199 @@
+"""What a vault tells the fleet, whatever happens to its blocks meanwhile: events, snapshots and store say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest_asyncio
+from vault_rig import Fleet, replayed, split, until
+
+from kvproto import codec
+from kvproto.block_hash import digest_term
+from kvproto.buckets import Bucket
+from kvproto.connection import Connection
+from kvproto.dataplane.server import DataPlaneServer
+from kvproto.members import Lease
+from kvproto.messages import KvEvents, Role, Snapshot, State, Tier
+from kvservice.membership import member_record
+from services.placement.index.follower import Follows
+from services.placement.index.kv_indexer import KvIndexer
+from services.vault.block_table import bytes_for
+from services.vault.changes import BLOCKS_PER_EVENT
+from services.vault.loop import VaultLoop
+from services.vault.store import VaultStore
+from tests.support.kv_blocks import ROOT, Block, chain, hashes
+
+ONE = bytes_for(chain(1)[0].header)
+
+
+class Rig:
+    """A vault's loop in the test's own; blocks are put into its store by threads of the test."""
+
+    def __init__(self, fleet: Fleet, connection: Connection, loop: VaultLoop) -> None:
+        self.fleet = fleet
+        self.connection = connection
+        self.loop = loop
+        self.store = loop.store
+
+    def put(self, one: Block) -> bool:
+        buffer = self.store.reserve(one.header)
+        if buffer is None:
+            return False
+        buffer[:] = one.payload
+        return self.store.commit(one.header, buffer)
+
+
+@pytest_asyncio.fixture
+async def rig(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Rig]:
+    connection = await Connection.open(fleet.nats_url, name="vault-v0", inbox_prefix="_vlt.v0")
+    bucket = await Bucket.open(connection, fleet.subjects.members_bucket)
+    store = VaultStore(24 * ONE)
+    server = DataPlaneServer(store, fleet.ring, "v0", unix_path=tmp_path / "run" / "v0.sock")
+    fatal: list[str] = []
+    loop = VaultLoop(
+        connection, fleet.subjects, Lease(bucket, member_record(Role.VAULT, "v0")), store, server, fatal.append
+    )
+    await loop.start()
+    yield Rig(fleet, connection, loop)
+    await loop.stop()
+    await connection.close()
+    assert fatal == []
+    store.check_integrity()
+
+
+def digest_of(events: list[KvEvents]) -> int:
+    digest = 0
+    for event in events:
+        for change in event.changes:
+            for run in change.runs:
+                for one in run.hashes:
+                    digest ^= digest_term(one)
+    return digest
+
+
+def whole(parts: list[Snapshot]) -> list[list[Snapshot]]:
+    """Snapshots put together: parts of one question follow one another."""
+    found: list[list[Snapshot]] = []
+    for part in parts:
+        if part.part == 0:
+            found.append([])
+        found[-1].append(part)
+    return found
+
+
+async def test_snapshots_amid_puts_erasures_and_evictions_are_what_the_events_say(rig: Rig) -> None:
+    """Three threads change what is held as fast as they can; no change is lost, told twice, or in a wrong event."""
+    stop = threading.Event()
+    forest = [chain(12, first_id=1000 * number) for number in range(8)]
+
+    def change(seed: int) -> None:
+        chance = random.Random(seed)
+        while not stop.is_set():
+            blocks = chance.choice(forest)
+            if chance.random() < 0.2:
+                rig.store.erase(ROOT, hashes(blocks[chance.randrange(12) :]))
+            else:
+                for one in blocks:
+                    rig.put(one)
+
+    threads = [threading.Thread(target=change, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(60):
+        await rig.fleet.ask_snapshot("v0")
+        await asyncio.sleep(0.02)
+    stop.set()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    await rig.fleet.ask_snapshot("v0")
+    await until(lambda: rig.loop.snapshots_total == 61 and len(rig.fleet.parts) == 61)
+    await until(lambda: rig.fleet.events and rig.fleet.events[-1].seq == rig.loop.log.seq)
+    events, snapshots = rig.fleet.events, whole(rig.fleet.parts)
+    assert len(snapshots) == 61
+    assert len({parts[0].seq for parts in snapshots}) > 20
+    assert len(events) < 200, "many changes in one event"
+    for parts in snapshots:
+        before = events[: parts[0].seq]
+        held = {one for part in parts for one in split(part.hashes)}
+        assert held == replayed(before)
+        assert parts[0].digest == digest_of(before)
+    assert replayed(events) == held == set(rig.store.holdings()[1])
+    assert (rig.loop.log.seq, rig.loop.log.digest) == (events[-1].seq, digest_of(events))
+
+
+async def test_placement_notices_a_lost_event_by_the_heartbeat_and_pulls(rig: Rig) -> None:
+    now = asyncio.get_running_loop().time
+    indexer, blocks = KvIndexer(4096, 4), chain(20)
+    epoch = rig.loop.record.epoch
+    indexer.join("v0", epoch)
+    for one in blocks[:10]:
+        rig.put(one)
+    await until(lambda: sum(len(run.hashes) for e in rig.fleet.events for c in e.changes for run in c.runs) == 10)
+    for event in rig.fleet.events:
+        indexer.on_events("v0", codec.encode_events(event), now())
+    assert indexer.state_of("v0") is Follows.EXACT
+    assert indexer.find_matches(hashes(blocks), Tier.VAULT) == {"v0": 10}
+    for one in blocks[10:]:
+        rig.put(one)
+    rig.store.erase(ROOT, hashes(blocks[15:]))  # nobody is told the indexer of these events
+    await until(lambda: rig.loop.heartbeat().held == 15)
+    await asyncio.sleep(0.2)
+    seen = len(rig.fleet.beats)
+    async with asyncio.timeout(10):
+        while indexer.state_of("v0") is not Follows.BEHIND:
+            for beat in rig.fleet.beats[seen:]:
+                indexer.on_heartbeat(beat, now())
+            seen = len(rig.fleet.beats)
+            await asyncio.sleep(0.05)
+    (pull,) = indexer.tick(now())
+    assert (pull.worker, pull.epoch) == ("v0", epoch)
+    await rig.fleet.ask_snapshot("v0")
+    await until(lambda: rig.fleet.parts)
+    for part in rig.fleet.parts:
+        indexer.on_snapshot("v0", part, now())
+    indexer.on_heartbeat(rig.loop.heartbeat(), now())
+    assert indexer.state_of("v0") is Follows.EXACT
+    assert indexer.find_matches(hashes(blocks), Tier.VAULT) == {"v0": 15}
+    indexer.check_integrity()
+
+
+async def test_more_changes_than_an_event_takes_are_several(rig: Rig) -> None:
+    count = 2 * BLOCKS_PER_EVENT + 5
+    (one,) = chain(1)
+    with rig.store._lock:
+        for number in range(count):
+            names = {"hash": number.to_bytes(16, "big"), "parent": (number // 7).to_bytes(16, "little")}
+            rig.store._table.add_on_disk(replace(one.header, **names))
+    await until(lambda: sum(len(run.hashes) for e in rig.fleet.events for c in e.changes for run in c.runs) == count)
+    assert len(rig.fleet.events) >= 3
+    assert await rig.fleet.snapshot("v0") == replayed(rig.fleet.events)
+
+
+async def test_questions_that_make_no_sense_are_counted_and_change_nothing(rig: Rig) -> None:
+    subject = rig.fleet.subjects.blocks("v0")
+    await rig.fleet.connection.publish(subject, b"\xff\xfe", reply="_plc.listener.s")
+    await rig.fleet.connection.publish(subject, b"\xff\xfe", reply="kvf.worker.w0.admin")
+    await rig.fleet.connection.publish(subject, b"")
+    await until(lambda: rig.loop.malformed_total)
+    assert await rig.fleet.snapshot("v0") == set()
+    assert (rig.loop.malformed_total, rig.loop.snapshots_total) == (1, 1)
+    assert rig.fleet.parts[0].seq == 0
+
+
+async def test_a_vault_whose_record_was_deleted_registers_again_and_keeps_its_blocks(rig: Rig) -> None:
+    for one in chain(5):
+        rig.put(one)
+    bucket = await Bucket.open(rig.fleet.connection, rig.fleet.subjects.members_bucket)
+    await bucket.delete("vault.v0")
+    async with asyncio.timeout(10):
+        while (record := await rig.fleet.record("v0")) is None:
+            await asyncio.sleep(0.05)
+    assert record.epoch == rig.loop.record.epoch
+    assert record.state is State.READY
+    assert record.data_plane == rig.loop.server.addresses
+    assert await rig.fleet.snapshot("v0") == set(hashes(chain(5)))

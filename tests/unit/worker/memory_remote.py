@@ -1,0 +1,131 @@
+"""A `Remote` in memory: what a vault and a peer would have, with every fault that they may have."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvproto.dataplane.block import BlockCodec, BlockHeader
+from kvproto.messages import Tier, TierLoad
+from services.worker.tiers.base import Landing
+from services.worker.tiers.prospect import BlockName, Finding
+from services.worker.tiers.speed import LinkSpeed
+
+
+@dataclass
+class Faults:
+    """Chances, per call or block."""
+
+    lost: float = 0.0  # a block that was found is not there any more
+    stall: float = 0.0
+    stall_s: float = 0.005
+    unready: float = 0.0  # a look that is never answered
+    refuses: float = 0.0
+    lossy: float = 0.0
+
+
+class MemoryRemote:
+    def __init__(self, block_bytes: int, seed: int = 0, faults: Faults | None = None) -> None:
+        self.kept: dict[Tier, dict[bytes, tuple[BlockName, bytes, bool]]] = {Tier.VAULT: {}, Tier.PEER: {}}
+        self.block_bytes = block_bytes
+        self.bytes_per_s = 1e9
+        self.fetched = 0
+        self.distrusted: list[str] = []
+        self._chance = random.Random(seed)
+        self._faults = faults or Faults()
+        self._pool = ThreadPoolExecutor(2)
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _happens(self, chance: float) -> bool:
+        with self._lock:
+            return self._chance.random() < chance
+
+    def look(self, names: Sequence[BlockName], *, exact: bool, peer: str, on_ready: Callable[[], None]) -> Finding:
+        finding = Finding()
+        if self._happens(self._faults.unready):
+            return finding
+
+        def answer() -> None:
+            finding.vault = self._depth(Tier.VAULT, names, exact)
+            finding.peer = self._depth(Tier.PEER, names, exact) if peer else 0
+            finding.ready = True
+            on_ready()
+
+        self._pool.submit(answer)
+        return finding
+
+    def _depth(self, tier: Tier, names: Sequence[BlockName], exact: bool) -> int:
+        kept = self.kept[tier]
+        for at, name in enumerate(names):
+            found = kept.get(name.hash)
+            if found is None or found[0].root != name.root or (exact and found[2]):
+                return at
+        return len(names)
+
+    def fetch(
+        self,
+        tier: Tier,
+        names: Sequence[BlockName],
+        targets: Sequence[memoryview],
+        landing: Landing,
+        *,
+        exact: bool,
+        peer: str,
+        on_progress: Callable[[], None],
+    ) -> None:
+        def bring() -> None:
+            for at, (name, target) in enumerate(zip(names, targets, strict=True)):
+                if self._happens(self._faults.stall):
+                    time.sleep(self._faults.stall_s)
+                found = self.kept[tier].get(name.hash)
+                if found is None or self._happens(self._faults.lost):
+                    landing.failure = "missing"
+                    break
+                _, payload, lossy = found
+                header = BlockHeader(*name[:4], bytes(16), BlockCodec.RAW, len(payload), len(payload), lossy)
+
+                def write(target: memoryview = target, payload: bytes = payload) -> None:
+                    target[:] = payload
+
+                if not landing.land(at, header, write):
+                    break
+                self.fetched += 1
+            landing.source = f"{tier.value}1"
+            landing.ended = True
+            on_progress()
+
+        self._pool.submit(bring)
+
+    def offload(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
+        if self._happens(self._faults.refuses):
+            return False
+
+        def put() -> None:
+            if self._happens(self._faults.stall):
+                time.sleep(0.01)
+            quantised = lossy or self._happens(self._faults.lossy)
+            self.kept[Tier.VAULT].setdefault(name.hash, (name, bytes(payload), quantised))
+            on_done()
+
+        self._pool.submit(put)
+        return True
+
+    def erase(self, names: Sequence[BlockName]) -> None:
+        for name in names:
+            self.kept[Tier.VAULT].pop(name.hash, None)
+
+    def speed(self, tier: Tier) -> LinkSpeed | None:
+        return LinkSpeed(0.0001, self.bytes_per_s)
+
+    def distrust(self, source: str) -> None:
+        self.distrusted.append(source)
+
+    def loads(self) -> dict[str, TierLoad]:
+        return {}

@@ -1,0 +1,135 @@
+"""Random schedules as in test_random_schedules, with tiers below the device: tiny ones, with every fault there is.
+
+Every token is still what a fresh computation gives, every book balances after every step, and in the end nobody holds
+anything on device or host.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from memory_remote import Faults, MemoryRemote
+from test_random_schedules import MOST_STEPS, Schedule
+
+from kvproto.block_hash import chain
+from kvproto.messages import Tier
+from services.worker.engine import Engine
+from services.worker.outputs import StepResult
+from services.worker.sequence import SequenceSpec
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.offloader import names_of
+from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.tiers import Tiers
+
+SCHEDULES = 480
+
+
+class TieredSchedule(Schedule):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        chance, engine = self.chance, self.engine
+        memory, size = engine.runner.memory, engine.pool.block_size
+        faulty = chance.random() < 0.5
+        faults = Faults(0.1, 0.05, 0.1, 0.1, 0.3) if faulty else Faults()
+        self.remote = MemoryRemote(memory.block_bytes, seed, faults) if chance.random() < 0.7 else None
+        host = HostTier(memoryview(bytearray(memory.block_bytes * chance.randint(1, 30))), memory.block_bytes, size)
+        tiers = Tiers(engine.pool, memory, host if chance.random() < 0.9 else None, self.remote)
+        tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
+        self.engine = Engine(
+            engine.runner, engine.pool, engine.scheduler, engine._detokenizer, clock=self.clock, tiers=tiers
+        )
+        self.tiers = tiers
+        self.below: dict[bytes, bytes] = {}
+        add = self.engine.add
+        self.engine.add = lambda asked: add(self.prospected(asked))  # type: ignore[method-assign]
+
+    def prospected(self, asked: SequenceSpec) -> SequenceSpec:
+        asked = replace(asked, exact=hash(asked.request) % 3 == 0)
+        if self.remote is None:
+            return asked
+        size = self.engine.pool.block_size
+        ids = (*asked.prompt_ids, *asked.output_ids)
+        names = names_of(asked.root, chain(asked.root, ids, size), ids, size)
+        finding = self.remote.look(names, exact=asked.exact, peer="w2", on_ready=lambda: None)
+        return replace(asked, prospect=Prospect(names, finding, "w2"))
+
+    def step(self) -> None:
+        if (tended := self.engine.tend()) is not None:
+            self.check_announced(tended)
+        self.engine.check_integrity()
+        result = self.engine.step()
+        self.transcript.take(result)
+        self.engine.check_integrity()
+        self.check_announced(result)
+        if not result.sequences:
+            time.sleep(0.0005)
+
+    def run(self) -> None:
+        to_come = self.chance.randint(2, 12)
+        for _ in range(4 * MOST_STEPS):
+            self.clock.now += 0.01
+            while to_come and (self.chance.random() < 0.4 or not self.busy):
+                to_come -= 1
+                self.arrive(f"r{to_come}")
+            if self.specs and self.chance.random() < 0.1:
+                self.meddle()
+            if not self.busy and not to_come:
+                for request in self.paused:
+                    self.engine.resume(request)
+                if not self.busy:
+                    return
+            self.step()
+        raise AssertionError("never ends")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.engine.has_work or self.tiers.waiting)
+
+    def check_announced(self, result: StepResult) -> None:
+        super().check_announced(result)
+        for change in result.below:
+            assert change.tier is Tier.HOST
+            for run in change.runs:
+                parent = run.parent
+                for block_hash in run.hashes:
+                    if change.removed:
+                        del self.below[block_hash]
+                    else:
+                        assert block_hash not in self.below
+                        self.below[block_hash] = parent
+                        parent = block_hash
+        held = self.tiers.host.pool.hashes() if self.tiers.host else []
+        assert set(held) == set(self.below)
+
+    def check(self) -> None:
+        end = time.monotonic() + 5
+        while self.tiers.offloader is not None and (self.tiers.offloader.has_work or self.tiers.offloader._holds):
+            if (tended := self.engine.tend()) is not None:
+                self.check_announced(tended)
+            assert time.monotonic() < end, "an offload never ends"
+            time.sleep(0.0005)
+        super().check()
+        assert self.tiers.host is None or self.tiers.host.pool.used == 0
+
+    def close(self) -> None:
+        self.tiers.close()
+        if self.remote is not None:
+            self.remote.close()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_schedules(part: int) -> None:
+    restored = 0
+    for seed in range(part, SCHEDULES, 4):
+        schedule = TieredSchedule(seed)
+        try:
+            schedule.run()
+            schedule.check()
+            restored += sum(schedule.tiers.restorer.tokens_total.values())
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        finally:
+            schedule.close()
+    assert restored > 50  # else this tests nothing

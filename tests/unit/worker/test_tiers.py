@@ -1,0 +1,403 @@
+"""Tiers below the device: what goes down, what comes up, and that nothing but time is different for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from engine_rig import ROOT, expected_tokens, spec
+from memory_remote import Faults
+from tier_rig import SIZE, TieredRig
+
+from kvproto.block_hash import ForkedRoot, chain
+from kvproto.messages import Sampling, Tier
+from services.worker.tiers.lending import EngineLender
+from services.worker.tiers.offloader import names_of
+
+PROMPT = list(range(100, 141))  # ten blocks and a token
+GREEDY = Sampling(4, temperature=0.0)
+MakeRig = Callable[..., TieredRig]
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    rigs: list[TieredRig] = []
+
+    def make(**fields: object) -> TieredRig:
+        rigs.append(TieredRig(**fields))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+class TestHost:
+    def test_what_was_evicted_from_the_device_comes_back(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        assert rig.run("a", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        rig.settle()
+        rig.flush_device()
+        assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {"host": 40}
+
+    def test_restored_bytes_are_those_stored(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        hashes = chain(ROOT, PROMPT, SIZE)
+        before = [bytes(rig.runner.memory.view(block)) for block in rig.pool.chain_to(hashes)]
+        rig.settle()
+        rig.flush_device()
+        rig.run("b", PROMPT)
+        assert [bytes(rig.runner.memory.view(block)) for block in rig.pool.chain_to(hashes)] == before
+
+    def test_a_wrong_byte_below_is_not_without_effect(self, make_rig: MakeRig) -> None:
+        """The control: the comparison of tokens above can fail."""
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.flush_device()
+        assert rig.host is not None
+        slot = rig.host.pool.chain_to(chain(ROOT, PROMPT, SIZE))[5]
+        rig.host.view(slot)[-1] ^= 1
+        assert rig.run("b", PROMPT) != expected_tokens(PROMPT, GREEDY)
+
+    def test_generated_blocks_go_down_too(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        turn = [*PROMPT, *rig.run("a", PROMPT, 20)]
+        rig.settle()
+        rig.flush_device()
+        assert rig.run("b", [*turn, 7, 7]) == expected_tokens([*turn, 7, 7], GREEDY)
+        assert rig.cached("b") == {"host": 60}
+
+    def test_a_part_on_the_device_and_the_rest_below(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.pool.release(rig.pool.allocate(rig.pool.available - 6))  # leaves went first
+        rig.run("b", PROMPT)
+        cached = rig.cached("b")
+        assert cached["device"] > 0
+        assert cached["host"] > 0
+        assert sum(cached.values()) == 40
+
+    def test_a_host_too_small_keeps_beginnings(self, make_rig: MakeRig) -> None:
+        rig = make_rig(host=6)
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.flush_device()
+        assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {"host": 24}
+
+    def test_those_who_come_meanwhile_wait_for_the_same_blocks(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True, host=0, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0)
+        assert rig.remote is not None
+        other = make_rig(remote=True)
+        other.run("a", PROMPT)
+        other.settle()
+        assert other.remote is not None
+        rig.run("first", list(range(40)))  # so that the speed of computing is known
+        rig.remote.kept = other.remote.kept
+        for name in "bcd":
+            rig.add(name, PROMPT)
+        rig.until(lambda: len(rig.transcript.ends) == 4)
+        assert rig.remote.fetched == 10
+        assert {sum(rig.cached(name).values()) for name in "bcd"} == {40}
+        assert all(rig.transcript.tokens[name, 0] == expected_tokens(PROMPT, GREEDY) for name in "bcd")
+
+
+class TestReuse:
+    def test_without_reuse_nothing_goes_down(self, make_rig: MakeRig) -> None:
+        rig = make_rig(choosy=True, remote=True)
+        for at in range(30):
+            rig.run(f"r{at}", [at, *PROMPT])
+        rig.settle()
+        assert rig.host is not None
+        assert rig.remote is not None
+        assert rig.host.pool.addressed == 0
+        assert rig.remote.kept[Tier.VAULT] == {}
+
+    def test_what_was_asked_for_again_goes_down_though_the_device_had_lost_it(self, make_rig: MakeRig) -> None:
+        rig = make_rig(choosy=True)
+        for turn in range(2):
+            for session in range(8):
+                rig.run(f"s{session}t{turn}", [session, *PROMPT])
+                rig.flush_device()
+        assert rig.host is not None
+        assert rig.tiers.reuse.share(ROOT) > 0.3
+        assert rig.host.pool.addressed > 0
+
+
+class TestVault:
+    def stored(self, rig: TieredRig) -> None:
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+
+    def test_blocks_come_from_the_vault(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.stored(rig)
+        assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {"vault": 40}
+
+    def test_what_is_lost_there_is_computed(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.stored(rig)
+        assert rig.remote is not None
+        kept = rig.remote.kept[Tier.VAULT]
+        names = names_of(ROOT, chain(ROOT, PROMPT, SIZE), PROMPT, SIZE)
+        rig.add("b", PROMPT)
+        time.sleep(0.05)  # it was found
+        del kept[names[6].hash]
+        rig.until(lambda: ("b", 0) in rig.transcript.ends)
+        assert rig.transcript.tokens["b", 0] == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {"vault": 24}
+        assert rig.tiers.loads()["vault"].failures_total["missing"] == 1
+
+    def test_a_look_that_is_never_answered_is_not_waited_for(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True, faults=Faults(unready=1.0))
+        began = time.monotonic()
+        rig.run("a", PROMPT)
+        assert time.monotonic() - began < 2
+        assert rig.cached("a") == {}
+
+    def test_a_restore_that_stands_still_is_given_up(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.stored(rig)
+        assert rig.remote is not None
+        gate = threading.Event()
+        kept = rig.remote.kept[Tier.VAULT]
+
+        class Stuck(dict):  # type: ignore[type-arg]
+            def get(self, key: object, default: object = None) -> object:
+                if threading.current_thread() is not threading.main_thread() and len(looked) > 12:
+                    gate.wait(5)
+                looked.append(key)
+                return super().get(key, default)
+
+        looked: list[object] = []
+        rig.remote.kept[Tier.VAULT] = Stuck(kept)
+        try:
+            assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
+            assert not gate.is_set()
+            assert rig.tiers.loads()["vault"].failures_total["late"] == 1
+        finally:
+            gate.set()
+
+    def test_others_run_while_one_is_restored(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0)
+        self.stored(rig)
+        rig.add("b", PROMPT)
+        rig.add("c", [1, 2, 3], 8)
+        rig.until(lambda: ("c", 0) in rig.transcript.ends)
+        assert ("b", 0) not in rig.transcript.ends
+        rig.until(lambda: ("b", 0) in rig.transcript.ends)
+        assert rig.cached("b") == {"vault": 40}
+
+    def test_a_slow_vault_is_not_asked(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.stored(rig)
+        assert rig.remote is not None
+        rig.remote.bytes_per_s = 100.0
+        rig.run("b", PROMPT)
+        assert rig.cached("b") == {}
+        assert rig.remote.fetched == 0
+
+    def test_a_cancelled_request_leaves_nothing_behind(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0)
+        self.stored(rig)
+        rig.add("b", PROMPT)
+        rig.until(lambda: rig.tiers.restorer.held() != [])
+        rig.engine.cancel("b")
+        rig.until(lambda: ("b", 0) in rig.transcript.ends and not rig.tiers.restorer.held())
+        assert rig.pool.used == 0
+
+    def test_a_paused_request_goes_on_with_what_came(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0)
+        self.stored(rig)
+        rig.add("b", PROMPT)
+        rig.until(lambda: rig.tiers.restorer.held() != [])
+        rig.engine.pause("b")
+        rig.until(lambda: not rig.tiers.restorer.held())
+        rig.engine.resume("b")
+        rig.until(lambda: ("b", 0) in rig.transcript.ends)
+        assert rig.transcript.tokens["b", 0] == expected_tokens(PROMPT, GREEDY)
+
+    def test_peers_are_asked_where_placement_named_one(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.stored(rig)
+        assert rig.remote is not None
+        rig.remote.kept[Tier.PEER], rig.remote.kept[Tier.VAULT] = rig.remote.kept[Tier.VAULT], {}
+        rig.run("b", PROMPT)
+        assert rig.cached("b") == {}
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+        rig.remote.kept[Tier.VAULT].clear()
+        rig.run("c", PROMPT, peer="w2")
+        assert rig.cached("c") == {"peer": 40}
+
+
+class TestExact:
+    @pytest.fixture
+    def rig(self, make_rig: MakeRig) -> TieredRig:
+        """The vault has all of the prompt, from the third block on quantised."""
+        rig = make_rig(remote=True)
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+        assert rig.remote is not None
+        kept = rig.remote.kept[Tier.VAULT]
+        for block_hash in chain(ROOT, PROMPT, SIZE)[2:]:
+            name, payload, _ = kept[block_hash]
+            kept[block_hash] = name, payload, True
+        return rig
+
+    def test_lossy_blocks_are_not_fetched(self, rig: TieredRig) -> None:
+        rig.run("b", PROMPT, exact=True)
+        assert rig.cached("b") == {"vault": 8}
+
+    def test_nor_found_on_device_or_host(self, rig: TieredRig) -> None:
+        rig.run("b", PROMPT)
+        assert rig.cached("b") == {"vault": 40}
+        rig.settle()
+        rig.run("c", PROMPT, exact=True)
+        assert rig.cached("c") == {"device": 8}
+        rig.flush_device()
+        rig.run("d", PROMPT, exact=True)
+        assert sum(rig.cached("d").values()) == 8
+
+    def test_what_is_computed_on_them_is_lossy(self, rig: TieredRig) -> None:
+        turn = [*PROMPT, *rig.run("b", PROMPT, 20), 5]
+        rig.run("c", turn, exact=True)
+        assert sum(rig.cached("c").values()) == 8
+        rig.run("d", turn)
+        assert sum(rig.cached("d").values()) > 40
+
+    def test_what_an_exact_request_computes_is_not_mixed_with_them(self, rig: TieredRig) -> None:
+        rig.run("b", PROMPT)
+        turn = [*PROMPT, *rig.run("c", PROMPT, 20, exact=True), 5]
+        assert all(rig.pool.is_lossy(block_hash) for block_hash in chain(ROOT, PROMPT, SIZE)[2:])
+        rig.run("d", turn, exact=True)
+        assert sum(rig.cached("d").values()) == 8
+
+
+class TestPreemption:
+    def test_a_preempted_sequence_finds_its_blocks_on_the_host(self, make_rig: MakeRig) -> None:
+        rig = make_rig(blocks=14, choosy=True)
+        prompts = {name: [ord(name), *range(200, 220)] for name in "ab"}
+        for name, prompt in prompts.items():
+            rig.add(name, prompt, 20)
+        rig.until(lambda: len(rig.transcript.ends) == 2)
+        assert rig.engine.scheduler.preemptions > 0
+        assert rig.tiers.restorer.tokens_total[Tier.HOST] > 0
+        for name, prompt in prompts.items():
+            assert rig.transcript.tokens[name, 0] == expected_tokens(prompt, Sampling(20, temperature=0.0))
+
+
+class TestErase:
+    def test_a_sequence_is_forgotten_in_every_tier(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        turn = [*PROMPT, *rig.run("a", PROMPT)]
+        rig.settle()
+        assert rig.host is not None
+        assert rig.remote is not None
+        assert rig.engine.erase(ROOT, turn) > 0
+        assert rig.pool.addressed == rig.host.pool.addressed == len(rig.remote.kept[Tier.VAULT]) == 0
+        rig.run("b", PROMPT)
+        assert rig.cached("b") == {}
+
+    def test_what_another_continues_stays(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        turn = [*PROMPT, *rig.run("a", PROMPT)]
+        rig.run("b", [*PROMPT[:20], *range(300, 320)])
+        rig.settle()
+        rig.engine.erase(ROOT, turn)
+        rig.flush_device()
+        rig.run("c", PROMPT)
+        assert rig.cached("c") == {"host": 20}
+        rig.engine.check_integrity()
+
+    def test_what_runs_stays(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.add("a", PROMPT, 12)
+        rig.turn()
+        rig.engine.erase(ROOT, PROMPT)
+        rig.until(lambda: ("a", 0) in rig.transcript.ends)
+        assert rig.transcript.tokens["a", 0] == expected_tokens(PROMPT, Sampling(12, temperature=0.0))
+
+
+class TestEvents:
+    def test_who_follows_them_knows_the_host_tier(self, make_rig: MakeRig) -> None:
+        rig = make_rig(host=15)
+        for at in range(6):
+            rig.run(f"r{at}", [at, *PROMPT])
+        rig.settle()
+        held: set[bytes] = set()
+        for result in rig.results:
+            for change in result.below:
+                hashes = {block_hash for run in change.runs for block_hash in run.hashes}
+                assert hashes <= held if change.removed else not hashes & held
+                held = held - hashes if change.removed else held | hashes
+        assert rig.host is not None
+        assert held == set(rig.host.pool.hashes()) == set(rig.engine.holdings()[Tier.HOST])
+
+
+class TestLending:
+    def lender(self, rig: TieredRig) -> EngineLender:
+        return EngineLender(rig.tiers, lambda work: work(rig.engine))
+
+    @pytest.mark.parametrize("on_host", [False, True])
+    def test_blocks_are_lent_and_held(self, make_rig: MakeRig, on_host: bool) -> None:
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        rig.settle()
+        if on_host:
+            rig.flush_device()
+        hashes = chain(ROOT, PROMPT, SIZE)
+        lender = self.lender(rig)
+        assert lender.holds(ROOT, [*hashes, b"x" * 16], False) == [True] * 10 + [False]
+        lent = lender.lend(ROOT, hashes[3:7], False)
+        names = names_of(ROOT, hashes, PROMPT, SIZE)
+        assert [block.name[:4] for block in lent.blocks if block] == [name[:4] for name in names[3:7]]
+        rig.engine.check_integrity()
+        rig.flush_device()
+        rig.flush_host()
+        assert lender.holds(ROOT, hashes[:7], False) == [True] * 7
+        lent.release()
+        rig.flush_device()
+        rig.flush_host()
+        assert not any(lender.holds(ROOT, hashes, False))
+        rig.engine.check_integrity()
+
+    def test_under_another_root_nothing_is_there(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        hashes = chain(ROOT, PROMPT, SIZE)
+        assert not any(self.lender(rig).holds(b"another root 16b", hashes, False))
+
+    def test_a_forked_chain_is_lent_under_its_two_roots(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        root = ForkedRoot(b"public root 16 b", ROOT, 3)
+        asked = replace(spec("f", PROMPT, 4), root=root)
+        rig.engine.add(asked)
+        rig.until(lambda: ("f", 0) in rig.transcript.ends)
+        hashes = chain(root, PROMPT, SIZE)
+        lender = self.lender(rig)
+        assert lender.holds(root.public, hashes, False) == [True] * 3 + [False] * 7
+        assert lender.holds(root.own, hashes, False) == [False] * 3 + [True] * 7
+
+    def test_an_engine_that_does_not_answer_has_nothing(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        rig.settle()
+        late: list[Callable[[object], None]] = []
+        lender = EngineLender(rig.tiers, late.append)
+        assert lender.lend(ROOT, chain(ROOT, PROMPT, SIZE), False).blocks == [None] * 10
+        late[0](rig.engine)
+        assert rig.pool.used == 0

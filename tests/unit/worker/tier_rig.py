@@ -1,0 +1,137 @@
+"""An engine on the fake runner with tiers below it, and ways to drive it, for the tests of this folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from engine_rig import ROOT, Transcript, spec
+from memory_remote import Faults, MemoryRemote
+
+from kvproto.block_hash import Root, chain
+from kvproto.messages import Tier
+from services.worker.block_pool import BlockPool
+from services.worker.detokenizer import IdDetokenizer
+from services.worker.engine import Engine
+from services.worker.model.fake import FakeRunner
+from services.worker.outputs import SequenceStarted, StepResult
+from services.worker.scheduler import Scheduler
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.offloader import names_of
+from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.tiers import Tiers
+
+SIZE = 4
+
+
+class TieredRig:
+    """`host`: blocks of the host tier, 0: none. Blocks go down whatever experience says unless `choosy`."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 32,
+        host: int = 64,
+        remote: bool = False,
+        faults: Faults | None = None,
+        choosy: bool = False,
+        slots: int = 8,
+        prefill_tokens_per_s: float | None = 500.0,
+    ) -> None:
+        runner = FakeRunner(
+            num_blocks=blocks,
+            block_size=SIZE,
+            vocab_size=1000,
+            context_length=512,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+        )
+        self.pool = BlockPool(blocks, SIZE)
+        memory = runner.memory
+        self.host = (
+            HostTier(memoryview(bytearray(host * memory.block_bytes)), memory.block_bytes, SIZE) if host else None
+        )
+        self.remote = MemoryRemote(memory.block_bytes, faults=faults) if remote else None
+        self.woken = threading.Event()
+        self.tiers = Tiers(self.pool, memory, self.host, self.remote, self.woken.set)
+        if not choosy:
+            self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
+        scheduler = Scheduler(self.pool, token_budget=64, slots=slots)
+        self.engine = Engine(runner, self.pool, scheduler, IdDetokenizer(), tiers=self.tiers)
+        self.runner = runner
+        self.transcript = Transcript()
+        self.started: dict[str, SequenceStarted] = {}
+        self.results: list[StepResult] = []
+
+    def close(self) -> None:
+        self.tiers.close()
+        if self.remote is not None:
+            self.remote.close()
+
+    # ------------------------------------------------------------------ driving
+
+    def add(
+        self,
+        request: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        root: Root = ROOT,
+        exact: bool = False,
+        peer: str = "",
+        **fields: object,
+    ) -> None:
+        prospect = None
+        if self.remote is not None:
+            names = names_of(root, chain(root, prompt, SIZE), prompt, SIZE)
+            finding = self.remote.look(names, exact=exact, peer=peer, on_ready=self.woken.set)
+            prospect = Prospect(names, finding, peer)
+        self.engine.add(spec(request, prompt, max_tokens, exact=exact, prospect=prospect, **fields))
+
+    def turn(self) -> None:
+        self.woken.clear()
+        if (tended := self.engine.tend()) is not None:
+            self.results.append(tended)
+        if self.engine.has_work:
+            result = self.engine.step()
+            self.results.append(result)
+            self.transcript.take(result)
+            for output in result.outputs:
+                if isinstance(output, SequenceStarted):
+                    self.started[output.request] = output
+        else:
+            self.woken.wait(0.01)
+        self.engine.check_integrity()
+
+    def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end, "it never comes"
+            self.turn()
+
+    def run(self, request: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> list[int]:
+        """One request to its end. Returns its tokens."""
+        self.add(request, prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        self.until(lambda: (request, 0) in self.transcript.ends)
+        return self.transcript.tokens[request, 0]
+
+    def settle(self) -> None:
+        """Until nothing is being copied or written."""
+        offloader = self.tiers.offloader
+        self.until(lambda: offloader is None or not (offloader.has_work or offloader.held_on_host()))
+
+    def flush_device(self) -> None:
+        """Others need all blocks of the device."""
+        blocks = self.pool.allocate(self.pool.available)
+        self.pool.release(blocks)
+
+    def flush_host(self) -> None:
+        assert self.host is not None
+        self.host.pool.release(self.host.allocate(self.host.pool.available))
+
+    def cached(self, request: str) -> dict[str, int]:
+        """What a request found, by tier, as its worker says."""
+        started = self.started[request]
+        restored = {tier.value: tokens for tier, tokens in started.restored.items()}
+        on_device = started.cached_tokens - sum(restored.values())
+        return ({Tier.DEVICE.value: on_device} if on_device else {}) | restored
