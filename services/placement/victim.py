@@ -29,7 +29,7 @@ RESTARTS = 3  # as workers come and go meanwhile
 
 
 class Survey:
-    """One answer in the making, about the ready workers of `model`, or of any for ""."""
+    """One answer in the making, about the ready workers of `model`; for "", of all models that have more than one."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Survey:
         indexer: KvIndexer,
         workloads: Workloads,
     ) -> None:
-        self._fleet = fleet
+        self._model, self._fleet = model, fleet
         workers = fleet.of_model("")
         self._asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
         self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
@@ -69,6 +69,8 @@ class Survey:
         for worker in self._asked:
             if self._fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
                 continue  # meanwhile it went by itself
+            if not self._model and len(self._fleet.ready(worker.model).workers) < 2:
+                continue  # nobody would serve its model
             holder = self._holders.get(worker.id)
             requests = int(self._workloads.of(worker.column, self._workloads.now).requests)
             if holder is None:  # more workers than there was room for: nothing is known of it

@@ -319,9 +319,14 @@ async def test_what_cannot_be_drained_is_said(fleet: Tiered) -> None:
     assert "w0: not now" in err
     await fleet.w1.stop()
     await until(lambda: len(fleet.loop.core.fleet.workers) == 1)
-    code, out, err = await drain(fleet.subjects, fleet.url, "--cheapest")
-    assert (code, out) == (1, "")
-    assert "w0 is the only ready worker" in err
+    for arguments, told in (
+        (("--cheapest",), "no model has two ready workers"),
+        (("--cheapest", "--model", MODEL), "w0 is the only ready worker of demo"),
+    ):
+        code, out, err = await drain(fleet.subjects, fleet.url, *arguments)
+        assert (code, out) == (1, "")
+        assert told in err
+    assert fleet.w0.drained == 1, "and then it refused"
 
 
 async def test_without_placement_a_named_worker_is_drained_and_none_can_be_chosen(
