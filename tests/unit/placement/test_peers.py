@@ -49,6 +49,19 @@ def test_the_worker_that_holds_most_is_named_and_what_it_has() -> None:
     assert matched["w2"] == {"device": 800, "host": 400}
 
 
+def test_who_holds_more_in_another_format_is_not_named() -> None:
+    rig = a_rig("w0", "w1", "w2")
+    rig.join_tiered("x0", restore=RESTORE, kv_format=b"g" * 16)
+    ids = tokens(1, 1600)
+    rig.store("w0", ids[:800])
+    rig.store("x0", ids)
+    for worker in ("w0", "x0"):
+        busy(rig, worker, queued=32_000)
+    placed = rig.place("r", ids)
+    assert placed.worker in ("w1", "w2")
+    assert (placed.source, placed.source_tokens, placed.expected_hit) == ("w0", 800, {"peer": 800})
+
+
 def test_of_equals_the_least_loaded_is_named() -> None:
     rig = a_rig("w0", "w1", "w2")
     ids = tokens(1, 1600)
