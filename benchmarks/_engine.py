@@ -78,8 +78,8 @@ class Ours:
     """The engine on one model. `sequences`: how many at most run at once, each as long as `context` (0: the model's).
 
     The pool holds twice that, so that prefixes stay, or `blocks`. Steps are as large as a worker's by default.
-    `itl_target_s` 0 is a worker's default, which paces prompts for the sake of running streams; with `NO_HURRY` prompts go first, as is right
-    for a batch, and as the peers do it.
+    `itl_target_s` 0 is a worker's default, which paces prompts for the sake of running streams; with `NO_HURRY` prompts
+    go first, as is right for a batch, and as the peers do it.
     """
 
     def __init__(

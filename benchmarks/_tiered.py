@@ -25,8 +25,7 @@ from services.worker.tiers.codecs.block_codec import warm_up
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.host_memory import host_memory
-from services.worker.tiers.offloader import names_of
-from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.remote import RemoteSettings, RemoteTiers
 from services.worker.tiers.source_address import SourceAddress
 from services.worker.tiers.tiers import Tiers

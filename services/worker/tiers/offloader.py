@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvproto.block_hash import ForkedRoot, Root, pack_ids, parent_of
+from kvproto.block_hash import Root, pack_ids, parent_of
 from kvproto.dataplane.block import RUN_BLOCKS
 from services.worker.block_pool import BlockPool
 from services.worker.model.base import BlockMemory
@@ -24,7 +24,7 @@ from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Remote
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import BlockName
+from services.worker.tiers.prospect import BlockName, own_root, root_at
 from services.worker.tiers.reuse import ReuseWatch
 
 BATCH_BYTES = 8 * 1024 * 1024
@@ -287,29 +287,3 @@ class Offloader:
 
     def held_on_host(self) -> list[list[int]]:
         return [*([self._batch.host] if self._batch else []), *(hold.slots for hold in self._holds)]
-
-
-def own_root(root: Root) -> bytes:
-    """The tenant's."""
-    return root.own if isinstance(root, ForkedRoot) else root
-
-
-def root_at(root: Root, at: int) -> bytes:
-    """What the `at`-th block of a chain is kept under."""
-    if isinstance(root, ForkedRoot):
-        return root.public if at < root.blocks else root.own
-    return root
-
-
-def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size: int) -> list[BlockName]:
-    """A whole chain by name."""
-    return [
-        BlockName(
-            root_at(root, at),
-            block_hash,
-            parent_of(root, hashes, at),
-            pack_ids(ids[at * block_size : (at + 1) * block_size]),
-            hashes[at - at % RUN_BLOCKS],
-        )
-        for at, block_hash in enumerate(hashes)
-    ]
