@@ -16,6 +16,7 @@ from kvproto.errors import InvalidRequest, Unavailable
 
 MAX_UNIX_PATH_BYTES = 107  # Linux: sockaddr_un.sun_path, less its closing zero
 _BACKLOG = 64
+_UNIX_BUFFER_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def connected(address: Address, deadline: float) -> socket.socket:
         try:
             sock.settimeout(left)
             sock.connect(address.path)
+            tune(sock)
         except BaseException:
             sock.close()
             raise
@@ -81,7 +83,11 @@ def connected(address: Address, deadline: float) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """A connected TCP socket: heads leave at once, and a host that vanished is noticed on idle connections, too."""
+    """A connected socket: of TCP heads leave at once, and a host that vanished is noticed on idle connections, too;
+    of Unix as much is under way as the system allows."""
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

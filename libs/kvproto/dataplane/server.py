@@ -162,8 +162,7 @@ class DataPlaneServer:
                 self._say("cannot accept: %s", error)
                 time.sleep(0.05)
             return
-        if sock.family != socket.AF_UNIX:
-            addresses.tune(sock)
+        addresses.tune(sock)
         link = Link(sock)
         thread = threading.Thread(target=self._run, args=(link,), name=f"dataplane-{self._identity}-c", daemon=True)
         with self._lock:
@@ -176,12 +175,12 @@ class DataPlaneServer:
                 self._ending[oldest] = self._strangers.pop(oldest)
                 self._ending[oldest].abort()
             self._strangers[thread] = link
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._say("cannot start a thread: %s", error)
-            self._forget(thread)
-            link.close()
+            try:
+                thread.start()  # under the lock: whoever finds it there may join it
+            except RuntimeError as error:
+                del self._strangers[thread]
+                sock.close()
+                self._say("cannot start a thread: %s", error)
 
     # ------------------------------------------------------------------ one connection, on its thread
 

@@ -122,7 +122,8 @@ class SlowProxy:
                 self._pass_time(way, count)
                 self._flip(way, buffer[:count])
                 sink.sendall(buffer[:count])
-                self.passed += count
+                with self._lock:
+                    self.passed += count
         for sock in pair:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_JOBS = 256
 FIRST_PAUSE_S = 0.1  # after a connect that failed; doubles
 LONGEST_PAUSE_S = 5.0
+SHORT_LIFE_S = 1.0  # of a connection: one that failed sooner is followed by a pause, too
 TICK_S = 0.5
 
 Connect = Callable[[], DataPlaneClient]
@@ -51,6 +52,7 @@ class ConnectionThread:
         self._running: tuple[float, Job] | None = None
         self._client: DataPlaneClient | None = None
         self._away = False
+        self._is_missed = False  # said once
         self._closed = False
         self.used_at = time.monotonic()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -103,15 +105,21 @@ class ConnectionThread:
         while not self._closed:
             client = self._connected()
             if client is None:
-                pause = self._stay_away(pause)
+                self._stay_away(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue
-            pause = FIRST_PAUSE_S
+            began = time.monotonic()
             try:
-                self._serve(client)
+                in_order = self._serve(client)
             finally:
                 with self._changed:
                     self._client = None
                 client.close()
+            if in_order or time.monotonic() - began > SHORT_LIFE_S:
+                pause = FIRST_PAUSE_S
+            else:  # who lets everybody in and then ends it is not asked to a thousand times a second
+                self._wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
         self._fail_all("gone")
 
     def _connected(self) -> DataPlaneClient | None:
@@ -122,9 +130,14 @@ class ConnectionThread:
                 if self._closed:
                     client.abort()
             self._tend(client)
+            if self._is_missed:
+                logger.info("%s: connected again", self._name)
+            self._is_missed = False
             return client
         except KvfleetError as error:
-            logger.info("%s: %s", self._name, error)
+            if not self._is_missed and not self._closed:
+                logger.warning("%s: cannot connect, and tries again: %s", self._name, error)
+            self._is_missed = True
         except Exception:  # a loop's top
             logger.exception("%s: cannot connect", self._name)
         with self._changed:
@@ -133,25 +146,29 @@ class ConnectionThread:
             failed.close()
         return None
 
-    def _stay_away(self, pause: float) -> float:
+    def _stay_away(self, pause: float) -> None:
         with self._changed:
             self._away = True
         self._fail_all("gone")
+        self._wait(pause)
+        self._away = False
+
+    def _wait(self, pause: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed, pause)
-            self._away = False
-        return min(2 * pause, LONGEST_PAUSE_S)
 
-    def _serve(self, client: DataPlaneClient) -> None:
-        """Until the connection is of no further use. One that ended while it was idle costs no job anything."""
+    def _serve(self, client: DataPlaneClient) -> bool:
+        """Until the connection is of no further use; whether that was in order. One that ended while it was idle costs
+        no job anything."""
         while not self._closed and not client.has_ended():
             with self._changed:
                 if not self._jobs:
                     self._changed.wait(TICK_S)
                 if self._closed or client.has_ended():
-                    return
+                    break
                 self._running = self._jobs.popleft() if self._jobs else None
             job = self._running and self._running[1]
+            reason = ""
             try:
                 if job is not None:
                     job.run(client)
@@ -159,17 +176,19 @@ class ConnectionThread:
                     self._tend(client)
             except KvfleetError as error:
                 logger.info("%s: %s", self._name, error)
-                client.close()
-                if job is not None:
-                    job.fail(reason_of(error))
+                reason = reason_of(error)
             except Exception:  # a loop's top: one job's fault is not the next one's
                 logger.exception("%s: a job failed", self._name)
+                reason = "internal"
+            if reason:
                 client.close()
                 if job is not None:
-                    job.fail("internal")
-            finally:
-                with self._changed:
-                    self._running = None
+                    job.fail(reason)
+            with self._changed:
+                self._running = None
+            if reason:
+                return False
+        return client.closed  # by this end: a fetch that nobody wanted any more
 
     def _fail_all(self, reason: str) -> None:
         with self._changed:

@@ -30,6 +30,7 @@ from services.worker.tiers.reuse import ReuseWatch
 BATCH_BYTES = 8 * 1024 * 1024
 MOST_QUEUED = 1024  # chains
 KEPT_VAULTED = 131_072
+MOST_LATER = 256
 VAULT_SHARE = 4  # a quarter of the host's blocks at most wait for vaults
 SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for a sequence that gives its blocks away
 
@@ -104,6 +105,7 @@ class Offloader:
         self._holds: set[_VaultHold] = set()
         self._let_go: deque[_VaultHold] = deque()
         self._holding = 0  # host blocks that wait for vaults
+        self._later: deque[_Chain] = deque(maxlen=MOST_LATER)  # what goes to vaults when they have taken what they have
 
     # ------------------------------------------------------------------ what goes down
 
@@ -157,6 +159,8 @@ class Offloader:
             self._holds.discard(hold)
             self._holding -= len(hold.slots)
             self._host.pool.release(hold.slots)
+            if self._later:
+                self._enqueue(self._later.popleft())
         if self._batch is not None and (self._batch.copy is None or self._batch.copy.ended):
             self._finish(self._batch)
             self._batch = None
@@ -224,9 +228,12 @@ class Offloader:
     def _to_vault(self, batch: _Batch) -> None:
         """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
         chain, size = batch.chain, batch.end - batch.start
-        crowded = self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE
-        if self._remote is None or crowded:
+        if self._remote is None:
             self._host.pool.release(batch.host)
+            return
+        if self._holds and self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE:
+            self._host.pool.release(batch.host)
+            self._later.append(replace(chain, end=batch.end, done=batch.start))
             return
         hold = _VaultHold(batch.host[: batch.end], size, self._on_hold_done)
         self._holds.add(hold)
@@ -260,6 +267,7 @@ class Offloader:
         """These were erased: nothing of them goes down any more."""
         gone = set(hashes)
         self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if key not in gone)
+        self._later = deque((one for one in self._later if one.hashes[one.end - 1] not in gone), self._later.maxlen)
         if self._batch is not None and self._batch.chain.last in gone:
             self._batch.forgotten = True
         for block_hash in hashes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvproto.dataplane.block import BlockCodec, BlockHeader
+from kvproto.dataplane.serving import BlockStore
 from services.worker.tiers.base import BlockName
 
 LENDINGS = 4  # each of a listener's batch at most
@@ -47,8 +48,8 @@ class Lender(Protocol):
     def holds(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]: ...
 
 
-class PeerStore:
-    """A BlockStore."""
+class PeerStore(BlockStore):
+    """What the worker's DataPlaneServer serves."""
 
     def __init__(self, lender: Lender, kv_format: bytes) -> None:
         self._lender = lender

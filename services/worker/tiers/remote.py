@@ -24,7 +24,7 @@ from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.hash_ring import HashRing
 from kvproto.messages import Tier, TierLoad
-from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed
+from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.connection_thread import Connect
 from services.worker.tiers.deadlines import Deadlines
@@ -61,7 +61,7 @@ class RemoteSettings:
     look_limit_s: float = LOOK_LIMIT_S
 
 
-class RemoteTiers:
+class RemoteTiers(Remote):
     def __init__(self, settings: RemoteSettings, keyring: KeyRing, *, tls: ssl.SSLContext | None = None) -> None:
         self._settings = settings
         self._keyring = keyring
@@ -89,35 +89,46 @@ class RemoteTiers:
         with self._lock:
             if self._closed:
                 return
-            self._replace(Tier.VAULT, self._vaults, {one.id: one for one in addresses})
+            leaving = self._replace(Tier.VAULT, self._vaults, {one.id: one for one in addresses})
             self._ring = self._ring.with_vaults(self._vaults)
             for vault in self._vaults.values():
                 vault.start()
+        self._end(leaving)
 
     def set_peers(self, addresses: Iterable[SourceAddress]) -> None:
         """All other workers whose blocks can be used here."""
         with self._lock:
             if self._closed:
                 return
-            self._replace(Tier.PEER, self._peers, {one.id: one for one in addresses})
+            leaving = self._replace(Tier.PEER, self._peers, {one.id: one for one in addresses})
             if self._peers and not any(peer.own_speed() for peer in self._peers.values()):
                 first = HashRing(self._peers).owner(self._settings.worker)  # another one for each worker
                 self._peers[first or min(self._peers)].start()  # so that a peer's speed is known before it is needed
+        self._end(leaving)
 
-    def _replace(self, tier: Tier, sources: dict[str, Source], wanted: dict[str, SourceAddress]) -> None:
+    def _replace(
+        self, tier: Tier, sources: dict[str, Source], wanted: dict[str, SourceAddress]
+    ) -> list[Source | WriteBehind]:
+        """Under the lock. Returns what is to end."""
+        leaving: list[Source | WriteBehind] = []
         for source in [one for one in sources.values() if wanted.get(one.id) != one.address]:
             del sources[source.id]
-            self._ending += source.close()
-            write_behind = self._writes.pop(source.id, None) if tier is Tier.VAULT else None
-            if write_behind is not None:
-                self._ending += write_behind.close()
+            leaving.append(source)
+            if tier is Tier.VAULT:
+                leaving.append(self._writes.pop(source.id))
         for address in wanted.values():
             if address.id not in sources:
                 connect = self._connect_to(address)
                 sources[address.id] = Source(tier, address, connect, look_limit_s=self._settings.look_limit_s)
                 if tier is Tier.VAULT:
                     self._writes[address.id] = self._write_behind(address, connect)
-        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        return leaving
+
+    def _end(self, leaving: Iterable[Source | WriteBehind]) -> None:
+        """Not under the lock: what waits there is given back to the engine, which may be calling just now."""
+        ending = [thread for one in leaving for thread in one.close()]
+        with self._lock:
+            self._ending = [thread for thread in [*self._ending, *ending] if thread.is_alive()]
 
     def _connect_to(self, address: SourceAddress) -> Connect:
         def connect() -> DataPlaneClient:
@@ -162,15 +173,11 @@ class RemoteTiers:
             if self._closed:
                 return
             self._closed = True
-            sources = [*self._vaults.values(), *self._peers.values()]
-            writes = list(self._writes.values())
-            threads = self._ending
-        for source in sources:
-            threads += source.close()
-        for write_behind in writes:
-            threads += write_behind.close()
+            leaving: list[Source | WriteBehind] = [*self._vaults.values(), *self._peers.values()]
+            leaving += self._writes.values()
+        self._end(leaving)
         until = time.monotonic() + CLOSE_S
-        for thread in threads:
+        for thread in self._ending:
             thread.join(max(0.0, until - time.monotonic()))
         self._deadlines.close()
 

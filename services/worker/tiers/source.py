@@ -19,8 +19,9 @@ from services.worker.tiers.link_speed import LinkSpeedMeter
 from services.worker.tiers.source_address import SourceAddress
 
 LOOK_LIMIT_S = 0.02
-FIRST_PAUSE_S = 1.0  # without looks, after one that was answered late; doubles
-LONGEST_PAUSE_S = 30.0
+LATE_LOOKS = 3  # in a row, before there is a pause: one alone says that somebody's cores were busy
+FIRST_PAUSE_S = 0.5  # without looks; doubles with each late one that follows
+LONGEST_PAUSE_S = 15.0
 KEEP_ALIVE_S = 30.0
 PROBE_BYTES = 1024 * 1024
 PROBE_LIMIT_S = 2.0
@@ -43,7 +44,7 @@ class Source:
         self._closed = False
         self._waiting_bytes = 0  # of fetches that wait or run
         self._unasked_until = float("-inf")
-        self._pause = FIRST_PAUSE_S
+        self._late = 0
         self._kept_alive = time.monotonic()
         self._staging = bytearray()
 
@@ -92,13 +93,13 @@ class Source:
         return looks.submit(job)
 
     def answered(self, seconds: float) -> None:
-        """A look took so long: who is late is left alone for a while, so that not each look waits in vain."""
+        """A look took so long: who is late again and again is left alone for a while, so that not each look waits in
+        vain."""
         with self._lock:
-            if seconds <= self._look_limit_s:
-                self._pause = FIRST_PAUSE_S
-                return
-            self._unasked_until = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+            self._late = 0 if seconds <= self._look_limit_s else self._late + 1
+            if self._late >= LATE_LOOKS:
+                pause = FIRST_PAUSE_S * 2 ** min(self._late - LATE_LOOKS, 10)
+                self._unasked_until = time.monotonic() + min(pause, LONGEST_PAUSE_S)
 
     def _keep_alive(self, client: DataPlaneClient) -> None:
         now = time.monotonic()

@@ -6,7 +6,7 @@ the run until the owner joined. A dead vault's runs are lost with it, so nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -50,41 +50,53 @@ class VaultRing:
     def shares(self, names: Sequence[BlockName]) -> dict[str, list[Share]]:
         """By vault: all that it may hold of `names`."""
         shares: dict[str, list[Share]] = {}
-        keepers: tuple[str, ...] = ()
-        run = b""
-        for at, name in enumerate(names):
-            if (key := name.run or name.hash) != run:
-                run, keepers = key, self.keepers(name)
-            for rank, vault in enumerate(keepers):
-                _add(shares, vault, name.root, at, owned=rank == 0)
+        for start, end in _pieces(names):
+            for rank, vault in enumerate(self.keepers(names[start])):
+                _add(shares, vault, names[start].root, range(start, end), owned=rank == 0)
         return shares
 
     def homes(self, names: Sequence[BlockName], strays: Mapping[bytes, str]) -> dict[str, list[Share]]:
         """By vault: the blocks to fetch from it, each from one; `strays` are hashes that were seen elsewhere than at
         their owner."""
         homes: dict[str, list[Share]] = {}
-        owner: str | None = None
-        run = b""
-        for at, name in enumerate(names):
-            if (key := name.run or name.hash) != run:
-                run, owner = key, self.owner(name)
-            vault = strays.get(name.hash, owner)
-            if vault is not None:
-                _add(homes, vault, name.root, at)
+        for start, end in _pieces(names):
+            root, owner = names[start].root, self.owner(names[start])
+            if owner is None:
+                continue
+            if not strays:
+                _add(homes, owner, root, range(start, end))
+                continue
+            for at in range(start, end):
+                stray = strays.get(names[at].hash)
+                _add(homes, stray if stray is not None and stray in self._ring.nodes else owner, root, (at,))
         return homes
 
 
 def by_root(names: Sequence[BlockName]) -> list[Share]:
     """All of `names`, as one holder is asked for them: a forked chain has two roots."""
     shares: dict[str, list[Share]] = {}
-    for at, name in enumerate(names):
-        _add(shares, "", name.root, at)
+    for start, end in _pieces(names):
+        _add(shares, "", names[start].root, range(start, end))
     return shares.get("", [])
 
 
-def _add(shares: dict[str, list[Share]], holder: str, root: bytes, at: int, *, owned: bool = True) -> None:
+def _pieces(names: Sequence[BlockName]) -> Iterator[tuple[int, int]]:
+    """Where names follow one another that are of one run and kept under one root: start and end."""
+    start = 0
+    last: tuple[bytes, bytes] | None = None
+    for at, (root, block, _, _, run) in enumerate(names):
+        piece = (root, run or block)
+        if piece != last:
+            if at:
+                yield start, at
+            start, last = at, piece
+    if names:
+        yield start, len(names)
+
+
+def _add(shares: dict[str, list[Share]], holder: str, root: bytes, at: Iterable[int], *, owned: bool = True) -> None:
     mine = shares.setdefault(holder, [])
     if mine and mine[-1].root == root and mine[-1].owned == owned:
-        mine[-1].at.append(at)
+        mine[-1].at.extend(at)
     else:
-        mine.append(Share(root, [at], owned))
+        mine.append(Share(root, list(at), owned))

@@ -224,14 +224,14 @@ def test_a_slow_link_moves_everything_in_the_end(plain: Plane) -> None:
 
 
 def test_a_stop_on_a_slow_link_does_not_wait_for_the_rest(plain: Plane) -> None:
-    blocks = made_many(40, MB)
+    blocks = made_many(40, MB // 2)
     plain.store.fill(blocks)
-    with SlowProxy(plain.address, bytes_per_s=4 * MB) as proxy:
+    with SlowProxy(plain.address, bytes_per_s=3 * MB) as proxy:
         client = plain.connect(proxy.address)
         began = time.monotonic()
         statuses = client.get(ROOT, hashes_of(blocks), False, room, lambda at, *_: at < 1, soon(30))
         assert statuses == [GetStatus.OK] + [GetStatus.REFUSED] * 39
-        assert time.monotonic() - began < 4  # all of it would take ten
+        assert time.monotonic() - began < 4  # all of it would take seven
     assert client.closed
     plain.settle()
 
@@ -272,14 +272,14 @@ def test_flipped_bits_are_found_on_the_way_there(plain: Plane) -> None:
     )
 
 
-@pytest.mark.parametrize("every", [40, 97, 263])
+@pytest.mark.parametrize("every", [97, 263])
 def test_flipped_bits_in_frames_never_become_blocks(plain: Plane, every: int) -> None:
     """Heads and headers are hit, too: errors and statuses, but never wrong bytes, and the server goes on."""
     blocks = made_many(8, 300)
     plain.store.fill(blocks)
     with SlowProxy(plain.address) as proxy:
         for way in ("flip_every", "flip_every_sent"):
-            for _ in range(5):
+            for _ in range(3):
                 client = plain.connect(proxy.address, timeout_s=5)
                 setattr(proxy, way, every)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -222,6 +222,3 @@ def test_a_peer_that_leaves_in_the_middle_gives_everything_back(peer: SourceAddr
         with pytest.raises(Exception):  # noqa: B017 - how it ends is the client's to say
             client.get(ROOT, hashes, False, lambda i, h, memory=memory: memory, on_block, soon())
     until(lambda: lender.out == 0)
-
-
-_: Callable[[MemoryLender, bytes], PeerStore] = PeerStore  # the double is a Lender, says the type checker
