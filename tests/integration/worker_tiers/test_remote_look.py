@@ -78,6 +78,26 @@ def test_a_peer_is_asked_too(make_vault: MakeVault, make_remote: MakeRemote) -> 
     assert remote.loads()["vault"].restores_total == 0
 
 
+def test_a_peer_that_nobody_asks_costs_no_connection_and_is_asked_again_when_needed(
+    make_vault: MakeVault, make_remote: MakeRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = make_vault("w2")
+    remote, names = make_remote(), names_of(8)
+    remote.set_peers([peer.address])
+    ready(remote, Tier.PEER)
+    peer.store.add(names)
+    monkeypatch.setattr("services.worker.tiers.remote.IDLE_S", 0.05)
+    time.sleep(0.1)
+    until(lambda: remote._peers["w2"]._fetches is None or remote._rest_idle())  # type: ignore[func-returns-value]
+    until(lambda: peer.server.counters.open_connections == 0)
+    assert remote.speed(Tier.PEER) is not None, "how fast it is, is known still"
+    monkeypatch.undo()
+    assert Fetched(remote, names, Tier.PEER, peer="w2").wait().check() == 8
+    remote.set_peers([])
+    assert remote.speed(Tier.PEER) is None
+    assert Fetched(remote, names, Tier.PEER, peer="w2").wait().landing.failure == "gone"
+
+
 def test_with_nobody_to_ask_it_is_ready_at_once_and_said_from_another_thread(make_remote: MakeRemote) -> None:
     remote, heard = make_remote(), []
     done = threading.Event()
