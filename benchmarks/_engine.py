@@ -77,9 +77,9 @@ class OurRun(Measured):
 class Ours:
     """The engine on one model. `sequences`: how many at most run at once, each as long as `context` (0: the model's).
 
-    The pool holds twice that, so that prefixes stay. Steps are as large as a worker's by default. `itl_target_s` 0 is a
-    worker's default, which paces prompts for the sake of running streams; with `NO_HURRY` prompts go first, as is right
-    for a batch, and as the peers do it.
+    The pool holds twice that, so that prefixes stay, or `blocks`. Steps are as large as a worker's by default.
+    `itl_target_s` 0 is a worker's default, which paces prompts for the sake of running streams; with `NO_HURRY` prompts
+    go first, as is right for a batch, and as the peers do it.
     """
 
     def __init__(
@@ -94,12 +94,13 @@ class Ours:
         load_format: LoadFormat = "auto",
         token_budget: int = STEP_TOKENS,
         itl_target_s: float = 0.0,
+        blocks: int | None = None,
     ) -> None:
         disable_progress_bar()
         torch.set_num_threads(threads)
         loaded = load_model(folder, dtype=dtype, device="cpu", load_format=load_format)
         loaded = with_kv_dtype(loaded, kv_dtype, BLOCK)
-        blocks = 2 * sequences * -(-(context or loaded.context_length) // BLOCK)
+        blocks = blocks or 2 * sequences * -(-(context or loaded.context_length) // BLOCK)
         self.runner = build_runner(loaded, blocks, BLOCK)
         self.vocab_size = loaded.vocab_size
         pool = BlockPool(blocks, BLOCK)

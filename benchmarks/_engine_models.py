@@ -8,6 +8,7 @@ wanders, with the first logit some tenths of a standard deviation above the seco
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -67,10 +68,20 @@ def _save(name: Name, dtype: Dtype, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
     model = model.to(getattr(torch, NATIVE[name])).to(getattr(torch, dtype))
     model.save_pretrained(folder)
-    _tokenizer(model.config.vocab_size).save_pretrained(folder)
+    tokenizer_of(model.config.vocab_size).save_pretrained(folder)
 
 
-def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def with_context(folder: Path, context: int, target: Path) -> Path:
+    """The same weights, in `target`, for longer sequences."""
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": context}
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
     """Token 17 is the word "t17": every list of ids is a text and back, and no engine lacks a tokenizer."""
     words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(vocab_size)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

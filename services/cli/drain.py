@@ -94,8 +94,10 @@ async def _choose(connection: Connection, subjects: Subjects, worker: str | None
 
 def _cheapest(costs: tuple[VictimCost, ...], model: str) -> str:
     of = f" of {model}" if model else ""
-    if not costs:
+    if not costs and model:
         raise NotFound(f"no worker{of} is ready")
+    if not costs:
+        raise NotFound("no model has two ready workers, and the last one of a model is drained by name only")
     if len(costs) == 1:
         raise Unavailable(f"{costs[0].worker} is the only ready worker{of}: name it to drain it all the same")
     return costs[0].worker

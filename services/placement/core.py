@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, PlacementStats, PreloadRequest, Tier
+from kvproto.messages import (
+    BookedBatch,
+    Milestone,
+    Milestones,
+    Passed,
+    PlacementStats,
+    PreloadRequest,
+    Tier,
+    WorkerRecord,
+)
 from services.placement.actions import (
     Action,
     Answer,
@@ -159,20 +168,19 @@ class PlacementCore:
             case Tick():
                 return self._tick(now)
             case WorkerJoined(record, heartbeat):
-                self.vaults.pop(record.id, None)  # a vault of this name: the worker has it
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
-                self.indexer.join(record.id, record.epoch)
+                self._follow(record)
                 return self.forwarding.on_joined(record.id, record.epoch, now)
             case WorkerUpdated(record):
                 if self.fleet.update(record, now):
                     self._forget(record.id)
-                    self.indexer.join(record.id, record.epoch)
+                    self._follow(record)
                 return []
             case WorkerNewEpoch(record):
                 self._forget(record.id)
                 self.fleet.join(record, None, now)
-                self.indexer.join(record.id, record.epoch)
+                self._follow(record)
                 self.forwarding.on_new_epoch(record.id, record.epoch, now)
                 return []
             case WorkerLeft(worker):
@@ -206,6 +214,10 @@ class PlacementCore:
         for worker, credit in self.feedback.tick(now).items():
             self._trust(worker, credit)
         return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now)]
+
+    def _follow(self, record: WorkerRecord) -> None:
+        self.vaults.pop(record.id, None)  # of that name there is a worker now
+        self.indexer.join(record.id, record.epoch)
 
     def _forget(self, worker: str) -> None:
         """What a former life of the worker was given, and what was thought of it."""

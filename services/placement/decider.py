@@ -131,9 +131,10 @@ class Decider:
             priced = choice.prices
             if priced is None:
                 priced = question.loads.price(question.matched, question.prompt_tokens)
-            hit = _hit(question.matched[DEVICE, number], priced[RESTORED:, number].tolist())
+            prices = priced[:, number].tolist()
+            hit = _hit(question.matched[DEVICE, number], prices[RESTORED:])
             if question.prompt_tokens and worker.rates.prefill_tokens_per_s:  # else nothing was measured there
-                ttft_s = min(float(sum(priced[term, number] for term in (QUEUE, SLOT, FETCH, PREFILL))), LONGEST_S)
+                ttft_s = min(prices[QUEUE] + prices[SLOT] + prices[FETCH] + prices[PREFILL], LONGEST_S)
             if Tier.PEER.value in hit or self._could_try_a_peer(worker, question.matched[:, number].tolist()):
                 source, source_tokens = self._source(worker, matched)
                 self.sourced_total += 1

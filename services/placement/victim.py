@@ -18,18 +18,18 @@ from kvproto.messages import State, VictimCost
 from services.placement.fleet import Fleet
 from services.placement.heat import HotPrefix
 from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import Counts, Hashes
+from services.placement.index.prefix_index import Counts
 from services.placement.price_kernel import UNMEASURED_RATE
-from services.placement.prompts import NO_HASHES
 from services.placement.workloads import Floats, Workloads
 
 ENTRIES_AT_ONCE = 65_536  # of the index: about a millisecond
 BLOCKS_AT_ONCE = 8_192  # of prefixes in demand
+NONE_FOUND: Counts = np.zeros((0, 2), dtype=np.int64)
 RESTARTS = 3  # as workers come and go meanwhile
 
 
 class Survey:
-    """One answer in the making, about the ready workers of `model`, or of any for ""."""
+    """One answer in the making, about the ready workers of `model`; for "", of all models that have more than one."""
 
     def __init__(
         self,
@@ -39,16 +39,11 @@ class Survey:
         indexer: KvIndexer,
         workloads: Workloads,
     ) -> None:
-        self._fleet = fleet
+        self._model, self._fleet = model, fleet
         workers = fleet.of_model("")
         self._asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
         self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
-        hot = [one for one in prefixes if model in ("", one.prefix.model)]
-        self._hot: Hashes = np.concatenate([NO_HASHES, *(one.prefix.hashes for one in hot)])
-        lengths = [len(one.prefix.hashes) for one in hot]
-        self._heat: Floats = np.repeat(np.array([one.heat for one in hot], dtype=float), lengths)
-        sizes = np.array([one.prefix.space.block_size for one in hot], dtype=float)
-        self._tokens: Floats = np.repeat(sizes, lengths)
+        self._hot = [one for one in prefixes if model in ("", one.prefix.model)]
         self._indexer = indexer
         self._workloads = workloads
         self._restarts = 0
@@ -63,11 +58,9 @@ class Survey:
         if self._entry < index.max_blocks:
             index.count_sole(self._counted, self._entry, self._entry + ENTRIES_AT_ONCE, self._counts)
             self._entry += ENTRIES_AT_ONCE
-        elif self._block < len(self._hot):
-            piece = slice(self._block, self._block + BLOCKS_AT_ONCE)
-            self._found[piece] = index.sole_holders(self._hot[piece], self._counted)
-            self._block += BLOCKS_AT_ONCE
-        return self._entry >= index.max_blocks and self._block >= len(self._hot)
+        elif self._prefix < len(self._hot):
+            self._look_at_prefixes()
+        return self._entry >= index.max_blocks and self._prefix >= len(self._hot)
 
     def costs(self) -> tuple[VictimCost, ...]:
         """Cheapest first; of equals whoever has least to do."""
@@ -76,6 +69,8 @@ class Survey:
         for worker in self._asked:
             if self._fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
                 continue  # meanwhile it went by itself
+            if not self._model and len(self._fleet.ready(worker.model).workers) < 2:
+                continue  # nobody would serve its model
             holder = self._holders.get(worker.id)
             requests = int(self._workloads.of(worker.column, self._workloads.now).requests)
             if holder is None:  # more workers than there was room for: nothing is known of it
@@ -95,21 +90,36 @@ class Survey:
         self._holders = {name: holder for name, holder in at.items() if holder is not None}
         self._counted = index.mask_of(self._holders.values())
         self._counts: Counts = np.zeros(64 * len(self._counted), dtype=np.int64)
-        self._found: Counts = np.full((len(self._hot), 2), -1, dtype=np.int64)
-        self._entry = self._block = 0
+        self._alone: list[tuple[Counts, Floats, Floats]] = [(NONE_FOUND, np.zeros(0), np.zeros(0))]
+        self._entry = self._prefix = 0
+
+    def _look_at_prefixes(self) -> None:
+        """Of some of them: entry and holder of each block that one has alone, its heat and how many tokens it is."""
+        several: list[HotPrefix] = []
+        blocks = 0
+        while blocks < BLOCKS_AT_ONCE and self._prefix < len(self._hot):
+            several.append(self._hot[self._prefix])
+            blocks += len(several[-1].prefix.hashes)
+            self._prefix += 1
+        hashes = np.concatenate([one.prefix.hashes for one in several])
+        lengths = [len(one.prefix.hashes) for one in several]
+        heat = np.repeat(np.array([one.heat for one in several], dtype=float), lengths)
+        tokens = np.repeat(np.array([one.prefix.space.block_size for one in several], dtype=float), lengths)
+        found = self._indexer.index.sole_holders(hashes, self._counted)
+        alone = found[:, 1] >= 0
+        self._alone.append((found[alone], heat[alone], tokens[alone]))
 
     def _weigh(self) -> tuple[Floats, Counts]:
         """Of each holder, seconds to compute again what it alone has of prefixes in demand, and how many blocks those
         are. One that lies in several prefixes is one block, asked for by all of them."""
-        alone = self._found[:, 1] >= 0
-        entries, first, which = np.unique(self._found[alone, 0], return_index=True, return_inverse=True)
-        heat = np.bincount(which, weights=self._heat[alone], minlength=len(entries))
-        holders = self._found[alone, 1][first]
-        seconds = self._tokens[alone][first] / self._rate() * heat / (1 + heat)
-        width = len(self._counts)
-        of_each = np.zeros(width)
+        found, heats, tokens = (np.concatenate(several) for several in zip(*self._alone, strict=True))
+        entries, first, which = np.unique(found[:, 0], return_index=True, return_inverse=True)
+        heat = np.bincount(which, weights=heats, minlength=len(entries))
+        holders = found[first, 1]
+        seconds = tokens[first] / self._rate() * heat / (1 + heat)
+        of_each = np.zeros(len(self._counts))
         np.add.at(of_each, holders, seconds)
-        blocks: Counts = np.bincount(holders, minlength=width)
+        blocks: Counts = np.bincount(holders, minlength=len(self._counts))
         return of_each, blocks
 
     def _rate(self) -> float:

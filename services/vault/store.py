@@ -1,6 +1,7 @@
 """A vault's blocks as connections, disk and loop use them: one lock around the table, and never around bytes.
 
 Owned by nobody: connection threads, the disk's thread and the loop call it. The lock is held for dictionary work only.
+What the bytes mean it does not know; state of another kind would get a store, and memory, of its own.
 
     reserve ──▶ reserved ──commit──▶ held ──evict, erase──▶ gone
                    └──abandon──▶ free        (bytes that are being sent stay until `release`)

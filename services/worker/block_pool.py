@@ -166,6 +166,17 @@ class BlockPool:
             block = self._index.find(self._index[block].parent)
         return blocks[::-1]
 
+    def descendants(self, block_hash: bytes) -> list[int]:
+        """All listed blocks that continue this one, directly or not."""
+        found: list[int] = []
+        above = [block_hash]
+        while above:
+            for block in self._index.children(above.pop()):
+                found.append(block)
+                if (own := self._index[block].hash) is not None:
+                    above.append(own)
+        return found
+
     def content(self, block: int) -> Content:
         """Of a cached or held block that can be found. Raises KeyError for another one."""
         return self._index[block]
@@ -275,12 +286,12 @@ class BlockPool:
         return gone
 
     def drop(self, block_hash: bytes) -> int:
-        """Take a block, whose content is wrong, and all that continues it out of the index; nobody may hold them.
+        """Take a block, whose content is wrong, and all that continues it out of the index.
 
-        Returns how many full blocks went.
+        Returns how many full blocks went; none, and nothing changes, while somebody holds one of them.
         """
         block = self._index.find(block_hash)
-        if block is None:
+        if block is None or any(self._refs[one] for one in (block, *self.descendants(block_hash))):
             return 0
         before = self._index.addressed
         self._forget(block)

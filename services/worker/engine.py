@@ -36,6 +36,7 @@ from services.worker.step_rates import StepRates
 from services.worker.stopping import StopStrings
 from services.worker.text_stream import NOTHING, TextStream
 from services.worker.tiers.tiers import Tiers
+from services.worker.tiers.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Engine:
         self.tiers = tiers
         if tiers is not None:
             scheduler.claims = self._claims
+            self._verifier = Verifier(runner, tiers, self._begin_anew)
             scheduler.on_preempt = tiers.preempted
         self._detokenizer = detokenizer
         self._clock = clock
@@ -160,6 +162,26 @@ class Engine:
         if not (below or device.stored or device.removed):
             return None
         return StepResult([], device.stored, device.removed, below=below)
+
+    def preload(self, root: Root, hashes: Items[bytes], tier: Tier, peer: str, limit_s: float) -> int:
+        """Bring a chain to the device before anybody asks for it. Returns how many blocks are on their way."""
+        return 0 if self.tiers is None else self.tiers.restorer.preload(root, hashes, tier, peer, limit_s)
+
+    @property
+    def preloading(self) -> bool:
+        return self.tiers is not None and self.tiers.restorer.preloading
+
+    def verify(self) -> bool:
+        """With nothing else to do: compute one restored block again. Whether there was one to be checked."""
+        if self.tiers is None or not self._verifier.has_work:
+            return False
+        self._verifier.check_one()
+        return True
+
+    def _begin_anew(self, blocks: frozenset[int]) -> None:
+        for sequence in tuple(self.scheduler.running):
+            if not blocks.isdisjoint(sequence.blocks):
+                self.scheduler.begin_anew(sequence)
 
     @property
     def due_in(self) -> float | None:

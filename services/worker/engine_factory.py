@@ -20,6 +20,7 @@ from services.worker.model.fake import FakeRunner
 from services.worker.scheduler import Scheduler
 from services.worker.settings import WorkerSettings
 from services.worker.tiers.base import Remote
+from services.worker.tiers.codecs import block_codec as codecs
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.host_memory import host_free_bytes
 from services.worker.tiers.tiers import Tiers
@@ -56,7 +57,10 @@ def build_engine(
         itl_target_s=settings.itl_target_ms / 1000,
         window=runner.window,
     )
-    remote = remote_for(runner.memory) if remote_for is not None else None
+    remote = None
+    if remote_for is not None and runner.window is None:
+        codecs.warm_up()
+        remote = remote_for(runner.memory)
     tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote) if runner.window is None else None
     if tiers is None:
         log.info("every layer attends to a window: blocks are kept on the device alone")

@@ -137,7 +137,7 @@ class EngineThread:
                     self._measure(MEASURE_PERIOD_S)
                     if not (result.sequences or result.outputs):  # all wait for blocks that are being copied
                         self._wake.wait(NOTHING_RAN_S)
-                elif not self._stopping:
+                elif not self._stopping and not self._engine.verify():
                     self._measure(0.0)
                     if (due_in := self._engine.due_in) is None:
                         self._check()

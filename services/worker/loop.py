@@ -54,8 +54,7 @@ from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
 from services.worker.tiers.base import Remote
-from services.worker.tiers.offloader import names_of
-from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.prospect import Prospect, names_of
 
 log = logging.getLogger(__name__)
 

@@ -34,11 +34,14 @@ from services.worker.engine_thread import EngineThread
 from services.worker.kv_publisher import KvPublisher
 from services.worker.loop import WorkerLimits, WorkerLoop
 from services.worker.model_folder import resolve_model, served_name
+from services.worker.preloading import preload
 from services.worker.settings import WorkerSettings
 from services.worker.tier_network import TierNetwork, TlsFiles
 from services.worker.worker_metrics import readings
 
 log = logging.getLogger(__name__)
+
+PRELOADED_SHARE = 2  # of the device's blocks one in so many at most
 
 
 def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
@@ -130,6 +133,9 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     worker, thread = assemble(settings, connection, subjects, lease, engine, bundle, life.fatal, network)
     thread.start()
     await network.follow(connection, subjects, worker.record)
+    await preload(
+        connection, subjects, thread, worker.record, engine.pool.num_blocks // PRELOADED_SHARE, settings.preload_s
+    )
     await worker.start()
 
     async def end() -> None:

@@ -40,6 +40,7 @@ class WorkerSettings(ServiceSettings):
     data_plane_ca: Path | None = Field(None, description="CA file: encrypt the data plane between machines")
     data_plane_cert: Path | None = Field(None, description="this process's certificate for it")
     data_plane_key: Path | None = Field(None, description="key of that certificate")
+    preload_s: float = Field(5.0, ge=0, description="how long a new worker fetches prefixes in demand; 0: it does not")
     attention: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="attention kernels; reference: plain torch"
     )

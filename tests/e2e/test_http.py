@@ -149,6 +149,27 @@ def test_generate_session_continues_with_its_tokens_cached(http: httpx.Client) -
     assert http.get(f"/sessions/{start['seq_id']}").status_code == 404
 
 
+def test_a_deleted_session_leaves_nothing_but_what_others_share(http: httpx.Client) -> None:
+    shared = f"Messenger {time.time()}: my lord, the queen would speak with you, and presently."
+    asked = {"max_tokens": 4, "temperature": 0, "exact": True}
+    tails = (
+        " And so she weeps, and sighs, and walks the hall alone.",
+        " The battle is begun, and many brave men fall.",
+    )
+    counted = http.post("/v1/completions", json={"model": "demo", "prompt": shared, "max_tokens": 1}).json()
+    kept, gone = (events(http, "/generate", {"prompt": shared + tail, **asked})[0] for tail in tails)
+    about = {start["seq_id"]: http.get(f"/sessions/{start['seq_id']}").json() for start in (kept, gone)}
+    for start in (kept, gone):
+        one = about[start["seq_id"]]
+        assert len(one["workers"]) == 2
+        assert one["workers"][start["worker_id"]]["device"] == one["cached_tokens"] == one["tokens"] - 1
+    assert http.delete(f"/sessions/{gone['seq_id']}").json() == {"seq_id": gone["seq_id"], "deleted": True}
+    again = events(http, "/generate", {"prompt": shared + tails[1], **asked})[0]
+    assert again["cached_tokens"] <= counted["usage"]["prompt_tokens"]
+    more = events(http, "/generate", {"prompt": " Go.", "seq_id": kept["seq_id"], **asked})[0]
+    assert more["cached_tokens"] == about[kept["seq_id"]]["tokens"] - 1
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "field"),
     [
@@ -162,6 +183,7 @@ def test_generate_session_continues_with_its_tokens_cached(http: httpx.Client) -
         ("/v1/chat/completions", {"model": "demo", "messages": "hello"}, 400, "messages"),
         ("/generate", {"prompt": ""}, 400, "prompt"),
         ("/generate", {"prompt": "x", "top_p": 2}, 400, "top_p"),
+        ("/generate", {"prompt": "x", "exact": "yes"}, 400, "exact"),
     ],
 )
 def test_bad_input_names_the_field(

@@ -48,7 +48,7 @@ async def test_text_in_tokens_out(up: Up, as_json: bool) -> None:
     assert kinds.count("finished") == 1
     ids = [token for frame in frames if frame["type"] == "tokens" for token in frame["ids"]]
     assert len(ids) == frames[-1]["output_tokens"]
-    again = await ask(up.nats_url, {**body, "prompt": None, "prompt_ids": [1, 2, 3, 4]}, as_json)
+    again = await ask(up.nats_url, {**body, "prompt": None, "prompt_ids": [1, 2, 3, 4], "exact": True}, as_json)
     assert again[-1]["type"] == "finished"
 
 
@@ -60,6 +60,8 @@ async def test_text_in_tokens_out(up: Up, as_json: bool) -> None:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "stop": 5}, "stop"),
+        ({"prompt": "x", "exact": 1}, "exact"),
+        ({"prompt": "x", "exact": "yes"}, "exact"),
         ({"prompt_ids": [10**6]}, "prompt_ids"),
         ({"prompt_ids": [5] * 5000}, "prompt_ids"),
     ],

@@ -98,5 +98,12 @@ class ModelRunner(Protocol):
     @property
     def memory(self) -> BlockMemory: ...
 
+    def difference(self, block: int, other: int) -> float:
+        """Largest difference between two blocks' numbers, as a share of the largest number in them."""
+
+    @property
+    def tolerance(self) -> float:
+        """How much of that is rounding, where one was computed in another batch than the other."""
+
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Any, Any]:
         """K and V `[tokens, kv_heads, head_dim]` of the first `tokens` tokens in `blocks`, copied."""

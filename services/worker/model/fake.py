@@ -129,6 +129,11 @@ class FakeRunner:
         keys = np.array(held, dtype=np.int64).reshape(-1, 1, 1)
         return keys, -keys
 
+    tolerance = 0.0
+
+    def difference(self, block: int, other: int) -> float:
+        return float(self.memory.view(block) != self.memory.view(other))
+
     def _store(self, part: Slice) -> None:
         size, slots = self.block_size, self.slots
         for position, token in enumerate(part.ids, part.start):

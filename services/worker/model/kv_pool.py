@@ -100,6 +100,15 @@ class KvPool:
         numbers = runs[:, :border].view(-1, self.block_size, self.shape.head_dim)
         return numbers, runs[:, border:].view(torch.float32)
 
+    def difference(self, block: int, other: int) -> float:
+        """Largest difference between two blocks' numbers, as a share of the largest; NaN counts as all of it."""
+        count = self.shape.layers * 2 * self.shape.kv_heads
+        rows = torch.arange(count, device=self.device)
+        one, two = (self.gather(rows + at * count).float() for at in (block, other))
+        largest = float(torch.maximum(one.abs().max(), two.abs().max()))
+        share = float((one - two).abs().max()) / largest if largest else 0.0
+        return share if math.isfinite(share) else 1.0
+
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one after the other: a target may be a later source."""
         for source, target in copies:

@@ -74,5 +74,13 @@ class TorchRunner:
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
         return self.pool.read(blocks, tokens, layer)
 
+    @property
+    def tolerance(self) -> float:
+        exact = self.pool.shape.dtype is torch.float32 and not self.pool.shape.quantized
+        return 1e-3 if exact else 0.1
+
+    def difference(self, block: int, other: int) -> float:
+        return self.pool.difference(block, other)
+
     def _move(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

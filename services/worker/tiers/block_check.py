@@ -10,9 +10,12 @@ from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: BlockShape, *, exact: bool) -> str:
     """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
 
-    The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine.
+    The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine. A name without
+    ids is of a block whose tokens are not known here: then the header has to prove them.
     """
-    if (header.root, header.hash, header.parent, header.ids) != (name.root, name.hash, name.parent, name.ids):
+    if (header.root, header.hash, header.parent) != (name.root, name.hash, name.parent):
+        return "other"
+    if header.ids != name.ids and (name.ids or not header.is_genuine()):
         return "other"
     if header.format != kv_format or header.raw_bytes != shape.raw_bytes:
         return "format"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvproto.block_hash import ForkedRoot, Root, pack_ids, parent_of
+from kvproto.block_hash import Root, pack_ids, parent_of
 from kvproto.dataplane.block import RUN_BLOCKS
 from services.worker.block_pool import BlockPool
 from services.worker.model.base import BlockMemory
@@ -24,12 +24,13 @@ from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Remote
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import BlockName
+from services.worker.tiers.prospect import BlockName, own_root, root_at
 from services.worker.tiers.reuse import ReuseWatch
 
 BATCH_BYTES = 8 * 1024 * 1024
 MOST_QUEUED = 1024  # chains
 KEPT_VAULTED = 131_072
+MOST_LATER = 256
 VAULT_SHARE = 4  # a quarter of the host's blocks at most wait for vaults
 SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for a sequence that gives its blocks away
 
@@ -104,6 +105,7 @@ class Offloader:
         self._holds: set[_VaultHold] = set()
         self._let_go: deque[_VaultHold] = deque()
         self._holding = 0  # host blocks that wait for vaults
+        self._later: deque[_Chain] = deque(maxlen=MOST_LATER)  # what goes to vaults when they have taken what they have
 
     # ------------------------------------------------------------------ what goes down
 
@@ -157,6 +159,8 @@ class Offloader:
             self._holds.discard(hold)
             self._holding -= len(hold.slots)
             self._host.pool.release(hold.slots)
+            if self._later:
+                self._enqueue(self._later.popleft())
         if self._batch is not None and (self._batch.copy is None or self._batch.copy.ended):
             self._finish(self._batch)
             self._batch = None
@@ -224,9 +228,12 @@ class Offloader:
     def _to_vault(self, batch: _Batch) -> None:
         """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
         chain, size = batch.chain, batch.end - batch.start
-        crowded = self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE
-        if self._remote is None or crowded:
+        if self._remote is None:
             self._host.pool.release(batch.host)
+            return
+        if self._holds and self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE:
+            self._host.pool.release(batch.host)
+            self._later.append(replace(chain, end=batch.end, done=batch.start))
             return
         hold = _VaultHold(batch.host[: batch.end], size, self._on_hold_done)
         self._holds.add(hold)
@@ -260,6 +267,7 @@ class Offloader:
         """These were erased: nothing of them goes down any more."""
         gone = set(hashes)
         self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if key not in gone)
+        self._later = deque((one for one in self._later if one.hashes[one.end - 1] not in gone), self._later.maxlen)
         if self._batch is not None and self._batch.chain.last in gone:
             self._batch.forgotten = True
         for block_hash in hashes:
@@ -279,29 +287,3 @@ class Offloader:
 
     def held_on_host(self) -> list[list[int]]:
         return [*([self._batch.host] if self._batch else []), *(hold.slots for hold in self._holds)]
-
-
-def own_root(root: Root) -> bytes:
-    """The tenant's."""
-    return root.own if isinstance(root, ForkedRoot) else root
-
-
-def root_at(root: Root, at: int) -> bytes:
-    """What the `at`-th block of a chain is kept under."""
-    if isinstance(root, ForkedRoot):
-        return root.public if at < root.blocks else root.own
-    return root
-
-
-def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size: int) -> list[BlockName]:
-    """A whole chain by name."""
-    return [
-        BlockName(
-            root_at(root, at),
-            block_hash,
-            parent_of(root, hashes, at),
-            pack_ids(ids[at * block_size : (at + 1) * block_size]),
-            hashes[at - at % RUN_BLOCKS],
-        )
-        for at, block_hash in enumerate(hashes)
-    ]

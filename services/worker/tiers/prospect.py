@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvproto.block_hash import ForkedRoot, Root, pack_ids, parent_of
+from kvproto.dataplane.block import RUN_BLOCKS
+
 
 class BlockName(NamedTuple):
     """A full block's content address and what it is made of. `ids` are u32 little-endian; `root` is the one that the
     block is kept under: of a forked chain the public one for its first blocks. `run` is the first hash of the block's
-    aligned run of its chain (`runs_of`), by which vaults share blocks; b"": its own."""
+    aligned run of its chain (`runs_of`), by which vaults share blocks; b"": its own. `ids` b"": not known here."""
 
     root: bytes
     hash: bytes
@@ -35,3 +38,29 @@ class Prospect:
     names: Sequence[BlockName]
     finding: Finding
     peer: str = ""
+
+
+def own_root(root: Root) -> bytes:
+    """The tenant's."""
+    return root.own if isinstance(root, ForkedRoot) else root
+
+
+def root_at(root: Root, at: int) -> bytes:
+    """What the `at`-th block of a chain is kept under."""
+    if isinstance(root, ForkedRoot):
+        return root.public if at < root.blocks else root.own
+    return root
+
+
+def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size: int) -> list[BlockName]:
+    """A whole chain by name; of blocks beyond `ids` the tokens are not known."""
+    return [
+        BlockName(
+            root_at(root, at),
+            block_hash,
+            parent_of(root, hashes, at),
+            pack_ids(ids[at * block_size : (at + 1) * block_size]),
+            hashes[at - at % RUN_BLOCKS],
+        )
+        for at, block_hash in enumerate(hashes)
+    ]

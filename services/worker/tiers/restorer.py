@@ -13,12 +13,13 @@ A job that takes longer than it may ends with what has arrived by then.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from kvproto.block_hash import Root, parent_of
+from kvproto.block_hash import Root, parent_of, unpack_ids
 from kvproto.messages import Tier
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
@@ -27,15 +28,35 @@ from services.worker.tiers.base import Landing, Remote
 from services.worker.tiers.break_even import UNMEASURED_TOKENS_PER_S, Offer, Part, cheapest, is_worth_going_on
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.prospect import Finding, Prospect, names_of
 from services.worker.tiers.speed import LinkSpeed
 
+SAMPLED = 32  # one restore in so many is checked by computing
+MOST_SAMPLES = 16
 MOST_RESTORES = 2  # for one sequence before it runs
 LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
 LOOK_LIMIT_S = 0.03
 LOOK_WORTH_S = 0.005  # prompts that take no longer do not wait for an answer
+
+
+class _Arrived(NamedTuple):
+    lossy: bool
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
+    `source`: a vault's or peer's id, "" the host."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: tuple[int, ...]  # of the last block
+    start: int
+    tier: Tier
+    source: str
 
 
 @dataclass(slots=True)
@@ -58,7 +79,7 @@ class RestoreJob:
 
     root: Root
     hashes: Sequence[bytes]
-    ids: list[tuple[int, ...]]  # of each block
+    ids: list[tuple[int, ...]]  # of each block; empty where it is not known
     start: int
     end: int
     exact: bool
@@ -68,6 +89,7 @@ class RestoreJob:
     began: float
     deadline: float
     waiting: list[EngineSequence]
+    ahead: bool = False  # nobody waits: it is brought for those to come
 
 
 class Restorer:
@@ -94,6 +116,9 @@ class Restorer:
         self._remote = remote
         self._wake = wake
         self._clock = clock
+        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.sampled = SAMPLED
+        self._exact_restores = 0
         self._jobs: list[RestoreJob] = []
         self._looking: dict[int, tuple[EngineSequence, float]] = {}
 
@@ -214,6 +239,30 @@ class Restorer:
         running.slots = self._host.allocate(count)
         return [self._host.view(slot) for slot in running.slots]
 
+    def preload(self, root: Root, hashes: Sequence[bytes], tier: Tier, peer: str, limit_s: float) -> int:
+        """Bring a chain from vaults or a peer before anybody asks for it. Returns how many blocks are on their way."""
+        held = self._pool.chain_to(hashes)
+        start = len(held)
+        count = min(len(hashes) - start, self._pool.available - self._pool.idle_among(held))
+        if self._remote is None or count <= 0:
+            return 0
+        hashes = list(hashes[: start + count])
+        self._pool.acquire(held)
+        now = self._clock()
+        blocks = self._pool.allocate(count)
+        part = Part(tier, start, start + count, limit_s)
+        job = RestoreJob(
+            root, hashes, [()] * count, start, start + count, True, held, blocks, [], now, now + limit_s, [], ahead=True
+        )
+        self._jobs.append(job)
+        prospect = Prospect(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
+        job.running = [self._run(job, part, prospect)]
+        return count
+
+    @property
+    def preloading(self) -> bool:
+        return any(job.ahead for job in self._jobs)
+
     # ------------------------------------------------------------------ end
 
     def poll(self, prefill_tokens_per_s: float) -> list[EngineSequence]:
@@ -232,16 +281,17 @@ class Restorer:
         block_s = self._pool.block_size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
         for job in list(self._jobs):
             if not all(running.ended for running in job.running):
-                if job.waiting and now < job.deadline:
+                wanted = bool(job.waiting) or job.ahead
+                if wanted and now < job.deadline:
                     continue
                 arrived = sum(_arrived(running) for running in job.running)
                 missing, elapsed = job.end - job.start - arrived, now - job.began
-                if job.waiting and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
+                if wanted and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
                     job.deadline = now + LATE * missing * elapsed / arrived
                     continue
                 for running in job.running:
                     if not running.ended:
-                        self.failures_total[running.part.tier, "late" if job.waiting else "unwanted"] += 1
+                        self.failures_total[running.part.tier, "late" if wanted else "unwanted"] += 1
             self._jobs.remove(job)
             back += self._finish(job, now)
         return back
@@ -260,20 +310,20 @@ class Restorer:
 
     def _finish(self, job: RestoreJob, now: float) -> list[EngineSequence]:
         pool, size = self._pool, self._pool.block_size
-        came: list[bool] = []  # block by block without a gap: whether it is lossy
+        came: list[_Arrived] = []  # block by block without a gap
         by_tier: Counter[Tier] = Counter()
         for running in job.running:
-            lossy = self._end(running, job, job.blocks[running.part.start - job.start :])
+            arrived = self._end(running, job, job.blocks[running.part.start - job.start :])
             tier, wanted = running.part.tier, running.part.end - running.part.start
             self.seconds_total[tier] += now - job.began
             if len(came) == running.part.start - job.start:
-                came += lossy
-                self.restores_total[tier] += bool(lossy)
-                if lossy:
-                    by_tier[tier] += len(lossy)
-            if len(lossy) < wanted:
-                self._know_better(job, tier, running.part.start + len(lossy))
-            if len(lossy) < wanted and running.landing is not None and running.landing.failure:
+                came += arrived
+                self.restores_total[tier] += bool(arrived)
+                if arrived:
+                    by_tier[tier] += len(arrived)
+            if len(arrived) < wanted:
+                self._know_better(job, tier, running.part.start + len(arrived))
+            if len(arrived) < wanted and running.landing is not None and running.landing.failure:
                 self.failures_total[tier, running.landing.failure] += 1
         self._memory.landed(job.blocks[: len(came)])
         is_lossy = bool(job.held) and pool.content(job.held[-1]).lossy
@@ -281,16 +331,30 @@ class Restorer:
             block_hash = job.hashes[job.start + at]
             if job.exact and pool.is_lossy(block_hash):
                 break  # somebody computed it on lossy ones meanwhile: exact ones are not listed beside them
-            is_lossy = is_lossy or one
+            is_lossy = is_lossy or one.lossy
             parent = parent_of(job.root, job.hashes, job.start + at)
+            job.ids[at] = job.ids[at] or one.ids
             job.blocks[at] = pool.fill(job.blocks[at], parent, job.ids[at], block_hash, lossy=is_lossy)
             is_lossy = is_lossy or pool.is_lossy(block_hash)
         pool.release([*job.held, *job.blocks])
+        if came and not is_lossy:
+            self._sample(job, len(came))
         for tier, blocks in by_tier.items():
             self.tokens_total[tier] += blocks * size
             for sequence in job.waiting[:1]:  # who came later found them
                 sequence.restored[tier] = sequence.restored.get(tier, 0) + blocks * size
         return job.waiting
+
+    def _sample(self, job: RestoreJob, count: int) -> None:
+        """Every so many restores of exact blocks one is noted, to be checked when there is nothing to do."""
+        self._exact_restores += 1
+        if self._exact_restores % self.sampled:
+            return
+        at = job.start + count - 1
+        last = next(r for r in job.running if r.part.start <= at < r.part.end)
+        source = last.landing.source if last.landing is not None else ""
+        hashes = list(job.hashes[: at + 1])
+        self.samples.append(Sample(job.root, hashes, job.ids[count - 1], last.part.start, last.part.tier, source))
 
     def _know_better(self, job: RestoreJob, tier: Tier, depth: int) -> None:
         """More than this was found there, and is not to be had: it is not tried again."""
@@ -302,15 +366,15 @@ class Restorer:
             elif tier is Tier.PEER:
                 prospect.finding.peer = min(prospect.finding.peer, depth)
 
-    def _end(self, running: _Running, job: RestoreJob, blocks: Sequence[int]) -> list[bool]:
-        """Stop a part. Returns for each block that came whether it is lossy."""
+    def _end(self, running: _Running, job: RestoreJob, blocks: Sequence[int]) -> list[_Arrived]:
+        """Stop a part. Returns what came."""
         if running.copy is not None:
             assert self._host is not None
             done = running.copy.close()
             slots = running.slots[running.part.start : running.part.start + done]
-            lossy = [self._host.pool.content(slot).lossy for slot in slots]
+            contents = [self._host.pool.content(slot) for slot in slots]
             self._host.pool.release(running.slots)
-            return lossy
+            return [_Arrived(content.lossy, content.ids) for content in contents]
         assert running.landing is not None
         arrived = running.landing.close()
         headers = [header for header in running.landing.headers[:arrived] if header is not None]
@@ -319,7 +383,7 @@ class Restorer:
             for block, slot in zip(blocks, running.slots[:arrived], strict=False):
                 self._memory.write(block, self._host.view(slot))
             self._host.pool.release(running.slots)
-        return [header.lossy for header in headers]
+        return [_Arrived(header.lossy, unpack_ids(header.ids)) for header in headers]
 
     # ------------------------------------------------------------------ queries
 

@@ -18,7 +18,8 @@ from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Remote
 from services.worker.tiers.copier import Copier
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.offloader import Offloader, names_of, own_root
+from services.worker.tiers.offloader import Offloader
+from services.worker.tiers.prospect import names_of, own_root
 from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
@@ -55,6 +56,7 @@ class Tiers:
         self.remote = remote
         self.reuse = ReuseWatch()
         self._erasing: deque[_Erasure] = deque(maxlen=MOST_ERASING)
+        self._wrong: list[bytes] = []  # to be discarded once nobody holds them
         self.copier = Copier()
         self.wake = wake
         self.lent: list[list[tuple[BlockPool, list[int]]]] = []  # chains held for peers; an empty one is given back
@@ -134,6 +136,8 @@ class Tiers:
                 self.erase(late.root, late.hashes, late.ids)
             else:
                 self._erasing.append(late)
+        if self._wrong:
+            self._discard()
         return self.restorer.poll(prefill_tokens_per_s)
 
     @property
@@ -159,6 +163,18 @@ class Tiers:
             public = root.blocks if isinstance(root, ForkedRoot) else 0
             self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
         return gone
+
+    def discard(self, block_hash: bytes) -> None:
+        """A block's content is wrong: it and what continues it go, as soon as nobody copies them."""
+        self._wrong.append(block_hash)
+        self._discard()
+
+    def _discard(self) -> None:
+        pools = [pool for pool, _ in self.readable()]
+        for block_hash in self._wrong:
+            for pool in pools:
+                pool.drop(block_hash)
+        self._wrong = [one for one in self._wrong if any(pool.lists(one) for pool in pools)]
 
     def _carried(self) -> list[bytes]:
         """Last blocks of chains that are held here, by no sequence."""

@@ -17,8 +17,10 @@ from fake_fleet import MODEL, StartPlacement
 from kvproto import codec
 from kvproto.block_hash import chain, digest_term
 from kvproto.buckets import Bucket
+from kvproto.client import Client
 from kvproto.connection import Connection, Message
-from kvproto.errors import WorkerLost
+from kvproto.errors import KvfleetError, WorkerLost
+from kvproto.generation import Generation
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -26,6 +28,8 @@ from kvproto.messages import (
     AdminReply,
     AdminRequest,
     BlockRun,
+    Failed,
+    GenerateRequest,
     Heartbeat,
     KvEvents,
     Load,
@@ -36,6 +40,7 @@ from kvproto.messages import (
     PreloadRequest,
     Rates,
     Role,
+    Sampling,
     Snapshot,
     State,
     Tier,
@@ -65,6 +70,7 @@ class Holder:
         self.held: list[bytes] = []
         self.drained = 0
         self.refuses = False
+        self.asked: list[GenerateRequest] = []
         self.load = Load(slots=8)
         self._url, self._subjects = url, subjects
         self._beating: asyncio.Task[None] | None = None
@@ -80,6 +86,7 @@ class Holder:
             )
         else:
             await self.connection.subscribe(self._subjects.worker_admin(self.name), self._on_admin)
+            await self.connection.subscribe(self._subjects.worker_generate_all(self.name), self._on_generate)
             record = WorkerRecord(
                 self.name, self.epoch, "", State.READY, MODEL, "", "h", 1, codec.supported_versions(),
                 block_bytes=1_000_000, data_plane=("tcp:127.0.0.1:1",), kv_format=b"f" * 16,
@@ -108,6 +115,13 @@ class Holder:
         self.drained += ask.command is AdminCommand.DRAIN
         answer = AdminReply(code="unavailable", message="not now") if self.refuses else AdminReply()
         await self.connection.publish(message.reply, codec.encode(answer))
+
+    async def _on_generate(self, message: Message) -> None:
+        """Refused for good: what matters is what it was asked."""
+        ask = codec.decode(GenerateRequest, message.data)
+        self.asked.append(ask)
+        refusal = Failed(ask.request, ask.attempt, "context_length_exceeded", "no")
+        await self.connection.publish(message.reply, codec.encode_frames([refusal]))
 
     async def _beat(self) -> None:
         rates = Rates(8000.0, restore_bytes_per_s={"vault": 2e9, "peer": 2e9})
@@ -203,6 +217,21 @@ async def test_a_vaults_record_that_runs_out_ends_it_and_a_later_life_replaces_o
         await later.connection.close()
 
 
+async def test_the_worker_is_told_whom_to_pull_from(fleet: Tiered, client: Client) -> None:
+    await fleet.w0.say(BLOCKS)
+    await until(lambda: len(fleet.loop.core.indexer.index) == 100)
+    for worker in ("w1", "w0"):
+        asked = Generation(
+            MODEL, Sampling(4), prompt_ids=PROMPT, tenant="public", deadline_s=5.0, policy="direct", worker=worker
+        )
+        with pytest.raises(KvfleetError):
+            async with client.generate(asked) as stream:
+                async for _ in stream:
+                    pass
+    assert [(one.source, one.source_tokens) for one in fleet.w1.asked] == [("w0", 1600)]
+    assert [(one.source, one.source_tokens) for one in fleet.w0.asked] == [("", 0)]
+
+
 async def test_a_new_worker_is_told_what_is_in_demand(fleet: Tiered, requester: Connection) -> None:
     await fleet.w0.say(BLOCKS)
     await until(lambda: len(fleet.loop.core.indexer.index) == 100)
@@ -290,9 +319,14 @@ async def test_what_cannot_be_drained_is_said(fleet: Tiered) -> None:
     assert "w0: not now" in err
     await fleet.w1.stop()
     await until(lambda: len(fleet.loop.core.fleet.workers) == 1)
-    code, out, err = await drain(fleet.subjects, fleet.url, "--cheapest")
-    assert (code, out) == (1, "")
-    assert "w0 is the only ready worker" in err
+    for arguments, told in (
+        (("--cheapest",), "no model has two ready workers"),
+        (("--cheapest", "--model", MODEL), "w0 is the only ready worker of demo"),
+    ):
+        code, out, err = await drain(fleet.subjects, fleet.url, *arguments)
+        assert (code, out) == (1, "")
+        assert told in err
+    assert fleet.w0.drained == 1, "and then it refused"
 
 
 async def test_without_placement_a_named_worker_is_drained_and_none_can_be_chosen(

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 from vault_rig import Fleet
 
 from kvproto.subjects import Subjects
+from services.placement.warm_up import warm_up
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels() -> None:
+    """Placement's, by an earlier run if there was one."""
+    warm_up()
 
 
 @pytest_asyncio.fixture

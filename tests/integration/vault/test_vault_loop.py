@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 from vault_rig import Fleet, replayed, split, until
 
@@ -126,6 +127,7 @@ async def test_snapshots_amid_puts_erasures_and_evictions_are_what_the_events_sa
     assert (rig.loop.log.seq, rig.loop.log.digest) == (events[-1].seq, digest_of(events))
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 async def test_placement_notices_a_lost_event_by_the_heartbeat_and_pulls(rig: Rig) -> None:
     now = asyncio.get_running_loop().time
     indexer, blocks = KvIndexer(4096, 4), chain(20)

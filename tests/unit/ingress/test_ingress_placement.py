@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.messages import Actual, Candidate, Decision
+from services.cli import explain
 from services.ingress.native_schema import read_generate
 from services.ingress.openai_schema import read_chat, read_completion
 from services.ingress.placement_ask import ANYWHERE, PlacementAsk
@@ -113,7 +115,7 @@ def test_a_decision_in_units() -> None:
     decision = Decision(
         REQUEST, 1, "acme", "demo", 1_763_700_000_000, "cost", "w1", "cheapest", 40, {"device": 32}, 0.0125,
         (Candidate("w1", 12.5, {"prefill": 12.5}, {"device": 32}), Candidate("w2", 40.0)), 9, "p1",
-        Actual(True, {"device": 16}, 0.001, 0.25, 9, True, "moved"),
+        Actual(True, {"device": 16}, 0.001, 0.25, 9, True, "moved"), "w2", 64,
     )  # fmt: skip
     report = placements_report(REQUEST, [decision])
     (attempt,) = report["attempts"]
@@ -130,8 +132,8 @@ def test_a_decision_in_units() -> None:
         "prompt_tokens": 40,
         "expected_hit_tokens": {"device": 32},
         "expected_ttft_ms": 12.5,
-        "source_worker_id": None,
-        "source_tokens": 0,
+        "source_worker_id": "w2",
+        "source_tokens": 64,
         "candidates": [
             {
                 "worker_id": "w1",
@@ -153,3 +155,19 @@ def test_a_decision_in_units() -> None:
             "error_code": "moved",
         },
     }
+
+
+def test_the_command_line_names_whom_to_pull_from(capsys: pytest.CaptureFixture[str]) -> None:
+    decision = Decision(
+        REQUEST, 0, "acme", "demo", 1_763_700_000_000, "cost", "w1", "cheapest", 1600, {"device": 32, "peer": 1024},
+        0.0125, (Candidate("w1", 12.5, {"fetch": 12.5}, {"device": 32, "vault": 16, "peer": 1024}),), 1, "p1",
+        Actual(True, {"device": 32, "peer": 1008}, 0.001, 0.25, 9, True),
+    )  # fmt: skip
+    for source, told in (("w2", "may pull from w2, which has 1,600 tokens of the prompt"), ("", "")):
+        named = replace(decision, source=source, source_tokens=1600 if source else 0)
+        (attempt,) = placements_report(REQUEST, [named])["attempts"]
+        explain._show(REQUEST, attempt)
+        shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert told in shown
+        assert ("may pull" in " ".join(shown)) == bool(told)
+        assert "cached tokens, peer 1,024 1,008" in shown

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from placement_build import MODEL, a_generate
+from placement_build import MODEL, a_generate, a_record
 from placement_rig import BLOCK_BYTES, RATE, Rig, tokens
 
 from kvproto.messages import Placement, State, Tier
 from services.placement.actions import Forward
 from services.placement.core import PlacementCore
-from services.placement.events import WorkerLeft
+from services.placement.events import WorkerLeft, WorkerUpdated
 
 RESTORE = {"peer": 2e9}
 PULL_S = BLOCK_BYTES / 2e9  # a block, that is computed in 2 ms
@@ -45,6 +47,19 @@ def test_the_worker_that_holds_most_is_named_and_what_it_has() -> None:
     matched = {one.worker: one.matched for one in decision.candidates}
     assert matched["w3"] == {"peer": 1200}
     assert matched["w2"] == {"device": 800, "host": 400}
+
+
+def test_who_holds_more_in_another_format_is_not_named() -> None:
+    rig = a_rig("w0", "w1", "w2")
+    rig.join_tiered("x0", restore=RESTORE, kv_format=b"g" * 16)
+    ids = tokens(1, 1600)
+    rig.store("w0", ids[:800])
+    rig.store("x0", ids)
+    for worker in ("w0", "x0"):
+        busy(rig, worker, queued=32_000)
+    placed = rig.place("r", ids)
+    assert placed.worker in ("w1", "w2")
+    assert (placed.source, placed.source_tokens, placed.expected_hit) == ("w0", 800, {"peer": 800})
 
 
 def test_of_equals_the_least_loaded_is_named() -> None:
@@ -90,6 +105,24 @@ def test_who_can_give(how: str, source: str) -> None:
     pulls = source and how != "never measured"
     assert placed.expected_hit == ({"peer": 1599} if pulls else {})
     rig.core.check_integrity()
+
+
+def test_what_a_record_says_once_the_model_is_loaded_counts_from_then_on() -> None:
+    ids = tokens(1, 1600)
+    rig = Rig()
+    loading: dict[str, object] = {"block_bytes": 0, "kv_format": b"", "data_plane": ()}
+    rig.join_tiered("w0", "w1", restore=RESTORE, **loading)
+    rig.store("w0", ids)
+    busy(rig, "w0", queued=32_000)
+    assert rig.place("r1", ids).expected_hit == {}
+    rig.core.promises.break_off(("public", "r1"))
+    for worker in ("w0", "w1"):
+        loaded = replace(
+            a_record(worker), block_bytes=BLOCK_BYTES, kv_format=b"f" * 16, data_plane=("unix:/somewhere",)
+        )
+        rig.tell(WorkerUpdated(loaded))
+    placed = rig.place("r2", ids)
+    assert (placed.worker, placed.source, placed.expected_hit) == ("w1", "w0", {"peer": 1599})
 
 
 def test_what_nobody_needs_to_pull_names_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ from kvproto.messages import (
     Milestone,
     Milestones,
     Passed,
+    PreloadRequest,
     Progress,
     Snapshot,
     State,
@@ -34,6 +36,8 @@ from services.placement.events import (
     SnapshotHeard,
     SnapshotRefused,
     Tick,
+    VaultJoined,
+    VaultLeft,
     WorkerAnswered,
     WorkerDisconnected,
     WorkerJoined,
@@ -44,6 +48,7 @@ from services.placement.events import (
 from services.placement.index.changes import Change, Changes
 from services.placement.policies import build_policies
 
+VAULTS = st.sampled_from(["v1", "v2", "w4"])  # one is named as a worker
 WORKERS = st.sampled_from(["w1", "w2", "w3", "w4"])
 STATES = st.sampled_from([State.STARTING, State.READY, State.READY, State.READY, State.DRAINING])
 PLACED = "_INBOX.placed"
@@ -100,6 +105,33 @@ class Placement(RuleBasedStateMachine):
     def beat(self, worker: str, running: int, stale: bool, state: State) -> None:
         epoch = "e0000" if stale else self.epoch(worker)
         self.tell(HeartbeatHeard(a_beat(worker, epoch=epoch, state=state, running=running)))
+
+    @rule(vault=VAULTS, life=st.integers(1, 2))
+    def vault_joins(self, vault: str, life: int) -> None:
+        self.tell(VaultJoined(vault, f"e{life:04}"))
+
+    @rule(vault=VAULTS)
+    def vault_leaves(self, vault: str) -> None:
+        self.tell(VaultLeft(vault))
+        assert vault not in self.core.vaults
+
+    @rule(vault=VAULTS, life=st.integers(1, 2), seq=st.integers(0, 4), prompt=st.integers(0, 3), removed=st.booleans())
+    def vault_speaks(self, vault: str, life: int, seq: int, prompt: int, removed: bool) -> None:
+        hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
+        epoch = f"e{life:04}"
+        self.tell(BlocksChanged(vault, Changes(epoch, seq, (Change(2, removed, hashes),), 5)))
+        self.tell(HeartbeatHeard(replace(a_beat(vault, epoch=epoch), event_seq=seq)))
+        self.tell(SnapshotHeard(vault, Snapshot(epoch, seq, Tier.VAULT, 0, 1, 7, hashes.tobytes())))
+
+    @rule(model=st.sampled_from(["", "demo", "nope"]))
+    def long_questions(self, model: str) -> None:
+        survey = self.core.survey(model, self.now)
+        preload = self.core.preload(PreloadRequest("w1", model, "", 16, 10), 1000, self.now)
+        while not survey.step() or not preload.step():
+            pass
+        ready = {w.id for w in self.core.fleet.ready("demo").workers}
+        least = {"": 2, "demo": 1, "nope": 100}[model]
+        assert {one.worker for one in survey.costs()} == (ready if len(ready) >= least else set())
 
     @rule(worker=WORKERS, certain=st.booleans())
     def suspect(self, worker: str, certain: bool) -> None:
@@ -222,6 +254,8 @@ class Placement(RuleBasedStateMachine):
         """Everybody leaves, time passes: nothing may be left."""
         for worker in list(self.core.fleet.workers):
             self.tell(WorkerLeft(worker))
+        for vault in list(self.core.vaults):
+            self.tell(VaultLeft(vault))
         for _ in range(8):
             self.now += 1.0
             self.tell(Tick())
@@ -231,6 +265,7 @@ class Placement(RuleBasedStateMachine):
         assert self.core.stats().booked == 0
         assert self.core.bookings.running == 0
         assert len(self.core.promises) == 0
+        assert len(self.core.indexer.index) == 0
         assert self.core.wake_at() is None
 
 

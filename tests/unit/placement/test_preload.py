@@ -116,7 +116,7 @@ def a_rig() -> Rig:
     return rig
 
 
-A, B, C = tokens(1, 1600), tokens(2, 800), tokens(3, 480)
+A, B, C, D = tokens(1, 1600), tokens(2, 800), tokens(3, 480), tokens(4, 320)
 
 
 def hashes(rig: Rig, ids: tuple[int, ...], blocks: int | None = None) -> bytes:
@@ -153,15 +153,20 @@ def test_no_more_than_was_asked_for_and_shared_beginnings_once() -> None:
     rig = Rig()
     rig.join_tiered("w0", restore=RESTORE)
     one, other = (*A, *B), (*A, *C)
-    for ids, requests in ((one, 6), (other, 5), (A, 4)):
+    for ids, requests in ((one, 6), (other, 5), (A, 4), (D, 3)):
         rig.store("w0", ids)
         demand(rig, ids, requests)
-    assert [len(chain.hashes) // 16 for chain in plan(rig)] == [150, 130], "A is in both"
-    assert [len(chain.hashes) // 16 for chain in plan(rig, 160)] == [150, 110]
-    assert [len(chain.hashes) // 16 for chain in plan(rig, 150)] == [150]
-    assert [len(chain.hashes) // 16 for chain in plan(rig, 7)] == [7]
-    assert plan(rig, 0) == ()
-    assert [len(chain.hashes) // 16 for chain in plan(rig, max_bytes=1000)] == [50]
+
+    def lengths(blocks: int, max_bytes: int = 700_000) -> list[int]:
+        return [len(chain.hashes) // 16 for chain in plan(rig, blocks, max_bytes=max_bytes)]
+
+    assert lengths(10_000) == [150, 130, 20], "A is in both"
+    assert lengths(187) == [150, 130, 7]
+    assert lengths(160) == [150, 110]
+    assert lengths(150) == [150]
+    assert lengths(7) == [7]
+    assert lengths(0) == []
+    assert lengths(10_000, 1000) == [50]
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,25 @@ def test_the_chain_used_last_stays() -> None:
     assert get(store, young) == [*as_put(young[:2]), None, None]
 
 
+def test_of_what_is_used_together_the_first_stays_longest() -> None:
+    store, blocks = a_store(4), [block(ROOT, 100 * number) for number in range(4)]
+    put(store, *blocks)
+    get(store, blocks)
+    put(store, block(ROOT, 900), block(ROOT, 950))
+    assert get(store, blocks) == [*as_put(blocks[:2]), None, None]
+
+
+def test_what_is_being_sent_stays_where_others_may_go() -> None:
+    store, blocks = a_store(4), [block(ROOT, 100 * number) for number in range(4)]
+    put(store, *blocks)
+    served = store.get(ROOT, hashes(blocks[:1]), False)
+    get(store, blocks[1:])
+    put(store, *(block(ROOT, 900 + 50 * number) for number in range(3)))
+    assert store.has(ROOT, hashes(blocks), False) == [True, False, False, False]
+    served.release()
+    assert store.counters.evictions_total == 3
+
+
 def test_asking_whether_it_is_there_is_a_use() -> None:
     store = a_store(2)
     first, second = block(ROOT, 0), block(ROOT, 100)

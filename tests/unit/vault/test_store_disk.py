@@ -217,6 +217,84 @@ def test_what_is_erased_does_not_come_back_with_a_restart(tmp_path: Path) -> Non
     assert not any(blocks[20].payload[:64] in path.read_bytes() for path in tmp_path.glob("*"))
 
 
+def test_a_block_that_the_disk_lost_without_a_word_is_a_miss_and_told(rig: Rig) -> None:
+    blocks = chain(40)
+    rig.put_calmly(*blocks)
+    rig.store.take_changes()
+    away = next(one for one in blocks if rig.is_on_disk_alone(one))
+    rig.thread.forget([away.hash])
+    assert rig.get([away]) == [None]
+    assert [(change.removed, change.hash) for change in rig.store.take_changes()] == [(True, away.hash)]
+
+
+def test_another_version_than_was_looked_up_is_not_that_block(rig: Rig) -> None:
+    exact = block(ROOT, 0)
+    rig.put_calmly(exact, *chain(40, first_id=100))
+    assert rig.is_on_disk_alone(exact)
+    target = memoryview(bytearray(2048))
+    assert rig.thread.read(exact.header, target[:1024])
+    assert target[:1024] == exact.payload
+    assert not rig.thread.read(block(ROOT, 0, lossy=True, size=2048).header, target)
+    assert not rig.thread.read(block(ROOT, 0, lossy=True, size=300).header, target[:300])
+    assert rig.get([exact]) == [exact.payload]
+
+
+def test_erased_while_it_is_read_from_disk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = chain(40)
+    rig.put_calmly(*blocks)
+    away = [one for one in blocks if rig.is_on_disk_alone(one)]
+    first = min(at for at, one in enumerate(blocks) if one is away[0])
+    gate = Gate(monkeypatch, "read")
+    found: list[list[bytes | None]] = []
+    asking = threading.Thread(target=lambda: found.append(rig.get([away[0]])))
+    asking.start()
+    gate.wait()
+    erasing = threading.Thread(target=rig.store.erase, args=(ROOT, hashes(blocks[first:])))
+    erasing.start()
+    rig.until(lambda: away[0].hash not in rig.store._table.on_disk)
+    gate.open()
+    asking.join(10)
+    erasing.join(10)
+    assert found == [[None]]
+    assert rig.get(blocks[first:]) == [None] * (40 - first)
+
+
+def test_erased_while_it_is_written_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, blocks = Rig(tmp_path), singles(16)
+    gate = Gate(monkeypatch, "append")
+    rig.put(*blocks)
+    gate.wait()
+    (entry,) = rig.store._table._pinned
+    assert rig.store.erase(ROOT, [entry.header.hash]) == 1
+    gate.open()
+    rig.until(lambda: not rig.store._table._pinned)
+    rig.close()
+    again = Rig(tmp_path)
+    assert not any(again.store.has(ROOT, [entry.header.hash], False))
+    again.close()
+
+
+class Gate:
+    """Holds up the disk's thread in one of its methods, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+        original = getattr(DiskStore, method)
+
+        def held_up(disk: DiskStore, *args: object) -> object:
+            self._reached.set()
+            assert self._opened.wait(20)
+            return original(disk, *args)
+
+        monkeypatch.setattr(DiskStore, method, held_up)
+
+    def wait(self) -> None:
+        assert self._reached.wait(20)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
 def test_the_disk_is_bounded_and_what_it_gives_up_is_told(tmp_path: Path) -> None:
     rig = Rig(tmp_path, disk_bytes=64 * 1024)
     blocks = chain(200)

@@ -88,7 +88,7 @@ class MemoryRemote:
                 if found is None or self._happens(self._faults.lost):
                     landing.failure = "missing"
                     break
-                _, payload, lossy = found
+                name, payload, lossy = found
                 header = BlockHeader(*name[:4], bytes(16), BlockCodec.RAW, len(payload), len(payload), lossy)
 
                 def write(target: memoryview = target, payload: bytes = payload) -> None:

@@ -19,8 +19,7 @@ from services.worker.engine import Engine
 from services.worker.outputs import StepResult
 from services.worker.sequence import SequenceSpec
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.offloader import names_of
-from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.tiers import Tiers
 
 SCHEDULES = 480

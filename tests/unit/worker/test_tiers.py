@@ -15,7 +15,7 @@ from tier_rig import SIZE, TieredRig
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from services.worker.tiers.lending import EngineLender
-from services.worker.tiers.offloader import names_of
+from services.worker.tiers.prospect import names_of
 
 PROMPT = list(range(100, 141))  # ten blocks and a token
 GREEDY = Sampling(4, temperature=0.0)
@@ -401,3 +401,93 @@ class TestLending:
         assert lender.lend(ROOT, chain(ROOT, PROMPT, SIZE), False).blocks == [None] * 10
         late[0](rig.engine)
         assert rig.pool.used == 0
+
+
+class TestVerification:
+    def restored(self, rig: TieredRig, *, spoilt: int | None) -> None:
+        """The prompt's blocks come from the vault, one of them not as it was computed."""
+        rig.tiers.restorer.sampled = 1
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+        assert rig.remote is not None
+        if spoilt is not None:
+            kept = rig.remote.kept[Tier.VAULT]
+            name, payload, lossy = kept[chain(ROOT, PROMPT, SIZE)[spoilt]]
+            kept[name.hash] = name, payload[:-1] + bytes([payload[-1] ^ 1]), lossy
+        rig.run("b", PROMPT)
+        assert rig.cached("b") == {"vault": 40}
+
+    def test_what_is_right_stays(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.restored(rig, spoilt=None)
+        assert rig.engine.verify()
+        assert not rig.engine.verify()
+        rig.run("c", PROMPT)
+        assert rig.cached("c") == {"device": 40}
+        assert rig.remote is not None
+        assert rig.remote.distrusted == []
+        assert "wrong" not in rig.tiers.loads()["vault"].failures_total
+
+    def test_what_is_wrong_goes_and_so_does_its_source(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.restored(rig, spoilt=9)
+        assert rig.transcript.tokens["b", 0] != expected_tokens(PROMPT, GREEDY), "nothing else would find it out"
+        rig.settle()
+        assert rig.engine.verify()
+        rig.engine.check_integrity()
+        assert rig.remote is not None
+        assert rig.remote.distrusted == ["vault1"]
+        assert rig.tiers.loads()["vault"].failures_total["wrong"] == 1
+        hashes = chain(ROOT, PROMPT, SIZE)
+        rig.until(lambda: not any(pool.lists(hashes[0]) for pool, _ in rig.tiers.readable()))
+        assert rig.run("c", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("c") == {}
+
+    def test_what_runs_on_it_begins_anew(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        self.restored(rig, spoilt=9)
+        rig.settle()
+        rig.add("c", PROMPT, 12)
+        rig.turn()
+        assert rig.engine.scheduler.running
+        assert rig.engine.verify()
+        rig.engine.check_integrity()
+        rig.until(lambda: ("c", 0) in rig.transcript.ends)
+        assert rig.transcript.tokens["c", 0][1:] != [], "it went on to its end"
+        assert rig.engine.scheduler.preemptions == 1
+
+    def test_one_in_so_many_is_looked_at(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.tiers.restorer.sampled = 3
+        rig.run("a", PROMPT)
+        for turn in range(6):
+            rig.settle()
+            rig.flush_device()
+            rig.run(f"r{turn}", PROMPT)
+        assert len(rig.tiers.restorer.samples) == 2
+
+
+class TestPreload:
+    def test_a_chain_is_brought_before_anybody_asks(self, make_rig: MakeRig) -> None:
+        other, rig = make_rig(remote=True), make_rig(remote=True)
+        other.run("a", PROMPT)
+        other.settle()
+        assert other.remote is not None
+        assert rig.remote is not None
+        rig.remote.kept[Tier.VAULT] = other.remote.kept[Tier.VAULT]
+        hashes = chain(ROOT, PROMPT, SIZE)
+        assert rig.engine.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 10
+        rig.until(lambda: not rig.engine.preloading)
+        assert rig.engine.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 0
+        rig.remote.kept[Tier.VAULT] = {}
+        assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {"device": 40}
+
+    def test_what_does_not_come_is_given_up(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        assert rig.engine.preload(ROOT, chain(ROOT, PROMPT, SIZE), Tier.VAULT, "", 5.0) == 10
+        rig.until(lambda: not rig.engine.preloading)
+        assert rig.pool.used == 0
+        assert rig.pool.addressed == 0

@@ -18,8 +18,7 @@ from services.worker.model.fake import FakeRunner
 from services.worker.outputs import SequenceStarted, StepResult
 from services.worker.scheduler import Scheduler
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.offloader import names_of
-from services.worker.tiers.prospect import Prospect
+from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.tiers import Tiers
 
 SIZE = 4

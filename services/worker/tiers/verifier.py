@@ -1,0 +1,96 @@
+"""Computes restored blocks again and compares: whether what comes from below is what this model would have computed.
+
+A checksum says that bytes are those that were stored, not that they were right. So now and then, when there is nothing
+else to do, the last block of a restored chain is run through the model on the blocks before it. What differs by more
+than rounding is thrown away with all that continues it, and whoever it came from is not trusted. The engine's thread
+owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import Enum, auto
+
+from kvproto.errors import OutOfMemory
+from services.worker.block_pool import BlockPool
+from services.worker.model.base import ModelRunner
+from services.worker.step_plan import Slice
+from services.worker.tiers.prospect import names_of
+from services.worker.tiers.restorer import Sample
+from services.worker.tiers.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+
+class Verdict(Enum):
+    RIGHT = auto()
+    WRONG = auto()
+    GONE = auto()  # evicted meanwhile: nothing to compare
+
+
+class Verifier:
+    """`let_go` is called before blocks are thrown away, with their numbers: whoever runs on them has to begin anew."""
+
+    def __init__(self, runner: ModelRunner, tiers: Tiers, let_go: Callable[[frozenset[int]], None]) -> None:
+        self.checked_total = 0
+        self.wrong_total = 0
+        self._runner = runner
+        self._tiers = tiers
+        self._let_go = let_go
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._tiers.restorer.samples)
+
+    def check_one(self) -> Verdict:
+        """Takes a step of one block."""
+        sample = self._tiers.restorer.samples.popleft()
+        verdict = self._compare(sample)
+        if verdict is not Verdict.GONE:
+            self.checked_total += 1
+        if verdict is Verdict.WRONG:
+            self.wrong_total += 1
+            self._throw_away(sample)
+        return verdict
+
+    def _compare(self, sample: Sample) -> Verdict:
+        pool = self._tiers.pool
+        at, size = len(sample.hashes) - 1, pool.block_size
+        chain = pool.chain_to(sample.hashes)
+        if len(chain) <= at or pool.content(chain[at]).lossy or pool.available <= pool.idle_among(chain):
+            return Verdict.GONE
+        pool.acquire(chain)
+        scratch = pool.allocate(1)
+        try:
+            self._runner.run([Slice(sample.ids, at * size, [*chain[:at], *scratch], None)])
+            difference = self._runner.difference(scratch[0], chain[at])
+        except OutOfMemory as error:
+            logger.debug("a restored block was not checked: %s", error)
+            return Verdict.GONE
+        finally:
+            pool.release(scratch)
+            pool.release(chain)
+        if difference <= self._runner.tolerance:
+            return Verdict.RIGHT
+        source = sample.source or "this host"
+        logger.error("a block restored from %s is wrong: its numbers differ by %.3g of the largest", source, difference)
+        return Verdict.WRONG
+
+    def _throw_away(self, sample: Sample) -> None:
+        """All that came with it, and what continues it, on device and host and in vaults."""
+        tiers = self._tiers
+        tiers.restorer.failures_total[sample.tier, "wrong"] += 1
+        first = sample.hashes[sample.start]
+        self._let_go(frozenset(_under(tiers.pool, first)))
+        tiers.discard(first)
+        if tiers.remote is not None:
+            if sample.source:
+                tiers.remote.distrust(sample.source)
+            tiers.remote.erase(names_of(sample.root, sample.hashes, (), tiers.pool.block_size)[sample.start :])
+
+
+def _under(pool: BlockPool, block_hash: bytes) -> list[int]:
+    """A block and all that continues it."""
+    block = pool.find(block_hash)
+    return [] if block is None else [block, *pool.descendants(block_hash)]
