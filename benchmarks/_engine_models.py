@@ -81,6 +81,18 @@ def with_context(folder: Path, context: int, target: Path) -> Path:
     return target
 
 
+def small_config(folder: Path) -> Path:
+    """A folder without weights, of a model so small that tens of thousands of tokens are computed within a minute."""
+    config = Qwen2Config(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024,
+        vocab_size=4096, tie_word_embeddings=True, max_position_embeddings=32_768, architectures=["Qwen2ForCausalLM"],
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    tokenizer_of(config.vocab_size).save_pretrained(folder)
+    return folder
+
+
 def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
     """Token 17 is the word "t17": every list of ids is a text and back, and no engine lacks a tokenizer."""
     words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(vocab_size)}, unk_token="t0"))

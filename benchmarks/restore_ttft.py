@@ -17,10 +17,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from transformers import Qwen2Config
-
 from benchmarks._engine import BLOCK, CORES, fresh_prompts
-from benchmarks._engine_models import model_folder, tokenizer_of, with_context
+from benchmarks._engine_models import model_folder, small_config, with_context
 from benchmarks._report import finish, parser, progress, spread
 from benchmarks._restore_plot import write_plot
 from benchmarks._tiered import TieredOurs
@@ -92,18 +90,6 @@ def engine(
     return ours
 
 
-def small_model(folder: Path) -> Path:
-    """A model small enough that 30,561 tokens are computed within a minute here."""
-    config = Qwen2Config(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024,
-        vocab_size=4096, tie_word_embeddings=True, max_position_embeddings=32_768, architectures=["Qwen2ForCausalLM"],
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    tokenizer_of(config.vocab_size).save_pretrained(folder)
-    return folder
-
-
 def one_length(options: Any) -> None:
     codec = BlockCodec(options.codec)
     with Vault(4 << 30) as vault:
@@ -145,7 +131,7 @@ def all_lengths(options: Any) -> None:
             taken = measure(ours, length, rounds)
             ours.close()
             rows.append({"model": "Qwen2-0.5B shape, bf16", "tokens": length} | _medians(taken))
-        ours = engine("float32", BlockCodec.RAW, options.threads, LONG, vault, small_model(folders[1]), dummy=True)
+        ours = engine("float32", BlockCodec.RAW, options.threads, LONG, vault, small_config(folders[1]), dummy=True)
         rows.append({"model": "small, fp32", "tokens": LONG} | _medians(measure(ours, LONG, rounds)))
         ours.close()
     if options.plot:

@@ -77,7 +77,7 @@ class BlockStore(Protocol):
 class Limits:
     """Of a listener. Times in seconds."""
 
-    connections: int = 128
+    connections: int = 1024  # three for each worker
     handshakes: int = 32  # connections that have not proven themselves yet; the oldest is ended for a further one
     handshake_s: float = 2.0
     idle_s: float = 600.0  # an authenticated connection that asks nothing

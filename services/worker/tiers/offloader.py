@@ -36,7 +36,7 @@ SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for a sequence tha
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class Chain:
     root: Root
     hashes: Sequence[bytes]
     end: int
@@ -51,7 +51,7 @@ class _Chain:
 class _Batch:
     """Blocks `start` to `end` of a chain; the first `known` of them are on the host already."""
 
-    chain: _Chain
+    chain: Chain
     start: int
     end: int
     device: list[int]  # held on the device: the whole chain up to `end`, or nothing if all is on the host
@@ -99,13 +99,13 @@ class Offloader:
         self._remote = remote
         self._reuse = reuse
         self._wake = wake
-        self._queue: OrderedDict[bytes, _Chain] = OrderedDict()
+        self._queue: OrderedDict[bytes, Chain] = OrderedDict()
         self._batch: _Batch | None = None
         self._vaulted: OrderedDict[bytes, None] = OrderedDict()
         self._holds: set[_VaultHold] = set()
         self._let_go: deque[_VaultHold] = deque()
         self._holding = 0  # host blocks that wait for vaults
-        self._later: deque[_Chain] = deque(maxlen=MOST_LATER)  # what goes to vaults when they have taken what they have
+        self._later: deque[Chain] = deque(maxlen=MOST_LATER)  # what goes to vaults when they have taken what they have
 
     # ------------------------------------------------------------------ what goes down
 
@@ -118,9 +118,10 @@ class Offloader:
         recompute_s = self._pool.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 1.0
         offload_s = self._copier.speed_out.seconds(self._memory.block_bytes)
         if reused or self._reuse.is_worth(own_root(sequence.root), offload_s, recompute_s):
-            self._enqueue(_Chain(sequence.root, sequence.hashes, end))
+            self.offer_chain(Chain(sequence.root, sequence.hashes, end))
 
-    def _enqueue(self, chain: _Chain) -> None:
+    def offer_chain(self, chain: Chain) -> None:
+        """What is on the device of it goes down when its turn comes."""
         self._queue[chain.last] = chain
         self._queue.move_to_end(chain.last)
         if len(self._queue) > MOST_QUEUED:
@@ -160,7 +161,7 @@ class Offloader:
             self._holding -= len(hold.slots)
             self._host.pool.release(hold.slots)
             if self._later:
-                self._enqueue(self._later.popleft())
+                self.offer_chain(self._later.popleft())
         if self._batch is not None and (self._batch.copy is None or self._batch.copy.ended):
             self._finish(self._batch)
             self._batch = None
@@ -168,7 +169,7 @@ class Offloader:
             _, chain = self._queue.popitem(last=False)
             self._batch = self._begin(chain)
 
-    def _begin(self, chain: _Chain) -> _Batch | None:
+    def _begin(self, chain: Chain) -> _Batch | None:
         """The next piece of a chain; None if nothing of it can go down now."""
         hashes = chain.hashes[: chain.end]
         device = self._pool.chain_to(hashes)
@@ -215,7 +216,7 @@ class Offloader:
                 return
         self._to_vault(batch)
         if batch.end < chain.end:
-            self._enqueue(replace(chain, done=batch.end))
+            self.offer_chain(replace(chain, done=batch.end))
 
     def _list(
         self, root: Root, hashes: Sequence[bytes], start: int, blocks: Sequence[int], slots: Sequence[int]

@@ -1,0 +1,259 @@
+"""What comes from host, vault, disk or peer is what was stored, to the bit, and so are the logits computed after it.
+
+The whole way is real: the engine's tiers, its links, the data plane over a Unix socket, the vault's store and disk.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ROOT, TOLERANCE, Rig, Turn
+
+from kvproto.block_hash import chain
+from kvproto.dataplane.block import BlockCodec
+from kvproto.dataplane.keys import KeyRing
+from kvproto.dataplane.server import DataPlaneServer
+from kvproto.messages import Sampling, Tier
+from services.vault.disk import DiskStore
+from services.vault.disk_thread import DiskThread
+from services.vault.store import VaultStore
+from services.worker.detokenizer import IdDetokenizer
+from services.worker.engine import Engine
+from services.worker.model.attention.base import AttentionBackend
+from services.worker.outputs import SequenceStarted, StepResult
+from services.worker.sequence import SequenceSpec
+from services.worker.tiers.codecs.block_codec import warm_up
+from services.worker.tiers.codecs.block_shape import BlockShape
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.host_memory import host_memory
+from services.worker.tiers.lending import EngineLender
+from services.worker.tiers.peer_store import PeerStore
+from services.worker.tiers.prospect import Prospect, names_of
+from services.worker.tiers.remote import RemoteSettings, RemoteTiers
+from services.worker.tiers.source_address import SourceAddress
+from services.worker.tiers.tiers import Tiers
+
+SIZE = 16
+CACHED = 5 * SIZE
+MEMORY = 64 << 20
+HISTORY = [(at * 37) % 211 for at in range(CACHED + 3)]
+TURN = [*HISTORY[:CACHED], 5, 6, 7, 8, 9]  # another end: no partial block helps
+Close = Callable[[], None]
+
+
+class TieredRig(Rig):
+    """Keeps everything that goes down, and finds out by itself what vaults and its peer have."""
+
+    def __init__(self, model: Any, remote: RemoteTiers, backend: AttentionBackend, *, host: int = 64) -> None:
+        super().__init__(model, backend=backend, blocks=64)
+        memory = self.runner.memory
+        self.host = HostTier(host_memory(host * memory.block_bytes), memory.block_bytes, SIZE) if host else None
+        self.remote, self.peer = remote, ""
+        self.tiers = Tiers(self.pool, memory, self.host, remote)
+        self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
+        self.engine = Engine(self.runner, self.pool, self.scheduler, IdDetokenizer(), tiers=self.tiers)
+        self.started: dict[str, SequenceStarted] = {}
+
+    def add(self, name: str, prompt: Any, max_tokens: int = 4, **sampling: Any) -> Turn:
+        exact = bool(sampling.pop("exact", False))
+        turn = self.turns[name] = Turn(list(prompt), Sampling(max_tokens, temperature=0.0, **sampling))
+        self.logits[name] = {}
+        names = names_of(ROOT, chain(ROOT, prompt, SIZE), prompt, SIZE)
+        finding = self.remote.look(names, exact=exact, peer=self.peer, on_ready=lambda: None)
+        prospect = Prospect(names, finding, self.peer)
+        self.engine.add(SequenceSpec(name, 0, tuple(prompt), turn.sampling, ROOT, exact=exact, prospect=prospect))
+        return turn
+
+    def step(self) -> StepResult:
+        result = super().step()
+        self.started |= {output.request: output for output in result.outputs if isinstance(output, SequenceStarted)}
+        return result
+
+    def run(self) -> None:
+        while self.engine.has_work or self.tiers.waiting:
+            self.engine.tend()
+            if self.engine.has_work:
+                self.step()
+            time.sleep(0.0005)
+
+    def turn(self, name: str, prompt: list[int], **how: Any) -> dict[str, int]:
+        """One request; returns what was restored for it, by tier."""
+        self.add(name, prompt, **how)
+        self.run()
+        return {tier.value: tokens for tier, tokens in self.started[name].restored.items()}
+
+    def settle(self) -> None:
+        offloader = self.tiers.offloader
+        while offloader is not None and (offloader.has_work or offloader.held_on_host()):
+            self.engine.tend()
+            time.sleep(0.0005)
+
+    def until_known(self, tier: Tier) -> None:
+        """How fast blocks come from there."""
+        end = time.monotonic() + 10
+        while self.remote.speed(tier) is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def flush(self, *, host: bool = True) -> None:
+        self.settle()
+        for pool in [self.pool, *([self.host.pool] if self.host and host else [])]:
+            pool.release(pool.allocate(pool.available))
+
+    def blocks(self) -> list[bytes]:
+        found = self.pool.chain_to(chain(ROOT, HISTORY, SIZE))
+        return [bytes(self.runner.memory.view(block) or b"") for block in found]
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Close]]:
+    """Newest last."""
+    closers: list[Close] = []
+    yield closers
+    for close in reversed(closers):
+        close()
+
+
+@pytest.fixture
+def ring() -> KeyRing:
+    return KeyRing({"k": secrets.token_bytes(32)})
+
+
+def serve(store: Any, name: str, ring: KeyRing, folder: Path, closing: list[Close]) -> SourceAddress:
+    server = DataPlaneServer(store, ring, name, unix_path=folder / f"{name}.sock")
+    server.start()
+    closing.append(server.close)
+    return SourceAddress(name, "e1", "here", server.addresses)
+
+
+@pytest.fixture
+def make_tiered(
+    backend: AttentionBackend, ring: KeyRing, tmp_path: Path, closing: list[Close]
+) -> Callable[..., TieredRig]:
+    warm_up()
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+
+    def make(model: Any, *, codec: BlockCodec = BlockCodec.RAW) -> TieredRig:
+        plain = Rig(model, backend=backend, blocks=4)
+        shape = BlockShape(*plain.runner.memory.rows)
+        settings = RemoteSettings(f"w{len(closing)}", "here", plain.runner.memory.kv_format, shape, codec)
+        remote = RemoteTiers(settings, ring)
+        closing.append(remote.close)
+        remote.set_vaults([serve(VaultStore(MEMORY), f"v{len(closing)}", ring, folder, closing)])
+        rig = TieredRig(model, remote, backend)
+        closing.append(rig.tiers.close)
+        rig.until_known(Tier.VAULT)
+        return rig
+
+    return make
+
+
+def vault_with_disk(folder: Path, ring: KeyRing, name: str, closing: list[Close]) -> SourceAddress:
+    """What the folder holds is there again; what memory holds is written when it closes."""
+    disk = DiskStore(folder / "disk", MEMORY)
+    headers = disk.open()
+    thread = DiskThread(disk, MEMORY)
+    store = VaultStore(MEMORY, thread, on_disk=headers)
+    thread.start(store)
+    closing.append(lambda: thread.close(5.0))
+    return serve(store, name, ring, folder, closing)
+
+
+def slow_to_compute(rig: TieredRig) -> None:
+    """Tiny models compute faster than anything can be fetched: have them believe otherwise."""
+    rig.engine._rates.observe(1000, 0, 100.0)
+    rig.engine._rates.observe = lambda *step: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["host", "vault", "disk"])
+def test_bytes_and_logits_after_a_restore_are_those_of_a_device_hit(
+    representative: Any, make_tiered: Callable[..., TieredRig], ring: KeyRing, tmp_path: Path, way: str
+) -> None:
+    rig = make_tiered(representative)
+    slow_to_compute(rig)
+    vault: list[Close] = []
+    if way == "disk":
+        rig.remote.set_vaults([vault_with_disk(tmp_path / "run", ring, "d1", vault)])
+        rig.until_known(Tier.VAULT)
+    rig.turn("first", HISTORY)
+    rig.settle()
+    if way == "disk":
+        for close in (*reversed(vault), vault.clear):
+            close()
+        rig.remote.set_vaults([vault_with_disk(tmp_path / "run", ring, "d2", vault)])
+        rig.until_known(Tier.VAULT)
+    stored = rig.blocks()
+    assert len(stored) == 5
+    assert rig.turn("hit", TURN) == {}
+    assert rig.started["hit"].cached_tokens == CACHED
+    rig.flush(host=way != "host")
+    assert rig.turn("restored", TURN) == {"host" if way == "host" else "vault": CACHED}
+    assert rig.blocks() == stored
+    hit, restored = rig.logits["hit"], rig.logits["restored"]
+    assert set(hit) == set(restored) == set(range(CACHED, len(TURN) + 3))
+    assert all(torch.equal(hit[at], restored[at]) for at in hit)
+    assert max(rig.differences().values()) < TOLERANCE
+    rig.check_greedy()
+    for close in reversed(vault):
+        close()
+
+
+def test_a_peer_lends_what_it_computed(
+    representative: Any,
+    make_tiered: Callable[..., TieredRig],
+    ring: KeyRing,
+    tmp_path: Path,
+    closing: list[Close],
+) -> None:
+    owner, other = make_tiered(representative), make_tiered(representative)
+    slow_to_compute(other)
+    owner.turn("first", HISTORY)
+    owner.settle()
+    lender = EngineLender(owner.tiers, lambda work: work(owner.engine))  # its engine is at rest
+    address = serve(PeerStore(lender, owner.runner.memory.kv_format), "w-owner", ring, tmp_path / "run", closing)
+    other.remote.set_peers([address])
+    other.peer = "w-owner"
+    other.until_known(Tier.PEER)
+    assert other.turn("pulled", TURN) == {"peer": CACHED}
+    assert other.blocks() == owner.blocks()
+    assert max(other.differences().values()) < TOLERANCE
+    other.check_greedy()
+
+
+def test_int8_is_close_and_exact_requests_do_without(
+    representative: Any, make_tiered: Callable[..., TieredRig]
+) -> None:
+    rig = make_tiered(representative, codec=BlockCodec.INT8)
+    slow_to_compute(rig)
+    rig.turn("first", HISTORY)
+    rig.flush()
+    assert rig.turn("restored", TURN) == {"vault": CACHED}
+    assert rig.pool.is_lossy(chain(ROOT, HISTORY, SIZE)[0])
+    assert rig.turn("exact", TURN, exact=True) == {}
+    assert rig.started["exact"].cached_tokens == 0
+    differences = rig.differences()
+    assert differences["exact"] < TOLERANCE
+    assert TOLERANCE < differences["restored"] < 1.0, "quantised, and still about the same"
+
+
+def test_a_damaged_block_on_the_host_is_seen_in_the_logits(
+    representative: Any, make_tiered: Callable[..., TieredRig]
+) -> None:
+    """The control: the comparison can fail."""
+    rig = make_tiered(representative)
+    slow_to_compute(rig)
+    rig.turn("first", HISTORY)
+    rig.flush(host=False)
+    assert rig.host is not None
+    slot = rig.host.pool.chain_to(chain(ROOT, HISTORY, SIZE))[-1]
+    view = rig.host.view(slot)
+    view[: len(view) // 2] = bytes(len(view) // 2)
+    assert rig.turn("restored", TURN) == {"host": CACHED}
+    assert rig.differences()["restored"] > TOLERANCE
