@@ -52,7 +52,7 @@ class VaultLoop:
         server: DataPlaneServer,
         on_fatal: Callable[[str], None],
         *,
-        advertise: str | None = None,
+        reachable: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
     ) -> None:
         assert isinstance(lease.record, MemberRecord)
         self.record = lease.record
@@ -65,7 +65,7 @@ class VaultLoop:
         self._connection = connection
         self._subjects = subjects
         self._lease = lease
-        self._advertise = advertise
+        self._reachable = reachable
         self._on_fatal = on_fatal
         self._state = State.READY
         self._changed = asyncio.Event()
@@ -78,7 +78,7 @@ class VaultLoop:
     async def start(self) -> None:
         """Listen, subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable."""
         self.server.start()
-        self.record = replace(self.record, data_plane=_reachable(self.server.addresses, self._advertise))
+        self.record = replace(self.record, data_plane=self._reachable(self.server.addresses))
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
@@ -222,12 +222,3 @@ class VaultLoop:
             evictions_total=counters.evictions_total,
             failures_total={reason: count for reason, count in failures.items() if count},
         )
-
-
-def _reachable(addresses: Sequence[str], host: str | None) -> tuple[str, ...]:
-    """As others reach them: TCP at `host`, if that is another one than was listened on."""
-    if host is None:
-        return tuple(addresses)
-    return tuple(
-        f"tcp:{host}:{address.rpartition(':')[2]}" if address.startswith("tcp:") else address for address in addresses
-    )

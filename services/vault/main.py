@@ -4,79 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 import socket
-import ssl
 import sys
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneServer
-from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.errors import Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import VAULT_INBOX, Subjects
 from kvservice import lifecycle, logs
+from kvservice.data_plane import reachable, runtime_folder, server_context
 from kvservice.membership import member_record, open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.settings import load
 from services.vault.disk import DiskStore
 from services.vault.disk_thread import DiskThread
-from services.vault.free_memory import default_max_bytes
 from services.vault.loop import CLOSE_S, VaultLoop
-from services.vault.settings import VaultSettings
+from services.vault.settings import VaultSettings, default_max_bytes
 from services.vault.store import VaultStore
 from services.vault.vault_metrics import readings
 
 log = logging.getLogger(__name__)
 
-ALL_ADDRESSES = ("", "0.0.0.0", "::")
 LAST_WORDS_S = 2.0  # for the disk to take what is in memory alone
-
-
-def advertised(settings: VaultSettings) -> str | None:
-    """The host that others reach the data plane at, where it is not the address it listens on."""
-    if settings.data_plane_advertise is None and settings.data_plane_host in ALL_ADDRESSES:
-        return socket.gethostname()
-    return settings.data_plane_advertise
-
-
-def tls_context(settings: VaultSettings) -> ssl.SSLContext | None:
-    """Raises Unavailable for files that cannot be used."""
-    if settings.data_plane_cert is None:
-        if settings.data_plane_key is not None or settings.data_plane_ca is not None:
-            raise InvalidRequest("needs --data-plane-cert too", field="data_plane_key, data_plane_ca")
-        return None
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
-        if settings.data_plane_ca is not None:
-            context.load_verify_locations(cafile=settings.data_plane_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise Unavailable(f"cannot read the data plane's TLS files: {error}") from None
-    return context
-
-
-def runtime_folder(settings: VaultSettings, life: lifecycle.Lifecycle) -> Path:
-    """For its socket: the one that was set, which stays, or one of its own, which goes."""
-    if settings.runtime_dir is not None:
-        return settings.runtime_dir
-    # Named as `kvfleet up` names its folders: the next one sweeps up after a vault that was killed outright.
-    folder = Path(tempfile.mkdtemp(prefix=f"kvfleet-{os.getpid()}-"))
-
-    async def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    life.closing("runtime folder", remove)
-    return folder
 
 
 async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tuple[VaultStore, DiskThread | None]:
@@ -106,7 +62,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     member = settings.member
     subjects = Subjects(settings.namespace)
     record = member_record(Role.VAULT, member, address=socket.gethostname())
-    tls = tls_context(settings)
+    tls = server_context(settings)
     connection = await connect(
         settings,
         role="vault",
@@ -136,7 +92,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
         store,
         server,
         life.fatal,
-        advertise=advertised(settings),
+        reachable=lambda addresses: reachable(addresses, settings),
     )
     life.closing("data plane", loop.close_data_plane)
     await loop.start()

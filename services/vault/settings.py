@@ -6,10 +6,15 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvservice.settings import ServiceSettings
+from kvservice.data_plane import DataPlaneSettings
+from kvservice.free_memory import free_bytes
+
+FRACTION = 0.25
+MOST_BYTES = 8 * 2**30
+LEAST_BYTES = 64 * 2**20
 
 
-class VaultSettings(ServiceSettings):
+class VaultSettings(DataPlaneSettings):
     """Any number of vaults share a fleet's blocks, by runs of each chain."""
 
     max_bytes: int | None = Field(
@@ -22,16 +27,9 @@ class VaultSettings(ServiceSettings):
         None, description="keep what memory has no room for in this folder, over restarts too"
     )
     disk_max_bytes: int = Field(16 * 2**30, ge=1, description="of the files there")
-    data_plane_host: str = Field("127.0.0.1", description="address to serve blocks on")
-    data_plane_port: int = Field(0, ge=0, le=65535, description="its port; 0: any")
-    data_plane_advertise: str | None = Field(
-        None,
-        description="host that others reach it at; default: the address, or this host's name if that is all of them",
-    )
-    runtime_dir: Path | None = Field(
-        None, description="folder for its Unix socket, this user's alone; default: a temporary one"
-    )
-    data_plane_cert: Path | None = Field(None, description="certificate: serve TCP by TLS")
-    data_plane_key: Path | None = Field(None, description="its key")
-    data_plane_ca: Path | None = Field(None, description="CA file: clients must show a certificate")
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")
+
+
+def default_max_bytes() -> int:
+    """Memory that a vault takes unless told."""
+    return max(LEAST_BYTES, min(MOST_BYTES, int(free_bytes() * FRACTION)))

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Bundle
+from kvservice.free_memory import free_bytes as host_bytes_free
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import TokenizerDetokenizer
 from services.worker.engine import Engine
@@ -22,7 +23,6 @@ from services.worker.settings import WorkerSettings
 from services.worker.tiers.base import Remote
 from services.worker.tiers.codecs import block_codec as codecs
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.host_memory import host_free_bytes
 from services.worker.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier | None
     if size is None and settings.runner == "fake":
         size = FAKE_BLOCKS * runner.bytes_per_block
     elif size is None:
-        size = int(host_free_bytes() * settings.host_memory_fraction / settings.workers_on_host)
+        size = int(host_bytes_free() * settings.host_memory_fraction / settings.workers_on_host)
     blocks = size // runner.bytes_per_block
     if not blocks:
         return None

@@ -23,6 +23,7 @@ from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
 from kvproto.tenant_roots import public_prefix
 from kvservice import lifecycle, logs
+from kvservice.data_plane import runtime_folder
 from kvservice.membership import open_bucket
 from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
@@ -36,7 +37,7 @@ from services.worker.loop import WorkerLimits, WorkerLoop
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.preloading import preload
 from services.worker.settings import WorkerSettings
-from services.worker.tier_network import TierNetwork, TlsFiles
+from services.worker.tier_network import TierNetwork
 from services.worker.worker_metrics import readings
 
 log = logging.getLogger(__name__)
@@ -57,16 +58,6 @@ def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
         return ids
 
     return encode
-
-
-def _tls_files(settings: WorkerSettings) -> TlsFiles | None:
-    """Raises InvalidRequest if only some of them are named."""
-    files = settings.data_plane_ca, settings.data_plane_cert, settings.data_plane_key
-    if all(files):
-        return TlsFiles(*files)  # type: ignore[arg-type]
-    if any(files):
-        raise InvalidRequest("CA, certificate and key are needed together", field="data_plane_ca")
-    return None
 
 
 def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bundle) -> WorkerRecord:
@@ -125,7 +116,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("lease", lease.release)
     log.info("loading %s from %s", name, folder)
     began = time.monotonic()
-    network = TierNetwork(settings, record.id, record.host, _tls_files(settings))
+    network = TierNetwork(settings, record.id, record.host, runtime_folder(settings, life))
     engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle, network.remote_for))
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
     starting.cancel()

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvservice.settings import ServiceSettings
+from kvservice.data_plane import DataPlaneSettings
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(DataPlaneSettings):
     """One worker serves one model; several workers with different models make one fleet."""
 
     model: str = Field("demo", description="demo, a Hugging Face folder, or a hub id")
@@ -35,11 +35,6 @@ class WorkerSettings(ServiceSettings):
     vault_codec: Literal["raw", "int8"] = Field(
         "raw", description="how blocks are written to vaults; int8 takes a quarter of fp32 and is not exact"
     )
-    data_plane_host: str = Field("127.0.0.1", description="address where peers fetch blocks")
-    data_plane_port: int = Field(0, ge=0, le=65535, description="its port; 0: any")
-    data_plane_ca: Path | None = Field(None, description="CA file: encrypt the data plane between machines")
-    data_plane_cert: Path | None = Field(None, description="this process's certificate for it")
-    data_plane_key: Path | None = Field(None, description="key of that certificate")
     preload_s: float = Field(5.0, ge=0, description="how long a new worker fetches prefixes in demand; 0: it does not")
     attention: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="attention kernels; reference: plain torch"

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvproto.connection import Connection
@@ -22,6 +19,7 @@ from kvproto.members import Members
 from kvproto.messages import WorkerRecord
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
+from kvservice.data_plane import client_context, reachable, server_context
 from services.worker.engine_thread import EngineThread
 from services.worker.model.base import BlockMemory
 from services.worker.settings import WorkerSettings
@@ -37,44 +35,24 @@ log = logging.getLogger(__name__)
 REFRESH_PERIOD_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Of the data plane, where it is to be encrypted: both sides show a certificate of one CA."""
-
-    ca: Path
-    certificate: Path
-    key: Path
-
-    def server(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(self.ca))
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.certificate, self.key)
-        return context
-
-    def client(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(self.ca))
-        context.check_hostname = False  # who it is, is proved by the data plane's own challenge
-        context.load_cert_chain(self.certificate, self.key)
-        return context
-
-
 class TierNetwork:
     """Made before the model is loaded, as the engine is built around `remote`; `listen` once there is an engine,
     `follow` once NATS is to be asked. `stop` from the loop that started it."""
 
-    def __init__(self, settings: WorkerSettings, worker: str, host: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, worker: str, host: str, folder: Path) -> None:
+        """`folder` is for the Unix socket. Raises InvalidRequest or Unavailable for TLS files of no use."""
         self.ring = KeyRing()
         self.remote: RemoteTiers | None = None
         self._settings = settings
         self._worker = worker
         self._host = host
-        self._tls = tls
+        self._folder = folder
+        self._tls = server_context(settings), client_context(settings)
         self._server: DataPlaneServer | None = None
         self._keys: KeyWatch | None = None
         self._members: Members | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._known: tuple[list[SourceAddress], list[SourceAddress]] = [], []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def remote_for(self, memory: BlockMemory) -> RemoteTiers:
         """What the engine of such blocks asks."""
@@ -85,22 +63,21 @@ class TierNetwork:
             BlockShape(*memory.rows),
             BlockCodec(self._settings.vault_codec),
         )
-        self.remote = RemoteTiers(settings, self.ring, tls=self._tls.client() if self._tls is not None else None)
+        self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1])
         return self.remote
 
     def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
         """Serve peers from now on; returns the addresses for the worker's record. Raises Unavailable."""
-        self._folder = tempfile.TemporaryDirectory(prefix="kvf-")  # of mode 0700; short, as a socket's path must be
         self._server = DataPlaneServer(
             PeerStore(EngineLender(tiers, thread.post), tiers.memory.kv_format),
             self.ring,
             self._worker,
             tcp=(self._settings.data_plane_host, self._settings.data_plane_port),
-            unix_path=Path(self._folder.name) / "w.sock",
-            tls=self._tls.server() if self._tls is not None else None,
+            unix_path=self._folder / f"{self._worker}.sock",
+            tls=self._tls[0],
         )
         self._server.start()
-        return self._server.addresses
+        return reachable(self._server.addresses, self._settings)
 
     async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
         """Learn keys and addresses, and go on doing so. Raises Unavailable."""
@@ -140,5 +117,3 @@ class TierNetwork:
             await loop.run_in_executor(None, self._server.close)
         if self.remote is not None:
             await loop.run_in_executor(None, self.remote.close)
-        if self._folder is not None:
-            self._folder.cleanup()

@@ -15,8 +15,10 @@ import pytest
 
 from tests.support.up import Up
 
-WORDS = """the king castle wind door night again you who where light mother father come go stay sword ship sea crown
-friend enemy letter road horse fire water stone""".split()
+WORDS = [
+    *("the", "king", "castle", "wind", "door", "night", "again", "you", "who", "where", "light", "mother", "father"),
+    *("come", "go", "stay", "sword", "ship", "sea", "crown", "friend", "enemy", "letter", "road", "horse", "fire"),
+]
 CONVERSATIONS = 8
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvproto.errors import OutOfMemory
+from kvservice.free_memory import free_bytes as host_bytes_free
 from services.worker.model.vector.memory import PagesAhead, huge_pages
 from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
-from services.worker.tiers.host_memory import host_free_bytes
 
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
 
@@ -145,7 +145,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return host_free_bytes()
+    return host_bytes_free()
 
 
 def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fraction: float) -> int:

@@ -1,17 +1,9 @@
-"""How much memory a vault takes unless told. Adapter: reads what Linux says of the host and of our cgroup."""
+"""Adapter: how much memory may still be taken, as Linux says of the host and of our cgroup."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
-FRACTION = 0.25
-MOST_BYTES = 8 * 2**30
-LEAST_BYTES = 64 * 2**20
-
-
-def default_max_bytes() -> int:
-    return max(LEAST_BYTES, min(MOST_BYTES, int(free_bytes() * FRACTION)))
 
 
 def free_bytes() -> int:

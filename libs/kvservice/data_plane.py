@@ -1,0 +1,95 @@
+"""Wiring: how a process with blocks listens on the data plane, and how others are told to reach it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from kvproto.errors import InvalidRequest, Unavailable
+from kvservice.lifecycle import Lifecycle
+from kvservice.settings import ServiceSettings
+
+ALL_ADDRESSES = ("", "0.0.0.0", "::")
+
+
+class DataPlaneSettings(ServiceSettings):
+    """Of workers and vaults."""
+
+    data_plane_host: str = Field("127.0.0.1", description="address to serve blocks on")
+    data_plane_port: int = Field(0, ge=0, le=65535, description="its port; 0: any")
+    data_plane_advertise: str | None = Field(
+        None,
+        description="host that others reach it at; default: the address, or this host's name if that is all of them",
+    )
+    runtime_dir: Path | None = Field(
+        None, description="folder for its Unix socket, this user's alone; default: a temporary one"
+    )
+    data_plane_cert: Path | None = Field(None, description="certificate: serve TCP by TLS")
+    data_plane_key: Path | None = Field(None, description="its key")
+    data_plane_ca: Path | None = Field(None, description="CA file: speak TLS to others, who must show a certificate")
+
+
+def server_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
+    """None: TCP without TLS. Raises InvalidRequest, or Unavailable for files that cannot be used."""
+    if settings.data_plane_cert is None:
+        if settings.data_plane_key is not None or settings.data_plane_ca is not None:
+            raise InvalidRequest("needs --data-plane-cert too", field="data_plane_key, data_plane_ca")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, settings)
+    if settings.data_plane_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
+    """For connections to others; their certificates must be of the CA. Raises Unavailable."""
+    if settings.data_plane_ca is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # who it is, it proves by the data plane's own challenge
+    _load(context, settings)
+    return context
+
+
+def _load(context: ssl.SSLContext, settings: DataPlaneSettings) -> None:
+    try:
+        if settings.data_plane_cert is not None:
+            context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
+        if settings.data_plane_ca is not None:
+            context.load_verify_locations(cafile=settings.data_plane_ca)
+    except OSError as error:
+        raise Unavailable(f"cannot read the data plane's TLS files: {error}") from None
+
+
+def reachable(addresses: Sequence[str], settings: DataPlaneSettings) -> tuple[str, ...]:
+    """As others reach them: TCP at the advertised host."""
+    host = settings.data_plane_advertise
+    if host is None and settings.data_plane_host in ALL_ADDRESSES:
+        host = socket.gethostname()
+    if host is None:
+        return tuple(addresses)
+    return tuple(
+        f"tcp:{host}:{address.rpartition(':')[2]}" if address.startswith("tcp:") else address for address in addresses
+    )
+
+
+def runtime_folder(settings: DataPlaneSettings, life: Lifecycle) -> Path:
+    """For its socket: the one that was set, which stays, or one of its own, which goes."""
+    if settings.runtime_dir is not None:
+        return settings.runtime_dir
+    # Named as `kvfleet up` names its folders: the next one sweeps up after a process that was killed outright.
+    folder = Path(tempfile.mkdtemp(prefix=f"kvfleet-{os.getpid()}-"))
+
+    async def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    life.closing("runtime folder", remove)
+    return folder
