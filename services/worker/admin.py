@@ -7,14 +7,15 @@ answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
-from kvproto.block_hash import Root
+from kvproto.block_hash import Root, chain
 from kvproto.connection import Connection, Message
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound
 from kvproto.ids import DEFAULT_TENANT, is_token
@@ -26,6 +27,7 @@ from kvproto.messages import (
     Heartbeat,
     Inspection,
     SnapshotRequest,
+    Tier,
     WorkerRecord,
     WorkerStats,
 )
@@ -36,12 +38,15 @@ from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_export import to_safetensors
 from services.worker.long_questions import LongQuestions
+from services.worker.tiers.base import Remote
+from services.worker.tiers.prospect import names_of
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 768 * 1024
 KEEP_ANSWER_S = 15.0
 MAX_KEPT = 8
+VAULT_LIMIT_S = 0.1
 
 
 class AdminDesk:
@@ -57,7 +62,9 @@ class AdminDesk:
         broadcast: Broadcast,
         heartbeat: Callable[[], Heartbeat],
         begin_drain: Callable[[], None],
+        remote: Remote | None = None,
     ) -> None:
+        self._remote = remote
         self._connection = connection
         self._record = record
         self._engine = engine
@@ -119,11 +126,32 @@ class AdminDesk:
             return b""
         root = self._roots.of(tenant, ids)
         if request.command is AdminCommand.INSPECT:
-            return codec.encode(await self._engine.call(lambda engine: _inspect(engine, root, ids)))
+            inspection = await self._engine.call(lambda engine: _inspect(engine, root, ids))
+            return codec.encode(await self._with_vaults(inspection, root, ids))
         if request.command is AdminCommand.ERASE:
             await self._engine.call(lambda engine: engine.erase(root, ids))
             return b""
         return await self._kv(replace(request, ids=ids), tenant, root)
+
+    async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
+        """Also what vaults have of it, as far as they say in time."""
+        if self._remote is None:
+            return inspection
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        size = self._record.block_size
+        names = names_of(root, chain(root, ids, size), ids, size)
+
+        def on_ready() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(answered.set)
+
+        finding = self._remote.look(names, exact=False, peer="", on_ready=on_ready)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answered.wait(), VAULT_LIMIT_S)
+        if not finding.vault:
+            return inspection
+        held = max((*inspection.tiers.values(), finding.vault * size))
+        return replace(inspection, tiers=inspection.tiers | {Tier.VAULT.value: held})
 
     async def _kv(self, request: AdminRequest, tenant: str, root: Root) -> bytes:
         """One layer's K and V as safetensors, kept for the fetching of its parts."""

@@ -122,6 +122,7 @@ class WorkerLoop:
             self._broadcast,
             self.heartbeat,
             self.begin_drain,
+            remote,
         )
 
     # ------------------------------------------------------------------ life

@@ -491,3 +491,36 @@ class TestPreload:
         rig.until(lambda: not rig.engine.preloading)
         assert rig.pool.used == 0
         assert rig.pool.addressed == 0
+
+
+class TestTenants:
+    OWN = b"other tenant's r"
+
+    def test_equal_prompts_of_two_tenants_share_nothing(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.run("b", PROMPT, root=self.OWN)
+        assert rig.cached("b") == {}
+        rig.settle()
+        rig.flush_device()
+        rig.run("c", PROMPT, root=self.OWN)
+        assert rig.cached("c") == {"host": 40}
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+        rig.run("d", PROMPT, root=b"a third one 16 b")
+        assert rig.cached("d") == {}
+
+    @pytest.mark.parametrize("tier", ["device", "host", "vault"])
+    def test_of_a_public_prefix_exactly_its_blocks(self, make_rig: MakeRig, tier: str) -> None:
+        rig = make_rig(remote=True)
+        rig.run("a", PROMPT, root=ForkedRoot(b"public root 16 b", ROOT, 3))
+        rig.settle()
+        if tier != "device":
+            rig.flush_device()
+        if tier == "vault":
+            rig.flush_host()
+        tokens = rig.run("b", PROMPT, root=ForkedRoot(b"public root 16 b", self.OWN, 3))
+        assert tokens == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {tier: 12}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine_rig import ROOT, Transcript, spec
 from memory_remote import Faults, MemoryRemote
@@ -85,7 +86,8 @@ class TieredRig:
             names = names_of(root, chain(root, prompt, SIZE), prompt, SIZE)
             finding = self.remote.look(names, exact=exact, peer=peer, on_ready=self.woken.set)
             prospect = Prospect(names, finding, peer)
-        self.engine.add(spec(request, prompt, max_tokens, exact=exact, prospect=prospect, **fields))
+        asked = spec(request, prompt, max_tokens, exact=exact, prospect=prospect, **fields)
+        self.engine.add(replace(asked, root=root))
 
     def turn(self) -> None:
         self.woken.clear()

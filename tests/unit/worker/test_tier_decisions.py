@@ -1,0 +1,194 @@
+"""The pure parts of tiers: what experience says of reuse, what fetching is worth, how fast something is."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproto.messages import Tier
+from services.worker.tiers.break_even import SURE, Offer, Part, cheapest, is_worth_going_on
+from services.worker.tiers.copier import Copier, CopyJob
+from services.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
+from services.worker.tiers.speed import LEAST_BYTES, CopySpeed, LinkSpeed
+
+ROOT = b"root of 16 bytes"
+
+
+def names(start: int, count: int) -> list[bytes]:
+    return [at.to_bytes(16, "big") for at in range(start, start + count)]
+
+
+class TestReuse:
+    def test_no_experience_is_none(self) -> None:
+        watch = ReuseWatch()
+        watch.ask(ROOT, names(0, int(FEWEST_BLOCKS) - 1))
+        watch.ask(ROOT, [])
+        assert watch.share(ROOT) == 0.0
+        assert not watch.is_worth(ROOT, 1e-9, 1e9)
+
+    def test_new_chains_only_is_a_share_of_nothing(self) -> None:
+        watch = ReuseWatch()
+        for at in range(20):
+            assert watch.ask(ROOT, names(100 * at, 50)) == 0
+        assert watch.share(ROOT) == 0.0
+
+    def test_the_share_is_that_of_blocks_asked_again(self) -> None:
+        watch = ReuseWatch()
+        watch.ask(ROOT, names(0, 50))
+        assert watch.ask(ROOT, [*names(0, 30), *names(500, 20)]) == 30
+        assert watch.share(ROOT) == pytest.approx(0.3, rel=0.02)
+        assert watch.is_worth(ROOT, offload_s=0.29, recompute_s=1.0)
+        assert not watch.is_worth(ROOT, offload_s=0.31, recompute_s=1.0)
+
+    def test_what_was_generated_counts_when_somebody_goes_on(self) -> None:
+        watch = ReuseWatch()
+        watch.ask(ROOT, names(0, 40))
+        watch.extend(names(0, 60))
+        assert watch.ask(ROOT, names(0, 64)) == 60
+
+    def test_old_experience_fades(self) -> None:
+        watch = ReuseWatch()
+        for _ in range(10):
+            watch.ask(ROOT, names(0, 100))
+        before = watch.share(ROOT)
+        for at in range(1, 400):
+            watch.ask(ROOT, names(1000 * at, 100))
+        assert before > 0.8
+        assert watch.share(ROOT) < 0.01
+
+    def test_tenants_have_their_own(self) -> None:
+        watch = ReuseWatch()
+        for _ in range(2):
+            watch.ask(ROOT, names(0, 100))
+        watch.ask(b"another one 16 b", names(5000, 100))
+        assert watch.share(ROOT) > 0.4
+        assert watch.share(b"another one 16 b") == 0.0
+
+    @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=60))
+    def test_what_is_known_of_a_chain_is_a_beginning_of_it(self, asked: list[tuple[int, int]]) -> None:
+        """Bounded, and forgetful from the ends of chains on: so a few looks find how much is known."""
+        watch = ReuseWatch(kept_names=40)
+        for chain, length in asked:
+            hashes = names(1000 * chain, length)
+            known = [block_hash in watch._names for block_hash in hashes]
+            assert watch.ask(ROOT, hashes) == sum(known)
+            assert known == sorted(known, reverse=True)
+            assert len(watch._names) <= 40
+
+
+def offers(*ends: int, rate: float = 1e9, latency: float = 0.0) -> list[Offer]:
+    tiers = (Tier.HOST, Tier.VAULT, Tier.PEER)
+    return [Offer(tier, end, LinkSpeed(latency, rate)) for tier, end in zip(tiers, ends, strict=False)]
+
+
+HOW: dict[str, Any] = {"block_bytes": 1_000_000, "block_size": 16, "prefill_tokens_per_s": 1600.0}  # 10 ms a block
+
+
+class TestBreakEven:
+    def test_what_is_quicker_is_fetched(self) -> None:
+        assert cheapest(offers(10), 2, **HOW) == [Part(Tier.HOST, 2, 10, pytest.approx(0.008))]
+
+    def test_what_is_slower_is_computed(self) -> None:
+        assert cheapest(offers(10, rate=1e8), 2, **HOW) == []
+
+    def test_a_far_link_is_worth_it_for_many_blocks_alone(self) -> None:
+        far = {"rate": 1e9, "latency": 0.05}
+        assert cheapest(offers(6, **far), 2, **HOW) == []
+        assert len(cheapest(offers(60, **far), 2, **HOW)) == 1
+
+    def test_tiers_follow_one_another(self) -> None:
+        parts = cheapest(offers(5, 20, 12), 2, **HOW)
+        assert [(part.tier, part.start, part.end) for part in parts] == [(Tier.HOST, 2, 5), (Tier.VAULT, 5, 20)]
+
+    def test_a_slow_tier_between_is_borne_where_the_next_one_makes_up_for_it(self) -> None:
+        slow_then_fast = [
+            Offer(Tier.HOST, 5, LinkSpeed(0, 5e7)),  # 20 ms a block
+            Offer(Tier.VAULT, 100, LinkSpeed(0, 1e9)),
+        ]
+        assert len(cheapest(slow_then_fast, 0, **HOW)) == 2
+        assert cheapest(slow_then_fast[:1], 0, **HOW) == []
+
+    def test_unmeasured_links_are_no_offer(self) -> None:
+        assert cheapest(offers(10, rate=0.0), 2, **HOW) == []
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 300), st.floats(0, 0.1), st.floats(1e6, 1e10)), max_size=3),
+        st.integers(0, 300),
+        st.floats(0, 1e5),
+    )
+    def test_never_predicted_to_be_worse_than_computing(
+        self, tiers: list[tuple[int, float, float]], start: int, rate: float
+    ) -> None:
+        made = [
+            Offer(tier, end, LinkSpeed(latency, speed))
+            for tier, (end, latency, speed) in zip((Tier.HOST, Tier.VAULT, Tier.PEER), tiers, strict=False)
+        ]
+        parts = cheapest(made, start, block_bytes=100_000, block_size=16, prefill_tokens_per_s=rate)
+        if not parts:
+            return
+        block_s = 16 / (rate or 1000.0)
+        assert parts[0].start == start
+        assert all(one.end == following.start for one, following in pairwise(parts))
+        assert SURE * sum(part.seconds for part in parts) < (parts[-1].end - start) * block_s
+
+    def test_a_late_restore_is_waited_for_if_it_gets_on(self) -> None:
+        assert is_worth_going_on(missing=10, arrived=10, elapsed_s=0.04, block_s=0.01)
+        assert not is_worth_going_on(missing=10, arrived=10, elapsed_s=0.06, block_s=0.01)
+        assert not is_worth_going_on(missing=10, arrived=0, elapsed_s=0.001, block_s=0.01)
+        assert not is_worth_going_on(missing=0, arrived=10, elapsed_s=0.001, block_s=0.01)
+
+
+class TestSpeed:
+    def test_small_copies_say_nothing(self) -> None:
+        speed = CopySpeed()
+        speed.observe(LEAST_BYTES - 1, 1.0)
+        assert speed.bytes_per_s == 0.0
+        assert speed.seconds(100) == 0.0
+
+    def test_a_slow_copy_counts_by_the_time_it_took(self) -> None:
+        speed = CopySpeed()
+        speed.observe(10_000_000, 0.001)
+        speed.observe(10_000_000, 1.0)
+        assert 2e7 < speed.bytes_per_s < 5e7
+
+
+class TestCopier:
+    def test_restores_go_before_what_goes_down(self) -> None:
+        order: list[str] = []
+        copier = Copier()
+        gate = threading.Event()
+        done = threading.Event()
+        copier.offload(CopyJob([lambda: bool(gate.wait(5))], 1, lambda: None))  # type: ignore[list-item]
+        copier.offload(CopyJob([lambda: order.append("down")], 1, done.set))
+        copier.bring(CopyJob([lambda: order.append("up")], 1, lambda: None))
+        gate.set()
+        assert done.wait(5)
+        copier.close()
+        assert order == ["up", "down"]
+
+    def test_a_closed_job_copies_nothing_more(self) -> None:
+        made: list[int] = []
+        job = CopyJob([lambda at=at: made.append(at) for at in range(5)], 7, lambda: None)  # type: ignore[misc]
+        assert job.close() == 0
+        job.run()
+        assert made == []
+        assert job.ended
+
+    def test_a_copy_that_fails_ends_its_job_alone(self) -> None:
+        ended = threading.Event()
+
+        def fails() -> None:
+            raise RuntimeError("the device is gone")
+
+        copier = Copier()
+        bad = CopyJob([lambda: None, fails, lambda: None], 10, lambda: None)
+        copier.bring(bad)
+        copier.bring(CopyJob([lambda: None], 10, ended.set))
+        assert ended.wait(5)
+        assert (bad.done, bad.failure, bad.ended) == (1, "RuntimeError", True)
+        copier.close()
