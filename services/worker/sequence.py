@@ -50,7 +50,7 @@ class SequenceSpec:
     deadline: float | None = None
     choice: int = 0
     exact: bool = False  # nothing lossy is used
-    prospect: Prospect | None = None  # what vaults and peers have of it
+    prospect: Prospect | None = None  # its chain under `root`, and what vaults and peers have of it
 
 
 class State(Enum):
@@ -113,7 +113,10 @@ class Sequence:
         self.ids = [*spec.prompt_ids, *spec.output_ids][self.start :]
         # What no longer begins with the public prefix must not be chained under its root, which all tenants share.
         self.root = spec.root.own if self.start and isinstance(spec.root, ForkedRoot) else spec.root
-        self.hashes = chain(self.root, self.ids, block_size)
+        named = spec.prospect.names if spec.prospect is not None and not self.start else ()
+        self.hashes = [name.hash for name in named]  # hashed once, by who asked vaults for them
+        if len(named) != len(self.ids) // block_size:
+            self.hashes = chain(self.root, self.ids, block_size)
         self.blocks: list[int] = []
         self.computed = 0
         self.filled = 0
