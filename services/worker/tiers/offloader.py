@@ -122,6 +122,8 @@ class Offloader:
 
     def offer_chain(self, chain: Chain) -> None:
         """What is on the device of it goes down when its turn comes."""
+        if (known := self._queue.get(chain.last)) is not None:
+            chain = replace(chain, done=min(chain.done, known.done))
         self._queue[chain.last] = chain
         self._queue.move_to_end(chain.last)
         if len(self._queue) > MOST_QUEUED:
@@ -160,7 +162,8 @@ class Offloader:
             self._holds.discard(hold)
             self._holding -= len(hold.slots)
             self._host.pool.release(hold.slots)
-            if self._later:
+        if not self._holds:
+            while self._later:
                 self.offer_chain(self._later.popleft())
         if self._batch is not None and (self._batch.copy is None or self._batch.copy.ended):
             self._finish(self._batch)
