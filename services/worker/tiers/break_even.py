@@ -16,7 +16,8 @@ from typing import NamedTuple
 from kvproto.messages import Tier
 from services.worker.tiers.speed import LinkSpeed
 
-SURE = 1.25  # predictions are taken for so much too good
+SURE = 1.5  # predictions are taken for so much too good,
+HANDLING_S = 0.002  # and a restore takes so long beside: a step of few tokens takes hardly less than one of some more
 UNMEASURED_TOKENS_PER_S = 1000.0
 
 
@@ -46,7 +47,7 @@ def cheapest(
     """
     block_s = block_size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
     parts: list[Part] = []
-    best, saved, best_saved, at = 0, 0.0, 0.0, start
+    best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
     for tier, end, (latency_s, bytes_per_s) in offers:
         if end <= at or bytes_per_s <= 0:
             continue

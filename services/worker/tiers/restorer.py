@@ -38,7 +38,7 @@ LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
 LOOK_LIMIT_S = 0.03
-LOOK_WORTH_S = 0.005  # prompts that take no longer do not wait for an answer
+LOOK_WORTH_S = 0.02  # what takes no longer to compute does not wait for an answer
 
 
 class _Arrived(NamedTuple):
@@ -140,17 +140,25 @@ class Restorer:
                 job.waiting.append(sequence)
                 return True
         prospect = _applies(sequence)
-        block_s = size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
-        if prospect is not None and not prospect.finding.ready and (usable - start) * block_s > LOOK_WORTH_S:
-            self._looking[id(sequence)] = sequence, self._clock() + LOOK_LIMIT_S
-            return True
-        parts = cheapest(
-            self._offers(sequence, prospect, start, usable),
-            start,
+        price = partial(
+            cheapest,
+            start=start,
             block_bytes=self._memory.block_bytes,
             block_size=size,
             prefill_tokens_per_s=prefill_tokens_per_s,
         )
+        block_s = size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
+        offers = self._host_offers(sequence, start, usable)
+        if prospect is not None and prospect.finding.ready:
+            found = prospect.finding
+            offers += self._remote_offers(prospect, min(found.vault, usable), min(found.peer, usable))
+        elif prospect is not None:
+            left = usable - max((offer.end for offer in offers), default=start)
+            best = price(offers + self._remote_offers(prospect, usable, usable))
+            if left * block_s > LOOK_WORTH_S and best and best[-1].tier is not Tier.HOST:
+                self._looking[id(sequence)] = sequence, self._clock() + LOOK_LIMIT_S
+                return True
+        parts = price(offers)
         room = self._pool.available - self._pool.idle_among(match.blocks) - spare
         parts = [part._replace(end=min(part.end, start + room)) for part in parts if part.start < start + room]
         if not parts:
@@ -159,16 +167,20 @@ class Restorer:
         self._begin(sequence, match, parts, prospect, block_s)
         return True
 
-    def _offers(self, sequence: EngineSequence, prospect: Prospect | None, start: int, usable: int) -> list[Offer]:
+    def _host_offers(self, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
+        if self._host is None or not self._copier.speed_in.bytes_per_s:
+            return []
+        depth = self._host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
+        return [Offer(Tier.HOST, depth, LinkSpeed(0.0, self._copier.speed_in.bytes_per_s))]
+
+    def _remote_offers(self, prospect: Prospect, vault: int, peer: int) -> list[Offer]:
+        """If they have so many blocks."""
+        assert self._remote is not None
         offers = []
-        if self._host is not None and self._copier.speed_in.bytes_per_s:
-            depth = self._host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
-            offers.append(Offer(Tier.HOST, depth, LinkSpeed(0.0, self._copier.speed_in.bytes_per_s)))
-        if self._remote is not None and prospect is not None and prospect.finding.ready:
-            for tier, depth in ((Tier.VAULT, prospect.finding.vault), (Tier.PEER, prospect.finding.peer)):
-                speed = self._remote.speed(tier)
-                if speed is not None:
-                    offers.append(Offer(tier, min(depth, usable), speed))
+        for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if prospect.peer else 0)):
+            speed = self._remote.speed(tier)
+            if depth and speed is not None:
+                offers.append(Offer(tier, depth, speed))
         return offers
 
     def _begin(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproto.messages import Tier
-from services.worker.tiers.break_even import SURE, Offer, Part, cheapest, is_worth_going_on
+from services.worker.tiers.break_even import HANDLING_S, SURE, Offer, Part, cheapest, is_worth_going_on
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
 from services.worker.tiers.speed import LEAST_BYTES, CopySpeed, LinkSpeed
@@ -134,7 +134,7 @@ class TestBreakEven:
         block_s = 16 / (rate or 1000.0)
         assert parts[0].start == start
         assert all(one.end == following.start for one, following in pairwise(parts))
-        assert SURE * sum(part.seconds for part in parts) < (parts[-1].end - start) * block_s
+        assert SURE * sum(part.seconds for part in parts) + HANDLING_S < (parts[-1].end - start) * block_s
 
     def test_a_late_restore_is_waited_for_if_it_gets_on(self) -> None:
         assert is_worth_going_on(missing=10, arrived=10, elapsed_s=0.04, block_s=0.01)
