@@ -21,6 +21,7 @@ from services.worker.engine import Engine
 from services.worker.model.loader import Dtype, LoadFormat
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
 from services.worker.sequence import SequenceSpec
+from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.codecs.block_codec import warm_up
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.host import HostTier
@@ -94,7 +95,8 @@ class TieredOurs(Ours):
     def add(self, prompt: Sequence[int], max_tokens: int, *, looks: bool = True) -> str:
         name = str(next(self._numbers))
         prospect = None
-        if looks and self.remote is not None and len(prompt) > BLOCK:
+        worth = len(prompt) > max(BLOCK, LOOK_WORTH_S * self.engine.rates().prefill_tokens_per_s)
+        if looks and self.remote is not None and worth:
             names = names_of(ROOT, chain(ROOT, prompt, BLOCK), prompt, BLOCK)
             prospect = Prospect(names, self.remote.look(names, exact=False, peer="", on_ready=self.woken.set))
         sampling = Sampling(max_tokens, temperature=0.0, ignore_eos=True)

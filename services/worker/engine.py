@@ -156,7 +156,7 @@ class Engine:
         """What tiers have to do between steps, also when there is no step to run. Returns what changed in them."""
         if self.tiers is None:
             return None
-        for sequence in self.tiers.tend(self._rates.prefill_tokens_per_s):
+        for sequence in self.tiers.tend():
             self.scheduler.requeue(sequence)
         device, below = self.pool.take_changes(), self.tiers.take_changes()
         if not (below or device.stored or device.removed):
@@ -265,7 +265,7 @@ class Engine:
 
     def _claims(self, sequence: Sequence, match: Match, spare: int) -> bool:
         assert self.tiers is not None
-        return self.tiers.claims(sequence, match, spare, self._rates.prefill_tokens_per_s)
+        return self.tiers.claims(sequence, match, spare, self.scheduler.pacer.seconds)
 
     # ------------------------------------------------------------------ outputs
 

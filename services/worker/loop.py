@@ -54,6 +54,7 @@ from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.request_intake import check_capacity, check_request, sequences_of
 from services.worker.tiers.base import Remote
+from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.prospect import Prospect, names_of
 
 log = logging.getLogger(__name__)
@@ -287,7 +288,8 @@ class WorkerLoop:
     def _look(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Prospect | None:
         """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
         size = self.record.block_size
-        if self._remote is None or len(ids) <= size:
+        rate = self._rates.prefill_tokens_per_s
+        if self._remote is None or len(ids) <= size or (rate and len(ids) < LOOK_WORTH_S * rate):
             return None
         known = ids + request.output_ids if request.sampling.n == 1 else ids
         names = names_of(root, chain(root, known, size), known, size)

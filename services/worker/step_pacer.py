@@ -18,6 +18,7 @@ from __future__ import annotations
 from math import inf, sqrt
 
 FACTOR = 2.5
+UNMEASURED_TOKENS_PER_S = 1000.0
 SHORT_S = 0.004  # no reader minds
 STEP_S = 1.0
 MIN_CHUNK = 16
@@ -104,6 +105,11 @@ class StepPacer:
         if not base:
             return Allowance(min(tokens, MIN_CHUNK), inf, MIN_CHUNK, 0.0, 0.0)
         return Allowance(tokens, limit - self._decode_seconds, MIN_CHUNK, base, slope)
+
+    def seconds(self, position: int, tokens: int) -> float:
+        """What so many prompt tokens from a position on are expected to take."""
+        base, slope = self._cost()
+        return tokens * (base + slope * (position + tokens / 2)) if base else tokens / UNMEASURED_TOKENS_PER_S
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float) -> None:
         """A step took `seconds`; `position_sum` is that of its prompt tokens' positions."""

@@ -3,14 +3,14 @@
     device ──hit──▶ | host ──▶ | vault ──▶ | peer ──▶ | computed
                     start                                       end
 
-Restoring k more blocks and computing the rest costs `latency + k * bytes / rate + rest / prefill rate`. Within one tier
-that grows or falls in a straight line, so the ends of tiers are the only candidates. The same reasoning prices workers
-in placement (`price_kernel`), from the same figures, which heartbeats carry.
+Restoring k more blocks and computing the rest costs `latency + k * bytes / rate + what the rest takes to compute`.
+Within one tier that grows or falls all the way, so the ends of tiers are the only candidates. The same reasoning prices
+workers in placement (`price_kernel`), from the same measurements, which heartbeats carry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvproto.messages import Tier
@@ -18,7 +18,7 @@ from services.worker.tiers.speed import LinkSpeed
 
 SURE = 1.5  # predictions are taken for so much too good,
 HANDLING_S = 0.002  # and a restore takes so long beside: a step of few tokens takes hardly less than one of some more
-UNMEASURED_TOKENS_PER_S = 1000.0
+LOOK_WORTH_S = 0.02  # what takes no longer to compute is not worth a question to anybody
 
 
 class Offer(NamedTuple):
@@ -39,20 +39,20 @@ class Part(NamedTuple):
 
 
 def cheapest(
-    offers: Sequence[Offer], start: int, *, block_bytes: int, block_size: int, prefill_tokens_per_s: float
+    offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s: Callable[[int, int], float]
 ) -> list[Part]:
     """Parts to restore, in the order of the chain; empty if computing everything costs less.
 
-    `start`: blocks that are on the device. `offers`: fastest tier first. `prefill_tokens_per_s` 0: not measured.
+    `start`: blocks that are on the device. `offers`: fastest tier first. `compute_s`: seconds to compute blocks from
+    the first number to the second.
     """
-    block_s = block_size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
     parts: list[Part] = []
     best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
     for tier, end, (latency_s, bytes_per_s) in offers:
         if end <= at or bytes_per_s <= 0:
             continue
         seconds = latency_s + (end - at) * block_bytes / bytes_per_s
-        saved += (end - at) * block_s - SURE * seconds
+        saved += compute_s(at, end) - SURE * seconds
         parts.append(Part(tier, at, end, seconds))
         at = end
         if saved > best_saved:

@@ -25,7 +25,7 @@ from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
 from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Landing, Remote
-from services.worker.tiers.break_even import UNMEASURED_TOKENS_PER_S, Offer, Part, cheapest, is_worth_going_on
+from services.worker.tiers.break_even import LOOK_WORTH_S, Offer, Part, cheapest, is_worth_going_on
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import Finding, Prospect, names_of
@@ -38,7 +38,6 @@ LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
 LOOK_LIMIT_S = 0.03
-LOOK_WORTH_S = 0.02  # what takes no longer to compute does not wait for an answer
 
 
 class _Arrived(NamedTuple):
@@ -88,6 +87,7 @@ class RestoreJob:
     running: list[_Running]
     began: float
     deadline: float
+    compute_s: float  # what computing them would take
     waiting: list[EngineSequence]
     ahead: bool = False  # nobody waits: it is brought for those to come
 
@@ -124,10 +124,13 @@ class Restorer:
 
     # ------------------------------------------------------------------ begin
 
-    def claims(self, sequence: EngineSequence, match: Match, *, spare: int, prefill_tokens_per_s: float) -> bool:
+    def claims(
+        self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: Callable[[int, int], float]
+    ) -> bool:
         """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now.
 
-        `spare` blocks of the pool are left to those who run.
+        `spare` blocks of the pool are left to those who run. `compute_s`: seconds to compute blocks from the first
+        number to the second.
         """
         size = self._pool.block_size
         start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
@@ -144,18 +147,16 @@ class Restorer:
             cheapest,
             start=start,
             block_bytes=self._memory.block_bytes,
-            block_size=size,
-            prefill_tokens_per_s=prefill_tokens_per_s,
+            compute_s=compute_s,
         )
-        block_s = size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
         offers = self._host_offers(sequence, start, usable)
         if prospect is not None and prospect.finding.ready:
             found = prospect.finding
             offers += self._remote_offers(prospect, min(found.vault, usable), min(found.peer, usable))
         elif prospect is not None:
-            left = usable - max((offer.end for offer in offers), default=start)
+            left = max((offer.end for offer in offers), default=start)
             best = price(offers + self._remote_offers(prospect, usable, usable))
-            if left * block_s > LOOK_WORTH_S and best and best[-1].tier is not Tier.HOST:
+            if compute_s(left, usable) > LOOK_WORTH_S and best and best[-1].tier is not Tier.HOST:
                 self._looking[id(sequence)] = sequence, self._clock() + LOOK_LIMIT_S
                 return True
         parts = price(offers)
@@ -164,7 +165,7 @@ class Restorer:
         if not parts:
             return False
         sequence.restores += 1
-        self._begin(sequence, match, parts, prospect, block_s)
+        self._begin(sequence, match, parts, prospect, compute_s(parts[0].start, parts[-1].end))
         return True
 
     def _host_offers(self, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
@@ -184,7 +185,7 @@ class Restorer:
         return offers
 
     def _begin(
-        self, sequence: EngineSequence, match: Match, parts: list[Part], prospect: Prospect | None, block_s: float
+        self, sequence: EngineSequence, match: Match, parts: list[Part], prospect: Prospect | None, compute_s: float
     ) -> None:
         size, pool = self._pool.block_size, self._pool
         start, end = parts[0].start, parts[-1].end
@@ -201,7 +202,8 @@ class Restorer:
             pool.allocate(end - start),
             [],
             now,
-            now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * (end - start) * block_s),
+            now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * compute_s),
+            compute_s,
             [sequence],
         )
         self._jobs.append(job)
@@ -264,7 +266,20 @@ class Restorer:
         blocks = self._pool.allocate(count)
         part = Part(tier, start, start + count, limit_s)
         job = RestoreJob(
-            root, hashes, [()] * count, start, start + count, True, held, blocks, [], now, now + limit_s, [], ahead=True
+            root,
+            hashes,
+            [()] * count,
+            start,
+            start + count,
+            True,
+            held,
+            blocks,
+            [],
+            now,
+            now + limit_s,
+            limit_s,
+            [],
+            ahead=True,
         )
         self._jobs.append(job)
         prospect = Prospect(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
@@ -277,7 +292,7 @@ class Restorer:
 
     # ------------------------------------------------------------------ end
 
-    def poll(self, prefill_tokens_per_s: float) -> list[EngineSequence]:
+    def poll(self) -> list[EngineSequence]:
         """Sequences whose turn may come again."""
         if not self._jobs and not self._looking:
             return []
@@ -290,7 +305,6 @@ class Restorer:
                 prospect.finding.ready = True  # what is not known by now is not waited for
                 back.append(sequence)
                 del self._looking[key]
-        block_s = self._pool.block_size / (prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S)
         for job in list(self._jobs):
             if not all(running.ended for running in job.running):
                 wanted = bool(job.waiting) or job.ahead
@@ -298,6 +312,7 @@ class Restorer:
                     continue
                 arrived = sum(_arrived(running) for running in job.running)
                 missing, elapsed = job.end - job.start - arrived, now - job.began
+                block_s = job.compute_s / (job.end - job.start)
                 if wanted and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
                     job.deadline = now + LATE * missing * elapsed / arrived
                     continue

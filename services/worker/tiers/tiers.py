@@ -122,11 +122,17 @@ class Tiers:
         if self.offloader is not None and sequence.filled:
             self.offloader.save(sequence)
 
-    def claims(self, sequence: EngineSequence, match: Match, spare: int, prefill_tokens_per_s: float) -> bool:
-        """Whether it has to wait, out of the queue, for blocks from below: `tend` gives it back."""
-        return self.restorer.claims(sequence, match, spare=spare, prefill_tokens_per_s=prefill_tokens_per_s)
+    def claims(
+        self, sequence: EngineSequence, match: Match, spare: int, compute_s: Callable[[int, int], float]
+    ) -> bool:
+        """Whether it has to wait, out of the queue, for blocks from below: `tend` gives it back. `compute_s`: seconds
+        for tokens from a position on, so many."""
+        size = self.pool.block_size
+        return self.restorer.claims(
+            sequence, match, spare=spare, compute_s=lambda start, end: compute_s(start * size, (end - start) * size)
+        )
 
-    def tend(self, prefill_tokens_per_s: float) -> list[EngineSequence]:
+    def tend(self) -> list[EngineSequence]:
         """Between steps. Returns sequences that go back to the queue."""
         if self.offloader is not None and self.offloader.has_work:
             self.offloader.tend()
@@ -138,7 +144,7 @@ class Tiers:
                 self._erasing.append(late)
         if self._wrong:
             self._discard()
-        return self.restorer.poll(prefill_tokens_per_s)
+        return self.restorer.poll()
 
     @property
     def waiting(self) -> int:

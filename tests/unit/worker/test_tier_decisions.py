@@ -86,7 +86,7 @@ def offers(*ends: int, rate: float = 1e9, latency: float = 0.0) -> list[Offer]:
     return [Offer(tier, end, LinkSpeed(latency, rate)) for tier, end in zip(tiers, ends, strict=False)]
 
 
-HOW: dict[str, Any] = {"block_bytes": 1_000_000, "block_size": 16, "prefill_tokens_per_s": 1600.0}  # 10 ms a block
+HOW: dict[str, Any] = {"block_bytes": 1_000_000, "compute_s": lambda start, end: 0.01 * (end - start)}
 
 
 class TestBreakEven:
@@ -128,10 +128,10 @@ class TestBreakEven:
             Offer(tier, end, LinkSpeed(latency, speed))
             for tier, (end, latency, speed) in zip((Tier.HOST, Tier.VAULT, Tier.PEER), tiers, strict=False)
         ]
-        parts = cheapest(made, start, block_bytes=100_000, block_size=16, prefill_tokens_per_s=rate)
+        block_s = 16 / (rate or 1000.0)
+        parts = cheapest(made, start, block_bytes=100_000, compute_s=lambda one, end: (end - one) * block_s)
         if not parts:
             return
-        block_s = 16 / (rate or 1000.0)
         assert parts[0].start == start
         assert all(one.end == following.start for one, following in pairwise(parts))
         assert SURE * sum(part.seconds for part in parts) + HANDLING_S < (parts[-1].end - start) * block_s
