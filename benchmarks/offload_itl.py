@@ -45,17 +45,15 @@ class Streams:
         self.ours.add(prompt, 4096 - 2 * PROMPT, looks=False)
 
     def phase(self, seconds: float, beside: Callable[[], None]) -> list[float]:
-        """Seconds of each round in which all streams got a token."""
+        """Seconds of each round in which all streams got a token, tiers tended to; what `beside` takes aside."""
         taken = []
         end = time.perf_counter() + seconds
-        last = time.perf_counter()
-        while last < end:
+        while (began := time.perf_counter()) < end:
             beside()
+            began = time.perf_counter()
             result = self.ours.turn()
-            now = time.perf_counter()
             if result is not None and result.sequences == STREAMS and not result.prefill_tokens:
-                taken.append(now - last)
-            last = now
+                taken.append(time.perf_counter() - began)
             assert not any(isinstance(output, SequenceFinished) for output in result.outputs if result)
         return taken
 
