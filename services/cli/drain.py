@@ -35,7 +35,7 @@ def drain(
     nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
     namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
 ) -> None:
-    """Drain a worker: it takes nothing new, goes on with what it has, and ends. Its id goes to stdout's last line."""
+    """Drain a worker: it takes nothing new and goes on with what it has. Its id goes to stdout's last line."""
     if cheapest == (worker is not None):
         fail("name a worker, or say --cheapest", USAGE)
     if worker is not None and not is_token(worker):

@@ -49,6 +49,7 @@ def fleet(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFac
     fleet.headers = AUTH
     fleet.init()
     fleet.start("placement", "p0")
+    fleet.start("vault", "v0", "--max-bytes=67108864")
     fleet.start_worker("w0")
     fleet.start_worker("w1")
     fleet.start("ingress", "i0", f"--port={fleet.port}", env={"KVFLEET_API_KEYS": json.dumps({"keys": keys})})
@@ -99,6 +100,20 @@ def test_keys_and_tenants(fleet: Deployment) -> None:
     assert httpx.get(f"{fleet.base}/sessions/mine/kv?layer=0", headers=other).status_code in (403, 404)
     assert "secret-of" not in fleet.logs()
     assert KEY not in fleet.logs()
+
+
+def test_workers_reach_the_vault_and_one_another(fleet: Deployment) -> None:
+    """Under their roles they read the data plane's key and prove it to each other."""
+    end = time.monotonic() + 15
+    while True:
+        listed = httpx.get(f"{fleet.base}/workers", headers=AUTH).json()
+        rates = [worker["rates"]["restore_bytes_per_s"] for worker in listed.values()]
+        if all({"host", "vault", "peer"} <= set(measured) for measured in rates):
+            break
+        assert time.monotonic() < end, rates
+        time.sleep(0.2)
+    assert httpx.get(f"{fleet.base}/health").json()["vaults"] == 1
+    assert "ermissions" not in fleet.logs()
 
 
 async def test_a_bare_producer_of_one_tenant(fleet: Deployment) -> None:

@@ -102,7 +102,7 @@ class DataPlaneClient:
     def get(
         self, root: bytes, hashes: Sequence[bytes], exact: bool, sink: Sink, on_block: OnBlock, deadline: float
     ) -> list[GetStatus]:
-        """Fetch blocks of one root, in the order asked for. `exact`: no lossy ones.
+        """Fetch blocks of one root, in the order asked for, in one round trip (a BatchPromote). `exact`: no lossy ones.
 
         `sink(i, header)` says where block i goes, writable and of `header.length` bytes, or None to skip it; the
         header is that of the root and hash asked for. `on_block(i, header, bytes)` is called when it has arrived whole
