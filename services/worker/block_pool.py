@@ -166,16 +166,21 @@ class BlockPool:
             block = self._index.find(self._index[block].parent)
         return blocks[::-1]
 
-    def descendants(self, block_hash: bytes) -> list[int]:
-        """All listed blocks that continue this one, directly or not."""
-        found: list[int] = []
-        above = [block_hash]
+    def continuations(self, block_hash: bytes) -> list[list[bytes]]:
+        """Every chain of full blocks that continues this one, by hashes: each beginning of one counts too."""
+        found: list[list[bytes]] = []
+        above: list[tuple[bytes, list[bytes]]] = [(block_hash, [])]
         while above:
-            for block in self._index.children(above.pop()):
-                found.append(block)
+            before, path = above.pop()
+            for block in self._index.children(before):
                 if (own := self._index[block].hash) is not None:
-                    above.append(own)
+                    found.append([*path, own])
+                    above.append((own, found[-1]))
         return found
+
+    def lists_block(self, block: int) -> bool:
+        """Whether what this block contains can be found."""
+        return block in self._index
 
     def content(self, block: int) -> Content:
         """Of a cached or held block that can be found. Raises KeyError for another one."""
@@ -286,15 +291,18 @@ class BlockPool:
         return gone
 
     def drop(self, block_hash: bytes) -> int:
-        """Take a block, whose content is wrong, and all that continues it out of the index.
+        """Take a block, whose content is wrong, and all that continues it out of the index: nobody finds them any more.
 
-        Returns how many full blocks went; none, and nothing changes, while somebody holds one of them.
+        Who holds one of them goes on holding it. Returns how many full blocks went.
         """
         block = self._index.find(block_hash)
-        if block is None or any(self._refs[one] for one in (block, *self.descendants(block_hash))):
+        if block is None:
             return 0
         before = self._index.addressed
-        self._forget(block)
+        if self._refs[block]:
+            self._unlist(block)
+        else:
+            self._forget(block)
         self._sever(block_hash)
         return before - self._index.addressed
 

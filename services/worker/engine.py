@@ -64,7 +64,7 @@ class Engine:
         self.tiers = tiers
         if tiers is not None:
             scheduler.claims = self._claims
-            self._verifier = Verifier(runner, tiers, self._begin_anew)
+            self._verifier = Verifier(runner, tiers)
             scheduler.on_preempt = tiers.preempted
         self._detokenizer = detokenizer
         self._clock = clock
@@ -173,15 +173,10 @@ class Engine:
 
     def verify(self) -> bool:
         """With nothing else to do: compute one restored block again. Whether there was one to be checked."""
-        if self.tiers is None or not self._verifier.has_work:
+        if self.tiers is None or self.has_work or not self._verifier.has_work:
             return False
         self._verifier.check_one()
         return True
-
-    def _begin_anew(self, blocks: frozenset[int]) -> None:
-        for sequence in tuple(self.scheduler.running):
-            if not blocks.isdisjoint(sequence.blocks):
-                self.scheduler.begin_anew(sequence)
 
     @property
     def due_in(self) -> float | None:
@@ -205,9 +200,12 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
         """Draws of the plan's slices, in order. What does not fit into memory leaves the plan, its request failed."""
+        if plan.slices:
+            self.runner.copy_blocks(plan.copies)
+        if self.tiers is not None:
+            self.tiers.copied()
         if not plan.slices:
             return []
-        self.runner.copy_blocks(plan.copies)
         while True:
             try:
                 return self.runner.run(plan.slices)

@@ -119,7 +119,6 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     network = TierNetwork(settings, record.id, record.host, runtime_folder(settings, life))
     engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle, network.remote_for))
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
-    starting.cancel()
 
     worker, thread = assemble(settings, connection, subjects, lease, engine, bundle, life.fatal, network)
     thread.start()
@@ -128,6 +127,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
         connection, subjects, thread, worker.record, engine.pool.num_blocks // PRELOADED_SHARE, settings.preload_s
     )
     await worker.start()
+    starting.cancel()
 
     async def end() -> None:
         await worker.drain()

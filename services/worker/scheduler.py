@@ -74,13 +74,6 @@ class Scheduler:
         """What was brought for a sequence is on the device, or nothing more will come."""
         self._wait(sequence)
 
-    def begin_anew(self, sequence: Sequence) -> None:
-        """A running sequence lets go of all it has, which is of no use, and waits for its turn."""
-        self.preemptions += 1
-        sequence.restores = 0
-        self._withdraw(sequence, keep_tail=False)
-        self._wait(sequence)
-
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
         self._leave(sequence)

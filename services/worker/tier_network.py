@@ -90,7 +90,10 @@ class TierNetwork:
     async def _keep_fresh(self, me: WorkerRecord) -> None:
         while True:
             await asyncio.sleep(REFRESH_PERIOD_S)
-            self._refresh(me)
+            try:
+                self._refresh(me)
+            except Exception:  # a loop's top: else vaults and peers would stay as they are for ever
+                log.exception("vaults and peers could not be taken over")
 
     def _refresh(self, me: WorkerRecord) -> None:
         assert self._members is not None

@@ -46,7 +46,7 @@ class PoolMemory:
         if self._array is not None:
             np.copyto(bytes_of, self._array[block])
             return
-        with torch.cuda.stream(self._stream):
+        with self._after_computing():
             torch.from_numpy(bytes_of).copy_(self._bytes[block], non_blocking=True)
         self._synchronise()
 
@@ -55,12 +55,18 @@ class PoolMemory:
         if self._array is not None:
             np.copyto(self._array[block], bytes_of)
             return
-        with torch.cuda.stream(self._stream):
+        with self._after_computing():
             self._bytes[block].copy_(torch.from_numpy(bytes_of), non_blocking=True)
         self._synchronise()
 
     def landed(self, blocks: Sequence[int]) -> None:
         """The host waited for the copies: what runs next sees them."""
+
+    def _after_computing(self) -> Any:
+        """On the copies' own stream, behind all that steps have begun by now: a step without draws is not waited for,
+        and its kernels may still write to the block."""
+        self._stream.wait_stream(torch.cuda.default_stream(self._pool.device))
+        return torch.cuda.stream(self._stream)
 
     def _synchronise(self) -> None:
         if self._stream is not None:

@@ -33,7 +33,7 @@ class Landing:
     closed: bool = False
     ended: bool = False
     failure: str = ""  # timeout, gone, checksum, format, missing, ... : a metric's label
-    source: str = ""  # id of the vault or peer it came from; of several, the last
+    sources: dict[int, str] = field(default_factory=dict)  # ids of the vaults or peers that blocks came from
 
     def land(self, at: int, header: BlockHeader, write: Callable[[], None]) -> bool:
         """Called by a transfer thread: `write` the block to its place, unless nobody wants it any more."""

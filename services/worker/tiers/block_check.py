@@ -6,6 +6,8 @@ from kvproto.dataplane.block import BlockCodec, BlockHeader
 from services.worker.tiers.base import BlockName
 from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 
+FOREIGN = "foreign"  # of a pool of another layout or dtype: workers of one model may differ in that
+
 
 def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: BlockShape, *, exact: bool) -> str:
     """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
@@ -17,7 +19,9 @@ def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: Bloc
         return "other"
     if header.ids != name.ids and (name.ids or not header.is_genuine()):
         return "other"
-    if header.format != kv_format or header.raw_bytes != shape.raw_bytes:
+    if header.format != kv_format:
+        return FOREIGN
+    if header.raw_bytes != shape.raw_bytes:
         return "format"
     quantised = header.codec is not BlockCodec.RAW
     if quantised and (shape.dtype == "int8" or not header.lossy):

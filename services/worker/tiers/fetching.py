@@ -20,7 +20,7 @@ from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.errors import CodecError
 from kvproto.messages import Tier
 from services.worker.tiers.base import BlockName, Landing
-from services.worker.tiers.block_check import fault_of
+from services.worker.tiers.block_check import FOREIGN, fault_of
 from services.worker.tiers.codecs.block_codec import decode
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.deadlines import Deadlines
@@ -101,8 +101,8 @@ class Fetch:
                 self._gap = at
                 self._failure = reason or self._failure
 
-    def landed(self, source: str) -> None:
-        self.landing.source = source
+    def landed(self, at: int, source: str) -> None:
+        self.landing.sources[at] = source
         with self._lock:
             self._landed += 1
 
@@ -203,6 +203,9 @@ class FetchPart:
             if index != reached:
                 fetch.cut(at[reached])  # why, its status will say
             fault = fault_of(header, names[at[index]], self._intake.kv_format, self._intake.shape, exact=fetch.exact)
+            if fault == FOREIGN:  # honest, and of no use here
+                fetch.cut(at[index], fault)
+                return None
             if fault:
                 self._fault(at[index], fault)
                 return None
@@ -239,7 +242,7 @@ class FetchPart:
         if landed:
             self._blocks += 1
             self._wire_bytes += header.length
-            fetch.landed(self.source.id)
+            fetch.landed(at, self.source.id)
         return landed
 
     def _fault(self, at: int, reason: str) -> None:

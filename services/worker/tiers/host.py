@@ -30,16 +30,26 @@ class HostTier:
         self._note_changes()
         return self.pool.allocate(min(count, self.pool.available))
 
+    def drop(self, block_hash: bytes) -> int:
+        """See `BlockPool.drop`."""
+        self._note_changes()
+        return self.pool.drop(block_hash)
+
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
         """See `BlockPool.erase`."""
         self._note_changes()
         return self.pool.erase(root, hashes, ids)
 
     def depth(self, hashes: Sequence[bytes], start: int, end: int, *, exact: bool = False) -> int:
-        """How far the chain is here without a gap, from `start` on and no further than `end`."""
-        depth = min(self.pool.depth(hashes[:end]), end)
-        while exact and depth > start and self.pool.is_lossy(hashes[depth - 1]):
-            depth -= 1
+        """How far the chain is here without a gap, from `start` on and no further than `end`; `exact`: nothing lossy.
+
+        Block by block: of a forked chain the shared beginning may be gone while a tenant's own part is not.
+        """
+        depth = 0
+        for block in self.pool.chain_to(hashes[:end]):
+            if exact and self.pool.content(block).lossy:
+                break
+            depth += 1
         return max(depth, start)
 
     def fill(
@@ -50,10 +60,15 @@ class HostTier:
 
         Returns the slots to hold from now on: where a block is here already, that one.
         """
-        return [
-            self.pool.fill(slot, parent_of(root, hashes, at), tokens, hashes[at], lossy=is_lossy)
-            for at, (slot, tokens, is_lossy) in enumerate(zip(slots, ids, lossy, strict=True), start)
-        ]
+        before = self.pool.find(hashes[start - 1]) if start else None
+        after_lossy = before is not None and self.pool.content(before).lossy
+        filled = []
+        for at, (slot, tokens, is_lossy) in enumerate(zip(slots, ids, lossy, strict=True), start):
+            after_lossy = after_lossy or is_lossy  # what follows a lossy block counts as lossy, whoever computed it
+            parent = parent_of(root, hashes, at)
+            filled.append(self.pool.fill(slot, parent, tokens, hashes[at], lossy=after_lossy))
+            after_lossy = after_lossy or self.pool.is_lossy(hashes[at])
+        return filled
 
     def take_changes(self) -> list[TierEvents]:
         """What was removed and stored since the last call, in order."""

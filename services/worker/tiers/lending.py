@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from kvproto.block_hash import pack_ids
 from services.worker.block_pool import BlockPool
@@ -23,22 +24,42 @@ PATIENCE_S = 0.25
 Post = Callable[[Callable[[object], None]], None]  # work for the engine's thread, from any thread
 
 
+class Found(NamedTuple):
+    name: BlockName
+    read: Callable[[], memoryview]
+    lossy: bool
+
+
 class EngineLent:
     """See `peer_store.Lent`: what is held for one request."""
 
-    def __init__(self, blocks: list[LentBlock | None], held: list[tuple[BlockPool, list[int]]], end: Post) -> None:
-        self.blocks = blocks
-        self.held = held
-        self._end = end
+    def __init__(
+        self,
+        found: Sequence[Found | None],
+        held: dict[int, tuple[BlockPool, list[int]]],
+        tiers: Tiers,
+        post: Post,
+    ) -> None:
+        self.blocks: list[LentBlock | None] = [None] * len(found)
+        self._found = found
+        self._held = held
+        self._tiers = tiers
+        self._post = post
+
+    def read(self) -> None:
+        """Have the bytes, on the connection's thread: a GPU's blocks are copied."""
+        self.blocks = [one and LentBlock(one.name, one.read(), one.lossy) for one in self._found]
 
     def release(self) -> None:
-        self._end(lambda _: self.let_go())
+        if self._held:
+            self._post(lambda _: self.let_go())
 
     def let_go(self) -> None:
         """On the engine's thread."""
-        for pool, chain in self.held:
+        for pool, chain in self._held.values():
             pool.release(chain)
-        self.held.clear()
+        self._held = {}
+        self._tiers.lent.pop(id(self), None)
 
 
 class EngineLender:
@@ -49,40 +70,50 @@ class EngineLender:
         self._post = post
 
     def lend(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> EngineLent:
-        nothing = EngineLent([None] * len(hashes), [], self._post)
-        return self._ask(lambda: self._hold(root, hashes, exact), nothing, EngineLent.let_go)
+        nothing = EngineLent([None] * len(hashes), {}, self._tiers, self._post)
+        lent = self._ask(lambda: self._hold(root, hashes, exact), nothing, EngineLent.let_go)
+        lent.read()
+        return lent
 
     def holds(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
         def look() -> list[bool]:
-            lent = self._hold(root, hashes, exact)
-            lent.let_go()
-            return [block is not None for block in lent.blocks]
+            found = self._find(root, hashes, exact)[0]
+            return [block_hash in found for block_hash in hashes]
 
         return self._ask(look, [False] * len(hashes), lambda _: None)
 
-    def _hold(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> EngineLent:
-        """Deepest first: whoever holds a chain's last block holds all of it."""
-        blocks: dict[bytes, LentBlock] = {}
-        held: list[tuple[BlockPool, list[int]]] = []
+    def _find(
+        self, root: bytes, hashes: Sequence[bytes], exact: bool
+    ) -> tuple[dict[bytes, Found], list[tuple[BlockPool, list[int]]]]:
+        """Where each block is, and the chains that hold them. Deepest first: whoever holds a chain's last block holds
+        all of it."""
+        found: dict[bytes, Found] = {}
+        chains: list[tuple[BlockPool, list[int]]] = []
         for pool, read in self._tiers.readable():
-            holding: set[int] = set()
+            covered: set[int] = set()
             for block_hash in reversed(hashes):
-                block = None if block_hash in blocks else pool.find(block_hash)
+                block = None if block_hash in found else pool.find(block_hash)
                 if block is None:
                     continue
-                if block not in holding:
+                if block not in covered:
                     chain = pool.ancestry(block_hash)
                     if self._tiers.root_above(pool.content(chain[0]).parent) != root:
                         continue
-                    pool.acquire(chain)
-                    held.append((pool, chain))
-                    holding.update(chain)
+                    chains.append((pool, chain))
+                    covered.update(chain)
                 content = pool.content(block)
                 if not (exact and content.lossy):
                     name = BlockName(root, block_hash, content.parent, pack_ids(content.ids))
-                    blocks[block_hash] = LentBlock(name, read(block), content.lossy)
-        self._tiers.lent.append(held)
-        return EngineLent([blocks.get(block_hash) for block_hash in hashes], held, self._post)
+                    found[block_hash] = Found(name, partial(read, block), content.lossy)
+        return found, chains
+
+    def _hold(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> EngineLent:
+        found, chains = self._find(root, hashes, exact)
+        for pool, chain in chains:
+            pool.acquire(chain)
+        lent = EngineLent([found.get(one) for one in hashes], dict(enumerate(chains)), self._tiers, self._post)
+        self._tiers.lent[id(lent)] = chains
+        return lent
 
     def _ask(self, question: Callable[[], T], default: T, undo: Callable[[T], None]) -> T:
         """The engine's answer, or the default if it comes too late."""
@@ -92,6 +123,8 @@ class EngineLender:
         late = False
 
         def answer(_: object) -> None:
+            if late:
+                return
             result = question()
             with lock:
                 if not late:

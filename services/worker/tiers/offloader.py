@@ -27,12 +27,12 @@ from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import BlockName, own_root, root_at
 from services.worker.tiers.reuse import ReuseWatch
 
-BATCH_BYTES = 8 * 1024 * 1024
+BATCH_BYTES = 32 * 1024 * 1024
 MOST_QUEUED = 1024  # chains
 KEPT_VAULTED = 131_072
 MOST_LATER = 256
 VAULT_SHARE = 4  # a quarter of the host's blocks at most wait for vaults
-SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for a sequence that gives its blocks away
+SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for sequences that give their blocks away
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ class Offloader:
         self._vaulted: OrderedDict[bytes, None] = OrderedDict()
         self._holds: set[_VaultHold] = set()
         self._let_go: deque[_VaultHold] = deque()
+        self._save_s = SAVE_LIMIT_S  # left in this step
         self._holding = 0  # host blocks that wait for vaults
         self._later: deque[Chain] = deque(maxlen=MOST_LATER)  # what goes to vaults when they have taken what they have
 
@@ -136,14 +137,15 @@ class Offloader:
         device = self._pool.chain_to(sequence.hashes[:end])
         host = self._host.pool.chain_to(sequence.hashes[: len(device)])
         self._host.pool.acquire(host)
-        began = time.perf_counter()
+        began, limit = time.perf_counter(), self._save_s
         slots = self._host.allocate(len(device) - len(host))
         saved = 0
         for block, slot in zip(device[len(host) :], slots, strict=False):
-            if time.perf_counter() - began > SAVE_LIMIT_S:
+            if time.perf_counter() - began > limit:
                 break
             self._memory.read(block, self._host.view(slot))
             saved += 1
+        self._save_s -= time.perf_counter() - began
         self._host.pool.release(slots[saved:])
         del slots[saved:]
         filled = self._list(sequence.root, sequence.hashes, len(host), device[len(host) :][: len(slots)], slots)
@@ -156,7 +158,8 @@ class Offloader:
         return bool(self._queue or self._batch or self._let_go)
 
     def tend(self) -> None:
-        """Take what has been done and begin what is next; at most one batch is being copied."""
+        """Before each step: take what has been done and begin what is next; at most one batch is being copied."""
+        self._save_s = SAVE_LIMIT_S
         while self._let_go:
             hold = self._let_go.popleft()
             self._holds.discard(hold)
@@ -225,14 +228,22 @@ class Offloader:
         self, root: Root, hashes: Sequence[bytes], start: int, blocks: Sequence[int], slots: Sequence[int]
     ) -> list[int]:
         """What was copied from `blocks` to `slots` is on the host now. Returns the slots to hold."""
-        contents = [self._pool.content(block) for block in blocks]
-        self.offloaded_total += len(slots)
-        return self._host.fill(slots, root, hashes, start, [c.ids for c in contents], [c.lossy for c in contents])
+        listed = next((at for at, block in enumerate(blocks) if not self._pool.lists_block(block)), len(blocks))
+        if start and not self._host.pool.lists(hashes[start - 1]):
+            listed = 0  # thrown away meanwhile
+        contents = [self._pool.content(block) for block in blocks[:listed]]
+        self.offloaded_total += listed
+        ids, lossy = [content.ids for content in contents], [content.lossy for content in contents]
+        return [*self._host.fill(slots[:listed], root, hashes, start, ids, lossy), *slots[listed:]]
 
     def _to_vault(self, batch: _Batch) -> None:
         """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
         chain, size = batch.chain, batch.end - batch.start
-        if self._remote is None:
+        if (
+            self._remote is None
+            or batch.forgotten
+            or not all(map(self._host.pool.lists_block, batch.host[: batch.end]))
+        ):
             self._host.pool.release(batch.host)
             return
         if self._holds and self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE:
@@ -267,12 +278,21 @@ class Offloader:
         """Others than before keep blocks now: what they were given is not theirs."""
         self._vaulted.clear()
 
+    def missed(self, hashes: Sequence[bytes]) -> None:
+        """Vaults do not have these, whatever they were given: they are offered again when their chain is."""
+        for block_hash in hashes:
+            self._vaulted.pop(block_hash, None)
+
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """These were erased: nothing of them goes down any more."""
+        """These were erased: nothing of chains with one of them goes down any more."""
         gone = set(hashes)
-        self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if key not in gone)
-        self._later = deque((one for one in self._later if one.hashes[one.end - 1] not in gone), self._later.maxlen)
-        if self._batch is not None and self._batch.chain.last in gone:
+
+        def stays(chain: Chain) -> bool:
+            return gone.isdisjoint(chain.hashes[: chain.end])
+
+        self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if stays(chain))
+        self._later = deque(filter(stays, self._later), self._later.maxlen)
+        if self._batch is not None and not stays(self._batch.chain):
             self._batch.forgotten = True
         for block_hash in hashes:
             self._vaulted.pop(block_hash, None)
@@ -281,7 +301,8 @@ class Offloader:
 
     def carried(self) -> list[bytes]:
         """Last blocks of chains on their way down, and so held."""
-        on_host = (self._host.pool.content(hold.slots[-1]).hash for hold in self._holds)
+        ends = (hold.slots[-1] for hold in self._holds if self._host.pool.lists_block(hold.slots[-1]))
+        on_host = (self._host.pool.content(end).hash for end in ends)
         batch = [self._batch.chain.last] if self._batch is not None else []
         return batch + [end for end in on_host if end]
 

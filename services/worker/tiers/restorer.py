@@ -68,8 +68,15 @@ class _Running:
     landing: Landing | None = None
 
     @property
+    def staged(self) -> bool:
+        """Whether it lands on the host first."""
+        return self.landing is not None and bool(self.slots)
+
+    @property
     def ended(self) -> bool:
-        return self.copy.ended if self.copy is not None else self.landing is not None and self.landing.ended
+        if self.copy is not None:
+            return self.copy.ended
+        return self.landing is not None and self.landing.ended and not self.staged
 
 
 @dataclass(slots=True)
@@ -121,6 +128,7 @@ class Restorer:
         self._exact_restores = 0
         self._jobs: list[RestoreJob] = []
         self._looking: dict[int, tuple[EngineSequence, float]] = {}
+        self._unstarted: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ begin
 
@@ -207,7 +215,14 @@ class Restorer:
             [sequence],
         )
         self._jobs.append(job)
-        job.running = [self._run(job, part, prospect) for part in parts]
+        self._unstarted.append(lambda: job.running.extend(self._run(job, part, prospect) for part in parts))
+
+    def start(self) -> None:
+        """Begin to write to the blocks that jobs took from the pool. Not sooner than the step in which they were taken
+        has made its copies: one of them may be what another sequence's first block is copied from."""
+        unstarted, self._unstarted = self._unstarted, []
+        for start in unstarted:
+            start()
 
     def _run(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> _Running:
         blocks = job.blocks[part.start - job.start : part.end - job.start]
@@ -271,7 +286,7 @@ class Restorer:
             [()] * count,
             start,
             start + count,
-            True,
+            False,
             held,
             blocks,
             [],
@@ -283,17 +298,32 @@ class Restorer:
         )
         self._jobs.append(job)
         prospect = Prospect(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
-        job.running = [self._run(job, part, prospect)]
+        job.running.append(self._run(job, part, prospect))
         return count
 
     @property
     def preloading(self) -> bool:
         return any(job.ahead for job in self._jobs)
 
+    def _bring_staged(self, job: RestoreJob, running: _Running) -> None:
+        """What has landed on the host goes on to the device."""
+        if not running.staged or running.copy is not None:
+            return
+        assert running.landing is not None
+        assert self._host is not None
+        if not running.landing.ended:
+            return
+        blocks = job.blocks[running.part.start - job.start :]
+        pairs = zip(blocks, running.slots[: running.landing.close()], strict=False)
+        moves = [partial(self._memory.write, block, self._host.view(slot)) for block, slot in pairs]
+        running.copy = CopyJob(moves, self._memory.block_bytes, self._wake)
+        self._copier.bring(running.copy)
+
     # ------------------------------------------------------------------ end
 
     def poll(self) -> list[EngineSequence]:
         """Sequences whose turn may come again."""
+        self.start()
         if not self._jobs and not self._looking:
             return []
         now = self._clock()
@@ -306,6 +336,8 @@ class Restorer:
                 back.append(sequence)
                 del self._looking[key]
         for job in list(self._jobs):
+            for running in job.running:
+                self._bring_staged(job, running)
             if not all(running.ended for running in job.running):
                 wanted = bool(job.waiting) or job.ahead
                 if wanted and now < job.deadline:
@@ -353,7 +385,9 @@ class Restorer:
             if len(arrived) < wanted and running.landing is not None and running.landing.failure:
                 self.failures_total[tier, running.landing.failure] += 1
         self._memory.landed(job.blocks[: len(came)])
-        is_lossy = bool(job.held) and pool.content(job.held[-1]).lossy
+        if job.held and not pool.lists_block(job.held[-1]):
+            came = []  # what comes before them was thrown away meanwhile
+        is_lossy = bool(came and job.held) and pool.content(job.held[-1]).lossy
         for at, one in enumerate(came):
             block_hash = job.hashes[job.start + at]
             if job.exact and pool.is_lossy(block_hash):
@@ -379,7 +413,7 @@ class Restorer:
             return
         at = job.start + count - 1
         last = next(r for r in job.running if r.part.start <= at < r.part.end)
-        source = last.landing.source if last.landing is not None else ""
+        source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
         hashes = list(job.hashes[: at + 1])
         self.samples.append(Sample(job.root, hashes, job.ids[count - 1], last.part.start, last.part.tier, source))
 
@@ -395,21 +429,19 @@ class Restorer:
 
     def _end(self, running: _Running, job: RestoreJob, blocks: Sequence[int]) -> list[_Arrived]:
         """Stop a part. Returns what came."""
-        if running.copy is not None:
+        done = running.copy.close() if running.copy is not None else 0
+        if running.landing is None:
             assert self._host is not None
-            done = running.copy.close()
             slots = running.slots[running.part.start : running.part.start + done]
-            contents = [self._host.pool.content(slot) for slot in slots]
+            contents = [self._host.pool.content(slot) for slot in slots if self._host.pool.lists_block(slot)]
             self._host.pool.release(running.slots)
             return [_Arrived(content.lossy, content.ids) for content in contents]
-        assert running.landing is not None
         arrived = running.landing.close()
-        headers = [header for header in running.landing.headers[:arrived] if header is not None]
-        if running.slots:
+        if running.staged:
             assert self._host is not None
-            for block, slot in zip(blocks, running.slots[:arrived], strict=False):
-                self._memory.write(block, self._host.view(slot))
             self._host.pool.release(running.slots)
+            arrived = done
+        headers = [header for header in running.landing.headers[:arrived] if header is not None]
         return [_Arrived(header.lossy, unpack_ids(header.ids)) for header in headers]
 
     # ------------------------------------------------------------------ queries
@@ -417,6 +449,10 @@ class Restorer:
     def held(self) -> list[list[int]]:
         """Blocks of the device that jobs hold, by holder."""
         return [[*job.held, *job.blocks] for job in self._jobs]
+
+    def carried(self) -> list[bytes]:
+        """Last blocks of chains on their way up, and so held."""
+        return [job.hashes[job.end - 1] for job in self._jobs]
 
     def held_on_host(self) -> list[list[int]]:
         return [running.slots for job in self._jobs for running in job.running if running.slots]

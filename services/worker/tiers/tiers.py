@@ -56,10 +56,9 @@ class Tiers:
         self.remote = remote
         self.reuse = ReuseWatch()
         self._erasing: deque[_Erasure] = deque(maxlen=MOST_ERASING)
-        self._wrong: list[bytes] = []  # to be discarded once nobody holds them
         self.copier = Copier()
         self.wake = wake
-        self.lent: list[list[tuple[BlockPool, list[int]]]] = []  # chains held for peers; an empty one is given back
+        self.lent: dict[int, list[tuple[BlockPool, list[int]]]] = {}  # chains held for peers, by lending
         self._forks: OrderedDict[bytes, bytes] = OrderedDict()  # parent of a chain's first own block -> tenant's root
         self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
         self.offloader = (
@@ -109,6 +108,9 @@ class Tiers:
         self.restorer.drop(sequence)
         if self.offloader is not None and sequence.filled:
             self.reuse.extend(sequence.hashes[: sequence.filled])
+            prospect = sequence.spec.prospect
+            if prospect is not None and prospect.finding.ready:  # a vault may have lost what it was given
+                self.offloader.missed(sequence.hashes[prospect.finding.vault :])
             self.offloader.offer(sequence, prefill_tokens_per_s)
 
     def paused(self, sequence: EngineSequence) -> None:
@@ -134,7 +136,7 @@ class Tiers:
 
     def tend(self) -> list[EngineSequence]:
         """Between steps. Returns sequences that go back to the queue."""
-        if self.offloader is not None and self.offloader.has_work:
+        if self.offloader is not None:
             self.offloader.tend()
         for _ in range(len(self._erasing)):
             late = self._erasing.popleft()
@@ -142,14 +144,16 @@ class Tiers:
                 self.erase(late.root, late.hashes, late.ids)
             else:
                 self._erasing.append(late)
-        if self._wrong:
-            self._discard()
         return self.restorer.poll()
 
     @property
     def waiting(self) -> int:
         """Sequences that are out of the queue."""
         return self.restorer.waiting
+
+    def copied(self) -> None:
+        """What this step copies between blocks is copied: blocks that were taken from the pool may be written."""
+        self.restorer.start()
 
     def due_in(self) -> float | None:
         """Seconds until `tend` is needed though nothing woke the engine."""
@@ -170,22 +174,31 @@ class Tiers:
             self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
         return gone
 
-    def discard(self, block_hash: bytes) -> None:
-        """A block's content is wrong: it and what continues it go, as soon as nobody copies them."""
-        self._wrong.append(block_hash)
-        self._discard()
-
-    def _discard(self) -> None:
-        pools = [pool for pool, _ in self.readable()]
-        for block_hash in self._wrong:
-            for pool in pools:
-                pool.drop(block_hash)
-        self._wrong = [one for one in self._wrong if any(pool.lists(one) for pool in pools)]
+    def discard(self, root: Root, hashes: Sequence[bytes]) -> None:
+        """The last block's content is wrong: it and all that continues it go, here and in vaults, and what of it is on
+        its way goes nowhere."""
+        first = hashes[-1]
+        paths = [[], *self.pool.continuations(first)]
+        if self.host is not None:
+            paths += self.host.pool.continuations(first)
+            self.host.drop(first)
+        self.pool.drop(first)
+        gone = {path[-1] if path else first for path in paths}
+        if self.offloader is not None:
+            self.offloader.forget(list(gone))
+        if self.remote is not None:
+            names = {}
+            for path in paths:
+                name = names_of(root, [*hashes, *path], (), self.pool.block_size)[-1]
+                names[name.hash] = name
+            self.remote.erase(list(names.values()))
 
     def _carried(self) -> list[bytes]:
         """Last blocks of chains that are held here, by no sequence."""
-        lent = [pool.content(chain[-1]).hash for held in self.lent for pool, chain in held]
-        return [end for end in lent if end] + (self.offloader.carried() if self.offloader is not None else [])
+        lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
+        ends = [pool.content(last).hash for pool, last in lent if pool.lists_block(last)]
+        carried = self.offloader.carried() if self.offloader is not None else []
+        return [end for end in ends if end] + carried + self.restorer.carried()
 
     # ------------------------------------------------------------------ queries
 
@@ -258,8 +271,7 @@ class Tiers:
         return [*self.restorer.held(), *offloading, *self._lent_of(self.pool)]
 
     def _lent_of(self, pool: BlockPool) -> list[list[int]]:
-        self.lent = [held for held in self.lent if held]
-        return [chain for held in self.lent for of, chain in held if of is pool]
+        return [chain for held in self.lent.values() for of, chain in held if of is pool]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the host's books do not balance."""

@@ -4,19 +4,19 @@ A checksum says that bytes are those that were stored, not that they were right.
 else to do, the last block of a restored chain is run through the model on the blocks before it. What differs by more
 than rounding is thrown away with all that continues it, and whoever it came from is not trusted. The engine's thread
 owns it.
+
+It happens while no sequence runs or waits, so nothing has to be taken from anybody. What is being copied or lent at
+that moment stays with those who copy it, and is found by nobody any more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from enum import Enum, auto
 
 from kvproto.errors import OutOfMemory
-from services.worker.block_pool import BlockPool
 from services.worker.model.base import ModelRunner
 from services.worker.step_plan import Slice
-from services.worker.tiers.prospect import names_of
 from services.worker.tiers.restorer import Sample
 from services.worker.tiers.tiers import Tiers
 
@@ -30,18 +30,15 @@ class Verdict(Enum):
 
 
 class Verifier:
-    """`let_go` is called before blocks are thrown away, with their numbers: whoever runs on them has to begin anew."""
-
-    def __init__(self, runner: ModelRunner, tiers: Tiers, let_go: Callable[[frozenset[int]], None]) -> None:
+    def __init__(self, runner: ModelRunner, tiers: Tiers) -> None:
         self.checked_total = 0
         self.wrong_total = 0
         self._runner = runner
         self._tiers = tiers
-        self._let_go = let_go
 
     @property
     def has_work(self) -> bool:
-        return bool(self._tiers.restorer.samples)
+        return bool(self._tiers.restorer.samples) and not self._tiers.waiting
 
     def check_one(self) -> Verdict:
         """Takes a step of one block."""
@@ -81,16 +78,6 @@ class Verifier:
         """All that came with it, and what continues it, on device and host and in vaults."""
         tiers = self._tiers
         tiers.restorer.failures_total[sample.tier, "wrong"] += 1
-        first = sample.hashes[sample.start]
-        self._let_go(frozenset(_under(tiers.pool, first)))
-        tiers.discard(first)
-        if tiers.remote is not None:
-            if sample.source:
-                tiers.remote.distrust(sample.source)
-            tiers.remote.erase(names_of(sample.root, sample.hashes, (), tiers.pool.block_size)[sample.start :])
-
-
-def _under(pool: BlockPool, block_hash: bytes) -> list[int]:
-    """A block and all that continues it."""
-    block = pool.find(block_hash)
-    return [] if block is None else [block, *pool.descendants(block_hash)]
+        tiers.discard(sample.root, sample.hashes[: sample.start + 1])
+        if tiers.remote is not None and sample.source:
+            tiers.remote.distrust(sample.source)

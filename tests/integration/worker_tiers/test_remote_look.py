@@ -73,7 +73,7 @@ def test_a_peer_is_asked_too(make_vault: MakeVault, make_remote: MakeRemote) -> 
     assert look(remote, names, peer="nobody").peer == 0
     fetched = Fetched(remote, names[:7], Tier.PEER, peer="w2").wait()
     assert fetched.check() == 7
-    assert fetched.landing.source == "w2"
+    assert set(fetched.landing.sources.values()) == {"w2"}
     assert remote.loads()["peer"].restores_total == 1
     assert remote.loads()["vault"].restores_total == 0
 

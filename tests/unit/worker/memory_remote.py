@@ -96,8 +96,8 @@ class MemoryRemote:
 
                 if not landing.land(at, header, write):
                     break
+                landing.sources[at] = f"{tier.value}1"
                 self.fetched += 1
-            landing.source = f"{tier.value}1"
             landing.ended = True
             on_progress()
 

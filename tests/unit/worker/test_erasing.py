@@ -135,12 +135,12 @@ def test_what_a_peer_is_reading(rig: Rig) -> None:
     blocks = rig.engine.pool.chain_to(chain(ROOT, PROMPT, SIZE))
     rig.engine.pool.acquire(blocks)
     held: list[tuple[BlockPool, list[int]]] = [(rig.engine.pool, blocks)]
-    rig.tiers.lent.append(held)
+    rig.tiers.lent[1] = held
     rig.engine.erase(ROOT, PROMPT)
     rig.engine.tend()
     assert rig.left()[0] == 8
     rig.engine.pool.release(blocks)
-    held.clear()
+    rig.tiers.lent.clear()
     rig.settle()
     assert rig.left() == (0, 0, 0)
 

@@ -300,6 +300,91 @@ class TestPreemption:
             assert rig.transcript.tokens[name, 0] == expected_tokens(prompt, Sampling(20, temperature=0.0))
 
 
+class TestRaces:
+    def test_a_restore_does_not_overwrite_what_a_step_still_has_to_copy(self, make_rig: MakeRig) -> None:
+        """A sequence begins on a copy of another block's beginning; in the same step that block, the oldest one, is
+        taken for a restore."""
+        rig = make_rig(blocks=12)
+        rig.run("old", [900, 901, 902, 903, 904, 905], 1)
+        rig.run("a", PROMPT[:25], 1)
+        rig.settle()
+        rig.flush_device()
+        rig.run("old2", [900, 901, 902, 903, 904, 905], 1)
+        rig.settle()
+        copy = rig.runner.copy_blocks
+
+        def slowly(copies: object) -> None:
+            time.sleep(0.02)
+            copy(copies)  # type: ignore[arg-type]
+
+        rig.runner.copy_blocks = slowly  # type: ignore[method-assign]
+        prompts = {"x": [900, 901, 902, 903, 904, 905, 7], "y": PROMPT[:25]}
+        for name, prompt in prompts.items():
+            rig.add(name, prompt, 3)
+        rig.until(lambda: all((name, 0) in rig.transcript.ends for name in prompts))
+        for name, prompt in prompts.items():
+            assert rig.transcript.tokens[name, 0] == expected_tokens(prompt, Sampling(3, temperature=0.0))
+
+    def test_the_shared_beginning_of_a_fork_goes_before_what_continues_it(self, make_rig: MakeRig) -> None:
+        """Its last block counts as an end: nothing in the index says that a tenant's own part continues it."""
+        rig = make_rig(host=10)
+        roots = [ForkedRoot(b"public root 16 b", bytes([at]) * 16, 3) for at in range(4)]
+        for at in range(12):
+            prompt = [*PROMPT[:12], *range(10 * at, 10 * at + 20)]
+            assert rig.run(f"r{at}", prompt, root=roots[at % 4]) == expected_tokens(prompt, GREEDY)
+            rig.settle()
+            if at % 3 == 2:
+                rig.flush_device()
+            again = rig.run(f"again{at}", prompt, root=roots[at % 4])
+            assert again == expected_tokens(prompt, GREEDY)
+
+    def test_a_vault_that_lost_everything_is_given_it_again(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        rig.run("a", PROMPT)
+        rig.settle()
+        assert rig.remote is not None
+        assert len(rig.remote.kept[Tier.VAULT]) >= 10
+        rig.remote.kept[Tier.VAULT].clear()
+        rig.run("b", [*PROMPT, *range(20)])  # long enough for the vault's answer to be there
+        rig.settle()
+        assert set(chain(ROOT, PROMPT, SIZE)) <= set(rig.remote.kept[Tier.VAULT])
+
+    def test_lendings_leave_nothing_behind(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        rig.settle()
+        lender = EngineLender(rig.tiers, lambda work: work(rig.engine))
+        hashes = chain(ROOT, PROMPT, SIZE)
+        for _ in range(5):
+            lender.holds(ROOT, hashes, False)
+            lender.lend(ROOT, hashes, False).release()
+        assert not rig.tiers.lent
+        assert rig.pool.used == 0
+
+    def test_on_the_host_nothing_exact_follows_what_is_lossy(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        turn = [*PROMPT, *rig.run("a", PROMPT, 20)]
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+        assert rig.remote is not None
+        kept = rig.remote.kept[Tier.VAULT]
+        for block_hash in chain(ROOT, turn, SIZE)[:4]:
+            name, payload, _ = kept[block_hash]
+            kept[block_hash] = name, payload, True
+        rig.run("b", PROMPT[:17])
+        rig.settle()
+        rig.flush_device()
+        kept.clear()
+        rig.run("c", turn, exact=True)
+        rig.settle()
+        assert rig.host is not None
+        pool = rig.host.pool
+        flags = [pool.content(block).lossy for block in pool.chain_to(chain(ROOT, turn, SIZE))]
+        assert flags == sorted(flags)
+        assert rig.host.depth(chain(ROOT, turn, SIZE), 0, 10, exact=True) == flags.count(False)
+
+
 class TestErase:
     def test_a_sequence_is_forgotten_in_every_tier(self, make_rig: MakeRig) -> None:
         rig = make_rig(remote=True)
@@ -445,18 +530,39 @@ class TestVerification:
         assert rig.run("c", PROMPT) == expected_tokens(PROMPT, GREEDY)
         assert rig.cached("c") == {}
 
-    def test_what_runs_on_it_begins_anew(self, make_rig: MakeRig) -> None:
+    def test_what_is_wrong_goes_also_while_it_is_lent(self, make_rig: MakeRig) -> None:
         rig = make_rig(remote=True)
         self.restored(rig, spoilt=9)
-        rig.settle()
-        rig.add("c", PROMPT, 12)
-        rig.turn()
-        assert rig.engine.scheduler.running
-        assert rig.engine.verify()
+        hashes = chain(ROOT, PROMPT, SIZE)
+        lent = EngineLender(rig.tiers, lambda work: work(rig.engine)).lend(ROOT, hashes, False)
+        assert rig.engine.verify()  # and while blocks are on their way down
         rig.engine.check_integrity()
-        rig.until(lambda: ("c", 0) in rig.transcript.ends)
-        assert rig.transcript.tokens["c", 0][1:] != [], "it went on to its end"
-        assert rig.engine.scheduler.preemptions == 1
+        assert rig.run("c", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        lent.release()
+        rig.settle()
+        rig.engine.check_integrity()
+        assert rig.remote is not None
+        right = {block_hash: bytes(rig.runner.memory.view(block)) for block_hash, block in self.listed(rig, hashes)}
+        kept = rig.remote.kept[Tier.VAULT]
+        assert all(kept[block_hash][1] == right[block_hash] for block_hash in hashes if block_hash in kept)
+        assert rig.pool.used == 0
+
+    def listed(self, rig: TieredRig, hashes: list[bytes]) -> list[tuple[bytes, int]]:
+        return list(zip(hashes, rig.pool.chain_to(hashes), strict=False))
+
+    def test_what_continues_it_goes_too(self, make_rig: MakeRig) -> None:
+        rig = make_rig(remote=True)
+        rig.tiers.restorer.sampled = 1
+        self.restored(rig, spoilt=9)
+        turn = [*PROMPT, *rig.transcript.tokens["b", 0], *range(30)]
+        rig.run("c", turn)
+        rig.settle()
+        assert rig.engine.verify()
+        assert rig.remote is not None
+        hashes = chain(ROOT, turn, SIZE)
+        for pool, _ in rig.tiers.readable():
+            assert pool.chain_to(hashes) == []
+        assert not any(block_hash in rig.remote.kept[Tier.VAULT] for block_hash in hashes)
 
     def test_one_in_so_many_is_looked_at(self, make_rig: MakeRig) -> None:
         rig = make_rig()
