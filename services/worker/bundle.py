@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tokenizers import Tokenizer
 
@@ -20,6 +20,8 @@ from kvproto.messages import Bundle
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _SAMPLED_BYTES = 65_536
+_TENSOR_BYTES = 4096
+_MAX_HEADER_BYTES = 100 * 1024 * 1024  # as in the format itself
 MAX_PUBLIC_PREFIXES = 256  # a worker's record says all of them, and is renewed every second
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
@@ -79,8 +81,8 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
 def model_revision(folder: Path, load_format: str, dtype: str) -> str:
     """What decides the bytes of K and V: configuration, weights and dtype. Part of every block hash's root.
 
-    Weights are identified by file name, size, and their first and last 64 KiB (a safetensors header lists every tensor
-    and its place): hashing gigabytes at each start would cost more than it tells.
+    Weights are identified by file name, size, the ends of the file, and beginning and middle of every tensor, so that
+    a fine-tune of some matrices is another model: hashing gigabytes at each start would cost more than it tells.
     """
     digest = hashlib.blake2b(f"{load_format}\0{dtype}\0".encode(), digest_size=16)
     digest.update((folder / "config.json").read_bytes())
@@ -90,9 +92,24 @@ def model_revision(folder: Path, load_format: str, dtype: str) -> str:
             digest.update(f"{path.name}\0{size}\0".encode())
             with path.open("rb") as file:
                 digest.update(file.read(_SAMPLED_BYTES))
-                file.seek(max(0, size - _SAMPLED_BYTES))
-                digest.update(file.read(_SAMPLED_BYTES))
+                for at in [*_tensor_places(file, size), size - _SAMPLED_BYTES]:
+                    file.seek(max(0, at))
+                    digest.update(file.read(_SAMPLED_BYTES if at == size - _SAMPLED_BYTES else _TENSOR_BYTES))
     return base32(digest.digest())
+
+
+def _tensor_places(file: BinaryIO, size: int) -> list[int]:
+    """Where to look at each tensor of a safetensors file, in the order of the file; none if its header is no header."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size, _MAX_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(file.read(length))
+        spans = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+        return sorted(8 + length + at for start, end in spans for at in (start, (start + end) // 2))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
 
 
 def read_bundle(

@@ -80,3 +80,27 @@ def test_where_a_model_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert served_name("org/name") == "org/name"
     with pytest.raises(UnsupportedModel, match="does not exist"):
         resolve_model("/nowhere/at/all")
+
+
+def test_a_fine_tune_of_one_matrix_is_another_model(folder: Path) -> None:
+    """Of equal size, with equal ends."""
+    base = model_revision(folder, "auto", "auto")
+    (weights,) = folder.glob("*.safetensors")
+    raw = bytearray(weights.read_bytes())
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    tensors = sorted((one["data_offsets"] for name, one in header.items() if name != "__metadata__"))
+    start, end = tensors[len(tensors) // 2]
+    begin = 8 + int.from_bytes(raw[:8], "little") + start
+    raw[begin : begin + (end - start)] = bytes(reversed(raw[begin : begin + (end - start)]))
+    weights.unlink()
+    weights.write_bytes(raw)
+    assert model_revision(folder, "auto", "auto") != base
+
+
+def test_weights_with_a_broken_header_have_a_revision_too(folder: Path) -> None:
+    (weights,) = folder.glob("*.safetensors")
+    weights.unlink()
+    weights.write_bytes(b"\xff" * 100)
+    broken = model_revision(folder, "auto", "auto")
+    weights.write_bytes((5).to_bytes(8, "little") + b"[1,2]" + b"x" * 100)
+    assert model_revision(folder, "auto", "auto") != broken
