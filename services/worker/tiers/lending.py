@@ -72,7 +72,11 @@ class EngineLender:
     def lend(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> EngineLent:
         nothing = EngineLent([None] * len(hashes), {}, self._tiers, self._post)
         lent = self._ask(lambda: self._hold(root, hashes, exact), nothing, EngineLent.let_go)
-        lent.read()
+        try:
+            lent.read()
+        except BaseException:
+            lent.release()
+            raise
         return lent
 
     def holds(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:

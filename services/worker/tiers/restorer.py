@@ -37,7 +37,7 @@ MOST_RESTORES = 2  # for one sequence before it runs
 LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
-LOOK_LIMIT_S = 0.03
+ANSWER_LIMIT_S = 0.03
 
 
 class _Arrived(NamedTuple):
@@ -165,7 +165,7 @@ class Restorer:
             left = max((offer.end for offer in offers), default=start)
             best = price(offers + self._remote_offers(prospect, usable, usable))
             if compute_s(left, usable) > LOOK_WORTH_S and best and best[-1].tier is not Tier.HOST:
-                self._looking[id(sequence)] = sequence, self._clock() + LOOK_LIMIT_S
+                self._looking[id(sequence)] = sequence, self._clock() + ANSWER_LIMIT_S
                 return True
         parts = price(offers)
         room = self._pool.available - self._pool.idle_among(match.blocks) - spare

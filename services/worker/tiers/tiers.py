@@ -39,8 +39,8 @@ class _Erasure:
 
 
 class Tiers:
-    """Without a `host` tier nothing is offloaded, but vaults and peers are still read. `wake` is called from any
-    thread when there is something to tend to."""
+    """Without a `host` tier nothing is offloaded; vaults and peers are still read where blocks of the device have an
+    address on the host. `wake` is called from any thread when there is something to tend to."""
 
     def __init__(
         self,
