@@ -101,6 +101,23 @@ def test_a_killed_vault_costs_nobody_a_wrong_or_missing_token(fleet: Up, http: h
     assert [complete(http, number)[0] for number in range(CONVERSATIONS)] == expected
 
 
+def test_a_new_worker_preloads_what_is_in_demand(fleet: Up, http: httpx.Client) -> None:
+    """A killed one is started again, with an empty device: it says that it is ready when it has the hottest blocks."""
+    for number in range(CONVERSATIONS):
+        complete(http, number)
+    time.sleep(1.5)  # what goes down is in the vault
+    before = http.get("/workers").json()["w0"]
+    os.kill(before["pid"], signal.SIGKILL)
+    end = time.monotonic() + 60
+    while (after := http.get("/workers").json().get("w0", {})).get("state") != "ready" or (
+        after["epoch"] == before["epoch"] or not after["load"]["blocks_total"]
+    ):
+        assert time.monotonic() < end, fleet.stderr[-2000:]
+        time.sleep(0.05)
+    assert after["load"]["prompt_tokens_total"] == 0, "nobody has asked it for anything"
+    assert after["load"]["blocks_addressed"] > 0
+
+
 def test_a_deleted_session_is_found_nowhere(http: httpx.Client) -> None:
     prompt = " ".join(random.Random(77).choice(WORDS) for _ in range(120))
 
