@@ -100,7 +100,7 @@ def main() -> None:
                 return
             for prompt, hashes in zip(prompts, chains, strict=True):
                 host.erase(ROOT, hashes, prompt)
-                offloader.forget_vaults()
+                offloader.missed(hashes)
                 offloader.offer_chain(Chain(ROOT, hashes, len(hashes)))
             sent += 1
 

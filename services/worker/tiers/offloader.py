@@ -49,7 +49,7 @@ class Chain:
 
 @dataclass(slots=True)
 class _Batch:
-    """Blocks `start` to `end` of a chain; the first `known` of them are on the host already."""
+    """Blocks `start` to `end` of a chain; those before `copied_from` are on the host already."""
 
     chain: Chain
     start: int
@@ -273,10 +273,6 @@ class Offloader:
         """Any thread."""
         self._let_go.append(hold)
         self._wake()
-
-    def forget_vaults(self) -> None:
-        """Others than before keep blocks now: what they were given is not theirs."""
-        self._vaulted.clear()
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Vaults do not have these, whatever they were given: they are offered again when their chain is."""

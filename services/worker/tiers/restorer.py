@@ -215,7 +215,7 @@ class Restorer:
             [sequence],
         )
         self._jobs.append(job)
-        self._unstarted.append(lambda: job.running.extend(self._run(job, part, prospect) for part in parts))
+        job.running = [self._prepare(job, part, prospect) for part in parts]
 
     def start(self) -> None:
         """Begin to write to the blocks that jobs took from the pool. Not sooner than the step in which they were taken
@@ -224,10 +224,11 @@ class Restorer:
         for start in unstarted:
             start()
 
-    def _run(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> _Running:
+    def _prepare(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> _Running:
+        """Holds what a part needs, now; it begins with `start`."""
         blocks = job.blocks[part.start - job.start : part.end - job.start]
         if part.tier is Tier.HOST:
-            return self._run_copy(job, part, blocks)
+            return self._prepare_copy(job, part, blocks)
         assert self._remote is not None
         assert prospect is not None
         running = _Running(part, landing=Landing([None] * len(blocks)))
@@ -236,7 +237,8 @@ class Restorer:
         addressable = [target for target in targets if target is not None]
         if len(addressable) < len(targets):
             addressable = self._stage(running, len(blocks))
-        self._remote.fetch(
+        fetch = partial(
+            self._remote.fetch,
             part.tier,
             prospect.names[part.start : part.start + len(addressable)],
             addressable,
@@ -245,9 +247,10 @@ class Restorer:
             peer=prospect.peer,
             on_progress=self._wake,
         )
+        self._unstarted.append(fetch)
         return running
 
-    def _run_copy(self, job: RestoreJob, part: Part, blocks: Sequence[int]) -> _Running:
+    def _prepare_copy(self, job: RestoreJob, part: Part, blocks: Sequence[int]) -> _Running:
         """Its slots, and the chain before them, are held while they are read."""
         assert self._host is not None
         chain = self._host.pool.chain_to(job.hashes[: part.end])
@@ -258,7 +261,7 @@ class Restorer:
         ]
         running = _Running(part, chain, CopyJob(moves, self._memory.block_bytes, self._wake))
         assert running.copy is not None
-        self._copier.bring(running.copy)
+        self._unstarted.append(partial(self._copier.bring, running.copy))
         return running
 
     def _stage(self, running: _Running, count: int) -> list[memoryview]:
@@ -298,7 +301,7 @@ class Restorer:
         )
         self._jobs.append(job)
         prospect = Prospect(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
-        job.running.append(self._run(job, part, prospect))
+        job.running = [self._prepare(job, part, prospect)]
         return count
 
     @property

@@ -89,10 +89,6 @@ class WriteBehind:
             dropped = self._queue.drop(hashes)
         self._give_back(dropped, "erased")
 
-    @property
-    def queued_bytes(self) -> int:
-        return self._queue.bytes
-
     def close(self) -> list[threading.Thread]:
         """Waits for nothing: the thread that will end. What waits is given back now, what is under way with it."""
         with self._lock:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.messages import Tier, TierLoad
@@ -129,3 +130,16 @@ class MemoryRemote:
 
     def loads(self) -> dict[str, TierLoad]:
         return {}
+
+
+class Unaddressed:
+    """A device's memory that the host can only copy from and to, as a GPU's is."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def view(self, block: int) -> None:
+        return None

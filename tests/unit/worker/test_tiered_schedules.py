@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from memory_remote import Faults, MemoryRemote
+from memory_remote import Faults, MemoryRemote, Unaddressed
 from test_random_schedules import MOST_STEPS, Schedule
 
 from kvproto.block_hash import chain
@@ -34,7 +34,8 @@ class TieredSchedule(Schedule):
         faults = Faults(0.1, 0.05, 0.1, 0.1, 0.3) if faulty else Faults()
         self.remote = MemoryRemote(memory.block_bytes, seed, faults) if chance.random() < 0.7 else None
         host = HostTier(memoryview(bytearray(memory.block_bytes * chance.randint(1, 30))), memory.block_bytes, size)
-        tiers = Tiers(engine.pool, memory, host if chance.random() < 0.9 else None, self.remote)
+        kept = host if chance.random() < 0.9 else None
+        tiers = Tiers(engine.pool, Unaddressed(memory) if seed % 3 == 0 else memory, kept, self.remote)
         tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         self.engine = Engine(
             engine.runner, engine.pool, engine.scheduler, engine._detokenizer, clock=self.clock, tiers=tiers

@@ -325,6 +325,22 @@ class TestRaces:
         for name, prompt in prompts.items():
             assert rig.transcript.tokens[name, 0] == expected_tokens(prompt, Sampling(3, temperature=0.0))
 
+    def test_what_a_restore_reads_is_held_from_the_moment_it_is_decided(self, make_rig: MakeRig) -> None:
+        """Between that and its start the host may need room, for a sequence that is preempted in the same step."""
+        rig = make_rig()
+        rig.run("a", PROMPT)
+        rig.settle()
+        rig.flush_device()
+        start = rig.tiers.copied
+
+        def crowded() -> None:
+            rig.flush_host()
+            start()
+
+        rig.tiers.copied = crowded  # type: ignore[method-assign]
+        assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
+        assert rig.cached("b") == {"host": 40}
+
     def test_the_shared_beginning_of_a_fork_goes_before_what_continues_it(self, make_rig: MakeRig) -> None:
         """Its last block counts as an end: nothing in the index says that a tenant's own part continues it."""
         rig = make_rig(host=10)
