@@ -129,11 +129,15 @@ class Members:
         subjects: Subjects,
         *,
         on_heartbeat: Callable[[Heartbeat], None] | None = None,
+        hears: bool = True,
     ) -> None:
+        """Without `hears` records alone say who is alive, which is enough for who does not send requests: each worker
+        of a large fleet would else read the heartbeats of all others."""
         self.view = FleetView()
         self.listeners: list[Listener] = []
         self.member_listeners: list[MemberListener] = []
         self._on_heartbeat = on_heartbeat
+        self._hears = hears
         self._connection = connection
         self._subjects = subjects
         self._watch: Watch | None = None
@@ -145,7 +149,8 @@ class Members:
 
     async def start(self, timeout_s: float = 10.0) -> None:
         """Returns when everybody who is registered now is known. Raises Unavailable."""
-        self._subscription = await self._connection.subscribe(self._subjects.heartbeat_all(), self._heartbeat)
+        if self._hears:
+            self._subscription = await self._connection.subscribe(self._subjects.heartbeat_all(), self._heartbeat)
         self._connection.on_disconnect.append(self.view.on_disconnected)
         self._connection.on_reconnect.append(self._rewatch)
         self._watching = asyncio.create_task(self._follow(), name="members-watch")

@@ -82,7 +82,7 @@ class TierNetwork:
     async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
         """Learn keys and addresses, and go on doing so. Raises Unavailable."""
         self._keys = await follow_keys(connection, subjects, self.ring)
-        self._members = Members(connection, subjects)
+        self._members = Members(connection, subjects, hears=False)
         await self._members.start()
         self._refresh(me)
         self._refreshing = asyncio.create_task(self._keep_fresh(me), name="tier-addresses")

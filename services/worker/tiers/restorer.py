@@ -15,9 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from kvproto.block_hash import Root, parent_of, unpack_ids
 from kvproto.messages import Tier
@@ -29,6 +27,7 @@ from services.worker.tiers.break_even import LOOK_WORTH_S, Offer, Part, cheapest
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import Finding, Prospect, names_of
+from services.worker.tiers.restore_job import Arrived, RestoreJob, RunningPart, Sample
 from services.worker.tiers.speed import LinkSpeed
 
 SAMPLED = 32  # one restore in so many is checked by computing
@@ -38,65 +37,6 @@ LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
 ANSWER_LIMIT_S = 0.03
-
-
-class _Arrived(NamedTuple):
-    lossy: bool
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
-    `source`: a vault's or peer's id, "" the host."""
-
-    root: Root
-    hashes: Sequence[bytes]
-    ids: tuple[int, ...]  # of the last block
-    start: int
-    tier: Tier
-    source: str
-
-
-@dataclass(slots=True)
-class _Running:
-    """A part under way: from the host by the copier, else through a landing."""
-
-    part: Part
-    slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
-    copy: CopyJob | None = None
-    landing: Landing | None = None
-
-    @property
-    def staged(self) -> bool:
-        """Whether it lands on the host first."""
-        return self.landing is not None and bool(self.slots)
-
-    @property
-    def ended(self) -> bool:
-        if self.copy is not None:
-            return self.copy.ended
-        return self.landing is not None and self.landing.ended and not self.staged
-
-
-@dataclass(slots=True)
-class RestoreJob:
-    """Blocks `start` to `end` of a chain, on their way."""
-
-    root: Root
-    hashes: Sequence[bytes]
-    ids: list[tuple[int, ...]]  # of each block; empty where it is not known
-    start: int
-    end: int
-    exact: bool
-    held: list[int]  # the chain before them, on the device
-    blocks: list[int]  # where they go
-    running: list[_Running]
-    began: float
-    deadline: float
-    compute_s: float  # what computing them would take
-    waiting: list[EngineSequence]
-    ahead: bool = False  # nobody waits: it is brought for those to come
 
 
 class Restorer:
@@ -200,19 +140,18 @@ class Restorer:
         pool.acquire(match.blocks)
         now = self._clock()
         job = RestoreJob(
-            sequence.root,
-            sequence.hashes,
-            [tuple(sequence.ids[at * size : (at + 1) * size]) for at in range(start, end)],
-            start,
-            end,
-            sequence.spec.exact,
-            list(match.blocks),
-            pool.allocate(end - start),
-            [],
-            now,
-            now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * compute_s),
-            compute_s,
-            [sequence],
+            root=sequence.root,
+            hashes=sequence.hashes,
+            ids=[tuple(sequence.ids[at * size : (at + 1) * size]) for at in range(start, end)],
+            start=start,
+            end=end,
+            exact=sequence.spec.exact,
+            held=list(match.blocks),
+            blocks=pool.allocate(end - start),
+            began=now,
+            deadline=now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * compute_s),
+            compute_s=compute_s,
+            waiting=[sequence],
         )
         self._jobs.append(job)
         job.running = [self._prepare(job, part, prospect) for part in parts]
@@ -224,14 +163,14 @@ class Restorer:
         for start in unstarted:
             start()
 
-    def _prepare(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> _Running:
+    def _prepare(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> RunningPart:
         """Holds what a part needs, now; it begins with `start`."""
         blocks = job.blocks[part.start - job.start : part.end - job.start]
         if part.tier is Tier.HOST:
             return self._prepare_copy(job, part, blocks)
         assert self._remote is not None
         assert prospect is not None
-        running = _Running(part, landing=Landing([None] * len(blocks)))
+        running = RunningPart(part, landing=Landing([None] * len(blocks)))
         assert running.landing is not None
         targets = [self._memory.view(block) for block in blocks]
         addressable = [target for target in targets if target is not None]
@@ -250,7 +189,7 @@ class Restorer:
         self._unstarted.append(fetch)
         return running
 
-    def _prepare_copy(self, job: RestoreJob, part: Part, blocks: Sequence[int]) -> _Running:
+    def _prepare_copy(self, job: RestoreJob, part: Part, blocks: Sequence[int]) -> RunningPart:
         """Its slots, and the chain before them, are held while they are read."""
         assert self._host is not None
         chain = self._host.pool.chain_to(job.hashes[: part.end])
@@ -259,12 +198,12 @@ class Restorer:
             partial(self._memory.write, block, self._host.view(slot))
             for block, slot in zip(blocks, chain[part.start :], strict=True)
         ]
-        running = _Running(part, chain, CopyJob(moves, self._memory.block_bytes, self._wake))
+        running = RunningPart(part, chain, CopyJob(moves, self._memory.block_bytes, self._wake))
         assert running.copy is not None
         self._unstarted.append(partial(self._copier.bring, running.copy))
         return running
 
-    def _stage(self, running: _Running, count: int) -> list[memoryview]:
+    def _stage(self, running: RunningPart, count: int) -> list[memoryview]:
         """Slots of the host for blocks that the device's memory cannot be written with directly."""
         if self._host is None:
             return []
@@ -284,19 +223,17 @@ class Restorer:
         blocks = self._pool.allocate(count)
         part = Part(tier, start, start + count, limit_s)
         job = RestoreJob(
-            root,
-            hashes,
-            [()] * count,
-            start,
-            start + count,
-            False,
-            held,
-            blocks,
-            [],
-            now,
-            now + limit_s,
-            limit_s,
-            [],
+            root=root,
+            hashes=hashes,
+            ids=[()] * count,
+            start=start,
+            end=start + count,
+            exact=False,
+            held=held,
+            blocks=blocks,
+            began=now,
+            deadline=now + limit_s,
+            compute_s=limit_s,
             ahead=True,
         )
         self._jobs.append(job)
@@ -308,7 +245,7 @@ class Restorer:
     def preloading(self) -> bool:
         return any(job.ahead for job in self._jobs)
 
-    def _bring_staged(self, job: RestoreJob, running: _Running) -> None:
+    def _bring_staged(self, job: RestoreJob, running: RunningPart) -> None:
         """What has landed on the host goes on to the device."""
         if not running.staged or running.copy is not None:
             return
@@ -345,7 +282,7 @@ class Restorer:
                 wanted = bool(job.waiting) or job.ahead
                 if wanted and now < job.deadline:
                     continue
-                arrived = sum(_arrived(running) for running in job.running)
+                arrived = sum(running.arrived for running in job.running)
                 missing, elapsed = job.end - job.start - arrived, now - job.began
                 block_s = job.compute_s / (job.end - job.start)
                 if wanted and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
@@ -372,7 +309,7 @@ class Restorer:
 
     def _finish(self, job: RestoreJob, now: float) -> list[EngineSequence]:
         pool, size = self._pool, self._pool.block_size
-        came: list[_Arrived] = []  # block by block without a gap
+        came: list[Arrived] = []  # block by block without a gap
         by_tier: Counter[Tier] = Counter()
         for running in job.running:
             arrived = self._end(running, job, job.blocks[running.part.start - job.start :])
@@ -430,7 +367,7 @@ class Restorer:
             elif tier is Tier.PEER:
                 prospect.finding.peer = min(prospect.finding.peer, depth)
 
-    def _end(self, running: _Running, job: RestoreJob, blocks: Sequence[int]) -> list[_Arrived]:
+    def _end(self, running: RunningPart, job: RestoreJob, blocks: Sequence[int]) -> list[Arrived]:
         """Stop a part. Returns what came."""
         done = running.copy.close() if running.copy is not None else 0
         if running.landing is None:
@@ -438,14 +375,14 @@ class Restorer:
             slots = running.slots[running.part.start : running.part.start + done]
             contents = [self._host.pool.content(slot) for slot in slots if self._host.pool.lists_block(slot)]
             self._host.pool.release(running.slots)
-            return [_Arrived(content.lossy, content.ids) for content in contents]
+            return [Arrived(content.lossy, content.ids) for content in contents]
         arrived = running.landing.close()
         if running.staged:
             assert self._host is not None
             self._host.pool.release(running.slots)
             arrived = done
         headers = [header for header in running.landing.headers[:arrived] if header is not None]
-        return [_Arrived(header.lossy, unpack_ids(header.ids)) for header in headers]
+        return [Arrived(header.lossy, unpack_ids(header.ids)) for header in headers]
 
     # ------------------------------------------------------------------ queries
 
@@ -471,10 +408,3 @@ def _applies(sequence: EngineSequence) -> Prospect | None:
     if prospect is None or not prospect.names or sequence.start or prospect.names[0].hash != sequence.hashes[0]:
         return None
     return prospect
-
-
-def _arrived(running: _Running) -> int:
-    if running.copy is not None:
-        return running.copy.done
-    assert running.landing is not None
-    return sum(header is not None for header in running.landing.headers)

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from kvproto.errors import OutOfMemory
 from services.worker.model.base import ModelRunner
 from services.worker.step_plan import Slice
-from services.worker.tiers.restorer import Sample
+from services.worker.tiers.restore_job import Sample
 from services.worker.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)

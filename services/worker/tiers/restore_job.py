@@ -1,0 +1,81 @@
+"""One restore: which blocks of a chain are on their way, in which parts, and who waits for them. Plain state, owned by
+the restorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvproto.block_hash import Root
+from kvproto.messages import Tier
+from services.worker.sequence import Sequence as EngineSequence
+from services.worker.tiers.base import Landing
+from services.worker.tiers.break_even import Part
+from services.worker.tiers.copier import CopyJob
+
+
+class Arrived(NamedTuple):
+    lossy: bool
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
+    `source`: a vault's or peer's id, "" the host."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: tuple[int, ...]  # of the last block
+    start: int
+    tier: Tier
+    source: str
+
+
+@dataclass(slots=True)
+class RunningPart:
+    """A part under way: from the host by the copier, else through a landing."""
+
+    part: Part
+    slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
+    copy: CopyJob | None = None
+    landing: Landing | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether it lands on the host first."""
+        return self.landing is not None and bool(self.slots)
+
+    @property
+    def arrived(self) -> int:
+        """Blocks so far, gaps or not; of those staged on the host, once that copy has begun, those it has made."""
+        if self.copy is not None:
+            return self.copy.done
+        return 0 if self.landing is None else sum(header is not None for header in self.landing.headers)
+
+    @property
+    def ended(self) -> bool:
+        if self.copy is not None:
+            return self.copy.ended
+        return self.landing is not None and self.landing.ended and not self.staged
+
+
+@dataclass(slots=True)
+class RestoreJob:
+    """Blocks `start` to `end` of a chain, on their way."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: list[tuple[int, ...]]  # of each block; empty where it is not known
+    start: int
+    end: int
+    exact: bool
+    held: list[int]  # the chain before them, on the device
+    blocks: list[int]  # where they go
+    began: float
+    deadline: float
+    compute_s: float  # what computing them would take
+    running: list[RunningPart] = field(default_factory=list)
+    waiting: list[EngineSequence] = field(default_factory=list)
+    ahead: bool = False  # nobody waits: it is brought for those to come
