@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 MEASURE_PERIOD_S = 0.05
 NOTHING_RAN_S = 0.001
+IDLE_PERIOD_S = 1.0  # an idle worker's rates change too: links are measured without requests
 CHECK_PERIOD_S = 10.0  # when idle
 CHECK_SHARE = 100  # a check that took t is not repeated within 100 t
 
@@ -141,7 +142,7 @@ class EngineThread:
                     self._measure(0.0)
                     if (due_in := self._engine.due_in) is None:
                         self._check()
-                    self._wake.wait(due_in)
+                    self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
             self._end(EngineFailure("the engine was stopped"))
         except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
             logger.exception("the engine failed")

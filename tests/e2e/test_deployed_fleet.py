@@ -110,7 +110,7 @@ def test_workers_reach_the_vault_and_one_another(fleet: Deployment) -> None:
         rates = [worker["rates"]["restore_bytes_per_s"] for worker in listed.values()]
         if all({"host", "vault", "peer"} <= set(measured) for measured in rates):
             break
-        assert time.monotonic() < end, rates
+        assert time.monotonic() < end, (rates, fleet.logs())
         time.sleep(0.2)
     assert httpx.get(f"{fleet.base}/health").json()["vaults"] == 1
     assert "ermissions" not in fleet.logs()
