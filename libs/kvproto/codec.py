@@ -7,7 +7,9 @@ Three forms of the same messages:
 * frames: a version byte, then a msgpack array of positional arrays `[tag, field...]`. The hot path: one message
   carries one step's frames of many sequences.
 
-Readers accept versions N-1 and N and ignore unknown fields; an unknown enumeration value, a wrong type, a missing field
+Readers accept versions N-1 and N. What has many readers, or one whose versions are not known, is written in N-1, which
+both generations of a fleet that is being upgraded one by one read; a request is written in its reader's version.
+Unknown fields are ignored; an unknown enumeration value, a wrong type, a missing field
 or a value out of bounds raises an error that names the field (`sampling.top_p: ...`).
 """
 
@@ -58,10 +60,10 @@ def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES, *, text_keys: bool = True
     return _unpack(memoryview(data)[1:], text_keys=text_keys)
 
 
-def encode(message: Any, version: int = VERSION) -> bytes:
-    """Wire form of one message, written in `version` (the lower of sender's and receiver's highest)."""
+def encode(message: Any, version: int | None = None) -> bytes:
+    """Wire form of one message, written in `version`: see `common_version`; None: what everybody reads."""
     packed: bytes = msgpack.packb(to_map(message), use_bin_type=True)
-    return bytes((version,)) + packed
+    return bytes((version or MIN_VERSION,)) + packed
 
 
 def decode(kind: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
@@ -170,10 +172,10 @@ def _frame_values(frame: m.Frame) -> list[Any]:
     return row
 
 
-def encode_frames(frames: Iterable[m.Frame], version: int = VERSION) -> bytes:
+def encode_frames(frames: Iterable[m.Frame], version: int | None = None) -> bytes:
     """One message with many frames, of one or many sequences."""
     packed: bytes = msgpack.packb([_frame_values(f) for f in frames], use_bin_type=True, unicode_errors="replace")
-    return bytes((version,)) + packed
+    return bytes((version or MIN_VERSION,)) + packed
 
 
 def decode_frames(data: bytes) -> list[m.Frame]:
@@ -234,11 +236,11 @@ def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
 # ---------------------------------------------------------------------------------------------- events
 
 
-def encode_events(events: m.KvEvents, version: int = VERSION) -> bytes:
+def encode_events(events: m.KvEvents, version: int | None = None) -> bytes:
     """`version, [epoch, seq, [[tier, removed, [[parent, [hash...]]...]]...]]`."""
     changes = [[c.tier.value, c.removed, [[r.parent, r.hashes] for r in c.runs]] for c in events.changes]
     packed: bytes = msgpack.packb([events.epoch, events.seq, changes], use_bin_type=True)
-    return bytes((version,)) + packed
+    return bytes((version or MIN_VERSION,)) + packed
 
 
 def open_events(data: bytes) -> tuple[str, int, list[Any]]:

@@ -133,11 +133,17 @@ class PlaceRequest:
     max_tokens: Count = 0  # of all choices together
     policy: Name | None = None
     worker: Name | None = None  # for the policy `direct`
+    priority: Annotated[int, Range(-100, 100)] = 0
+    max_wait_s: Seconds | None = None  # refuse it, with a time to retry, rather than have it wait longer for a start
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decision. `expected_hit` counts tokens per tier."""
+    """The decision. `expected_hit` counts tokens per tier.
+
+    `attached`: the request is known already, and `attempt` of it runs, or ended a short while ago, at `worker`: whoever
+    sends it there reads along from the beginning.
+    """
 
     request: Name
     worker: Name
@@ -149,6 +155,7 @@ class Placement:
     placement: Name = ""
     source: Name = ""  # another worker that holds more of the prompt on its device or host
     source_tokens: Count = 0
+    attached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,8 @@ class GenerateRequest:
     characters of text are already with the client. Where several choices are asked for, `continuations` says so of each
     (none: from the beginning). `expires_unix_ms` guards against late delivery after a reconnect;
     `deadline_ms` is what remained of the caller's patience when it was sent. Either `prompt_ids` or `prompt` is set.
+
+    An attempt that its worker knows already gets one more reader: the new inbox gets all frames from the first on.
     """
 
     request: Name
@@ -190,6 +199,7 @@ class GenerateRequest:
     exact: bool = False  # no block that was ever quantised, and none computed on one, is used
     source: Name = ""  # a worker to pull blocks from, as placement said
     source_tokens: Count = 0
+    handed_over: bool = False  # `source` lets go of the sequence: its blocks are brought whatever computing would cost
 
     def continuation(self, choice: int) -> Continuation:
         """Where a choice goes on."""
@@ -234,8 +244,14 @@ class ProducerRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
+    """A reader leaves. The attempt ends with its last one; without `inbox` all of them leave.
+
+    For an attempt that was handed over it is the word that its successor has begun.
+    """
+
     request: Name
     attempt: Count | None = None  # None: any attempt
+    inbox: Annotated[str, MaxLength(512)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +368,7 @@ class Failed:
     retryable: bool = False
     field: Name | None = None
     output_tokens: Count = 0
+    retry_after_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +391,7 @@ class Progress:
     request: Name
     attempt: Count
     next_index: Count
+    step_age_s: Seconds = 0.0  # how long the engine has been in its present step
 
 
 Frame = Accepted | Started | Tokens | ChoiceFinished | Finished | Failed | Moved | Progress
@@ -480,6 +498,7 @@ class Rates:
     decode_steps_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
     decode_tokens_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
     restore_bytes_per_s: dict[str, float] = field(default_factory=dict)  # by tier, to the device
+    step_s: Seconds = 0.0  # the longest of the last steps: a stream that is silent for much longer is in trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,6 +516,7 @@ class Heartbeat:
     event_seq: Count = 0
     digest: U64 = 0  # XOR over all stored and removed operations ever published
     held: Count = 0  # blocks the worker's content index holds
+    step_age_s: Seconds = 0.0  # how long the engine has been in its present step
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -583,6 +603,23 @@ class Milestones:
     worker: Name
     epoch: Name
     items: Annotated[tuple[Milestone, ...], MaxLength(65_536)]
+
+
+# ---------------------------------------------------------------------------------------------- capsules
+
+
+@dataclass(frozen=True, slots=True)
+class Capsule:
+    """All that a running request needs to go on elsewhere: what was asked for, with what has been generated as its
+    continuation and `source` the worker that has its blocks. `attempt` is the one that ended.
+
+    Readers that resume by themselves (a Client, an ingress) know all this. A bare producer's request is carried on by
+    whichever placement takes the capsule.
+    """
+
+    tenant: Name
+    worker: Name
+    request: GenerateRequest
 
 
 # ---------------------------------------------------------------------------------------------- admin

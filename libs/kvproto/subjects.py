@@ -108,6 +108,14 @@ class Subjects:
     def placement_victim(self) -> str:
         return f"{self.namespace}.placement.victim"
 
+    def placement_capsules(self) -> str:
+        """Requests of bare producers that a draining worker lets go of: any one replica carries them on."""
+        return f"{self.namespace}.placement.capsules"
+
+    def placement_watches(self) -> str:
+        """Requests of bare producers that a draining placement watched: any one replica goes on watching."""
+        return f"{self.namespace}.placement.watches"
+
     # buckets
     def bucket(self, name: str) -> str:
         return f"{self.namespace}_{name}"

@@ -1,7 +1,7 @@
 """READ THIS FIRST: a worker's life, from request to frames.
 
 The event loop owns subscriptions, the frame book and the lease; the engine thread alone touches model and blocks. A
-request's way: `_on_generate` checks, accepts and hands it over; results of each step come back in `_on_results`, become
+request's way: `request_desk` checks, accepts and hands it over; results of each step come back in `on_results`, become
 frames (one message per step and batch inbox) and cache events.
 """
 
@@ -9,39 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
-from kvproto.block_hash import Root, chain
-from kvproto.connection import Connection, Message, Subscription
+from kvproto.connection import Connection, Subscription
 from kvproto.errors import (
-    CodecError,
     DeadlineExceeded,
     KvfleetError,
-    WorkerLost,
 )
 from kvproto.members import Fenced, Lease
 from kvproto.messages import (
-    Accepted,
     Bundle,
-    CancelRequest,
     Failed,
     Frame,
-    GenerateRequest,
     Heartbeat,
     Load,
     Moved,
-    PauseRequest,
     Rates,
-    ResendRequest,
     State,
     WorkerRecord,
 )
-from kvproto.subjects import Subjects, is_inbox
+from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
@@ -52,22 +42,12 @@ from services.worker.kv_publisher import KvPublisher
 from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
-from services.worker.request_intake import check_capacity, check_request, sequences_of
+from services.worker.request_desk import RequestDesk, WorkerLimits
 from services.worker.tiers.base import Remote
-from services.worker.tiers.break_even import LOOK_WORTH_S
-from services.worker.tiers.prospect import Prospect, names_of
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 0.5
-INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    waiting: int
-    fleet_key: bytes
-    drain_s: float
 
 
 class WorkerLoop:
@@ -86,19 +66,15 @@ class WorkerLoop:
         on_fatal: Callable[[str], None],
         remote: Remote | None = None,
     ) -> None:
-        self._remote = remote
         self._connection = connection
         self._subjects = subjects
         self._lease = lease
         self._engine = engine
-        self._encode_prompt = encode_prompt
         self._limits = limits
         self._on_fatal = on_fatal
         self._publisher = publisher
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tokenising: set[tuple[str, int]] = set()
-        self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._state = State.READY
         self._load = Load()
         self._rates = Rates()
@@ -108,18 +84,28 @@ class WorkerLoop:
         self.frames = FrameBook(self.record.id, self.milestones)
         self.outbox = Outbox(connection)
         self._broadcast = Broadcast(connection, self.outbox, subjects, self.record.id, publisher, self.milestones)
-        self._roots = TenantRoots(
+        roots = TenantRoots(
             self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
         )
-        self.requests_total = 0
-        self.refused_total = 0
-        self.malformed_total = 0
-        self.desk = AdminDesk(
+        self.requests = RequestDesk(
+            self.record,
+            engine,
+            self.frames,
+            self.outbox,
+            self._broadcast,
+            roots,
+            encode_prompt,
+            limits,
+            lambda: self._state,
+            self._spawn,
+            remote,
+        )
+        self.admin = AdminDesk(
             connection,
             self.record,
             engine,
             bundle,
-            self._roots,
+            roots,
             self._broadcast,
             self.heartbeat,
             self.begin_drain,
@@ -132,12 +118,12 @@ class WorkerLoop:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
         me, names = self.record.id, self._subjects
         for subject, callback in (
-            (names.worker_generate_all(me), self._on_generate),
-            (names.worker_cancel(me), self._on_cancel),
-            (names.worker_resend(me), self._on_resend),
-            (names.worker_pause(me), self._on_pause),
-            (names.worker_admin(me), self.desk.on_admin),
-            (names.blocks(me), self.desk.on_snapshot),
+            (names.worker_generate_all(me), self.requests.on_generate),
+            (names.worker_cancel(me), self.requests.on_cancel),
+            (names.worker_resend(me), self.requests.on_resend),
+            (names.worker_pause(me), self.requests.on_pause),
+            (names.worker_admin(me), self.admin.on_admin),
+            (names.blocks(me), self.admin.on_snapshot),
         ):
             self._subscriptions.append(await self._connection.subscribe(subject, callback))
         await self._connection.synced()
@@ -194,7 +180,7 @@ class WorkerLoop:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+        self.requests.close()
         await self._lease.release()
         for subscription in self._subscriptions:
             try:
@@ -215,157 +201,6 @@ class WorkerLoop:
         self._broadcast.flush()
         await self.outbox.drain()
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
-
-    # ------------------------------------------------------------------ requests
-
-    async def _on_generate(self, message: Message) -> None:
-        """Accept one attempt and hand it to the engine, or say why not to whoever waits for the acknowledgement."""
-        tenant = message.subject.rsplit(".", 1)[-1]
-        request: GenerateRequest | None = None
-        try:
-            request = codec.decode(GenerateRequest, message.data)
-            self._check(request)
-            if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
-                self._spawn(self._tokenise_aside(message, request, tenant))
-                return
-            ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
-        except KvfleetError as error:
-            if isinstance(error, CodecError):
-                self.malformed_total += 1
-            self.refused_total += 1
-            await self._refuse(message, request, error)
-            return
-        self._accept(request, ids, tenant, message.reply)
-
-    async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
-        """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
-        key = (request.request, request.attempt)
-        if key in self._tokenising:
-            return
-        self._tokenising.add(key)
-        try:
-            encoded = asyncio.get_running_loop().run_in_executor(
-                self._tokenisers, self._encode_prompt, request.prompt or ""
-            )
-            ids = tuple(await encoded)
-            if key in self._tokenising:  # else it was cancelled meanwhile
-                self._check(request)  # others came meanwhile
-                self._accept(request, ids, tenant, message.reply)
-        except KvfleetError as error:
-            self.refused_total += 1
-            await self._refuse(message, request, error)
-        finally:
-            self._tokenising.discard(key)
-
-    def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
-        if self.frames.knows(request.request, request.attempt):
-            return  # delivered twice: the first one runs
-        self.requests_total += 1
-        now = asyncio.get_running_loop().time()
-        record = self.frames.open(request, reply, tenant, now)
-        self._broadcast.wake()
-        accepted = Accepted(request.request, request.attempt, self.record.id, self.record.epoch)
-        if is_inbox(reply):
-            self.outbox.send(reply, codec.encode_frames([accepted]))
-        remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
-        if remaining is not None:
-            record.deadline = now + remaining
-        if not record.pending:
-            self.outbox.send_frames(self.frames.conclude(record, len(ids), now))
-            return
-        root = self._roots.of(tenant, ids)
-        for spec in sequences_of(
-            request,
-            sorted(record.pending),
-            prompt_ids=ids,
-            root=root,
-            tenant=tenant,
-            deadline=None if remaining is None else time.monotonic() + remaining,
-            prospect=self._look(request, root, ids),
-        ):
-            self._engine.submit(spec)
-
-    def _look(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Prospect | None:
-        """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
-        size = self.record.block_size
-        rate = self._rates.prefill_tokens_per_s
-        if self._remote is None or len(ids) <= size or (rate and len(ids) < LOOK_WORTH_S * rate):
-            return None
-        known = ids + request.output_ids if request.sampling.n == 1 else ids
-        names = names_of(root, chain(root, known, size), known, size)
-        return Prospect(
-            names,
-            self._remote.look(names, exact=request.exact, peer=request.source, on_ready=self._engine.wake),
-            request.source,
-        )
-
-    def _check(self, request: GenerateRequest) -> None:
-        draining = self._state is State.DRAINING
-        check_request(request, model=self.record.model, draining=draining, unix_ms=time.time() * 1000)
-        limit = self._limits.waiting + self.record.slots
-        check_capacity(request, taken=self.frames.pending_sequences, limit=limit)
-
-    async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
-        """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
-        if not is_inbox(message.reply):
-            return
-        *_, name, attempt = ("", *message.reply.split("."))  # an inbox of ours ends in both
-        failed = Failed(
-            request.request if request else name,
-            request.attempt if request else int(attempt) if attempt.isdigit() else 0,
-            error.code,
-            error.message,
-            error.retryable,
-            error.field,
-        )
-        self.outbox.send(message.reply, codec.encode_frames([failed]))
-
-    async def _on_cancel(self, message: Message) -> None:
-        try:
-            cancel = codec.decode(CancelRequest, message.data)
-        except CodecError as error:
-            self._malformed(message, error)
-            return
-        self._tokenising -= {
-            key for key in self._tokenising if key[0] == cancel.request and cancel.attempt in (None, key[1])
-        }
-        running = self.frames.attempts(cancel.request)
-        for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
-            self._engine.cancel(cancel.request, attempt)
-
-    async def _on_pause(self, message: Message) -> None:
-        try:
-            pause = codec.decode(PauseRequest, message.data)
-        except CodecError as error:
-            self._malformed(message, error)
-            return
-        record = self.frames.find(pause.request, pause.attempt)
-        if record is not None:
-            record.paused_at = asyncio.get_running_loop().time() if pause.paused else None
-            if pause.paused:
-                self._engine.pause(pause.request, pause.attempt)
-            else:
-                self._engine.resume(pause.request, pause.attempt)
-
-    async def _on_resend(self, message: Message) -> None:
-        """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
-        try:
-            asked = codec.decode(ResendRequest, message.data)
-            if not is_inbox(asked.inbox):
-                raise CodecError("must be an inbox", field="inbox")
-        except CodecError as error:
-            self._malformed(message, error)
-            return
-        frames = self.frames.repeat(asked.request, asked.attempt, asked.from_index, asked.from_indices)
-        if not frames:
-            lost = WorkerLost(f"worker {self.record.id} does not know this attempt")
-            frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
-        for frame in frames:
-            self.outbox.send(asked.inbox, codec.encode_frames([frame]))
-
-    def _malformed(self, message: Message, error: CodecError) -> None:
-        self.malformed_total += 1
-        log.debug("%s: %s", message.subject, error)
 
     # ------------------------------------------------------------------ results
 

@@ -33,9 +33,10 @@ from services.worker.engine import Engine
 from services.worker.engine_factory import build_engine
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_publisher import KvPublisher
-from services.worker.loop import WorkerLimits, WorkerLoop
+from services.worker.loop import WorkerLoop
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.preloading import preload
+from services.worker.request_desk import WorkerLimits
 from services.worker.settings import WorkerSettings
 from services.worker.tier_network import TierNetwork
 from services.worker.worker_metrics import readings

@@ -87,10 +87,12 @@ def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
         Reading(
             "kvfleet_worker_decode_steps_per_second", "measured", lambda: worker.heartbeat().rates.decode_steps_per_s
         ),
-        Reading("kvfleet_worker_requests_total", "requests accepted", lambda: worker.requests_total),
-        Reading("kvfleet_worker_requests_refused_total", "requests refused", lambda: worker.refused_total),
+        Reading("kvfleet_worker_requests_total", "requests accepted", lambda: worker.requests.requests_total),
+        Reading("kvfleet_worker_requests_refused_total", "requests refused", lambda: worker.requests.refused_total),
         Reading(
-            "kvfleet_worker_messages_malformed_total", "messages that could not be read", lambda: worker.malformed_total
+            "kvfleet_worker_messages_malformed_total",
+            "messages that could not be read",
+            lambda: worker.requests.malformed_total,
         ),
         Reading("kvfleet_worker_frames_dropped_total", "frames NATS did not take", lambda: worker.outbox.dropped_total),
         Reading(

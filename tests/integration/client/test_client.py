@@ -259,7 +259,7 @@ async def test_random_bytes_on_every_subject_leave_a_worker_as_it_was(fleet: Fak
     await asyncio.sleep(0.2)
     assert len(asyncio.all_tasks()) <= tasks
     assert worker.connection.subscriptions == subscriptions
-    assert worker.loop.malformed_total > 0
+    assert worker.loop.requests.malformed_total > 0
     load = await worker.thread.call(lambda engine: engine.load())
     assert (load.running, load.waiting, load.blocks_used) == (0, 0, 0)
 

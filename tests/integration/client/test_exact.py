@@ -52,7 +52,7 @@ async def test_the_flag_reaches_the_engine(
 
 async def test_an_exact_request_finds_nothing_lossy(worker: FakeWorker, client: Client) -> None:
     def have_lossy_blocks(engine: Engine) -> None:
-        root, size = worker.loop._roots.of("public", PROMPT), engine.pool.block_size
+        root, size = worker.loop.requests._roots.of("public", PROMPT), engine.pool.block_size
         parent, blocks = root, engine.pool.allocate(2)
         assert isinstance(parent, bytes)
         for at, block_hash in enumerate(chain(root, PROMPT, size)):

@@ -155,7 +155,7 @@ async def test_a_request_delivered_twice_runs_once(worker: FakeWorker, client: C
     assert sum(isinstance(frame, Finished) for frame in receiver.frames) == 1
     tokens = [one for frame in receiver.frames if isinstance(frame, Tokens) for one in frame.ids]
     assert len(tokens) == 30
-    assert worker.loop.requests_total == 1
+    assert worker.loop.requests.requests_total == 1
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ async def test_a_late_request_is_refused_after_the_fact(worker: FakeWorker, clie
     receiver = Receiver(client)
     await send(client, request(client, expires_unix_ms=int(time.time() * 1000) - 1, encoding=Encoding.FRAMES))
     assert isinstance(await receiver.until(Failed), Failed)
-    assert worker.loop.requests_total == 0
+    assert worker.loop.requests.requests_total == 0
 
 
 LONG_TEXT = "Good morrow, cousin. " * 300
@@ -207,7 +207,7 @@ async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, 
         def encode(self, text: str, add_special_tokens: bool) -> None:
             raise RuntimeError("a tokenizer's fault")
 
-    worker.loop._encode_prompt = prompt_encoder_of(Broken())
+    worker.loop.requests._encode_prompt = prompt_encoder_of(Broken())
     for text in ("short", LONG_TEXT):
         receiver = Receiver(client)
         await send(client, request(client, prompt_ids=(), prompt=text))

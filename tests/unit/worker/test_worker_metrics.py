@@ -22,8 +22,8 @@ class Shown:
         self.tiers: dict[str, TierLoad] = {}
         nothing = SimpleNamespace(dropped_total=0)
         worker: Any = SimpleNamespace(
-            heartbeat=self.heartbeat, requests_total=0, refused_total=0, malformed_total=0, outbox=nothing,
-            milestones=nothing,
+            heartbeat=self.heartbeat, outbox=nothing,
+            milestones=nothing, requests=SimpleNamespace(requests_total=0, refused_total=0, malformed_total=0),
         )  # fmt: skip
         connection: Any = SimpleNamespace(reconnects_total=0)
         self.registry = CollectorRegistry()

@@ -1,0 +1,243 @@
+"""Loop: what readers ask a worker for: generate, cancel, pause, repeat. Owned by the worker's event loop.
+
+A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused to whoever
+waits for the acknowledgement. `loop` owns the worker's life and brings back what the engine makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvproto import codec
+from kvproto.block_hash import Root, chain
+from kvproto.connection import Message
+from kvproto.errors import CodecError, KvfleetError, WorkerLost
+from kvproto.messages import (
+    Accepted,
+    CancelRequest,
+    Failed,
+    GenerateRequest,
+    PauseRequest,
+    ResendRequest,
+    State,
+    WorkerRecord,
+)
+from kvproto.subjects import is_inbox
+from kvproto.tenant_roots import TenantRoots
+from services.worker.broadcast import Broadcast
+from services.worker.engine_thread import EngineThread
+from services.worker.frames import FrameBook
+from services.worker.outbox import Outbox
+from services.worker.request_intake import check_capacity, check_request, sequences_of
+from services.worker.tiers.base import Remote
+from services.worker.tiers.break_even import LOOK_WORTH_S
+from services.worker.tiers.prospect import Prospect, names_of
+
+log = logging.getLogger(__name__)
+
+INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
+
+Spawn = Callable[[Coroutine[object, object, None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    waiting: int
+    fleet_key: bytes
+    drain_s: float
+
+
+class RequestDesk:
+    """`state` is the worker's, as it is now; tasks are `spawn`'s to end."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        engine: EngineThread,
+        frames: FrameBook,
+        outbox: Outbox,
+        broadcast: Broadcast,
+        roots: TenantRoots,
+        encode_prompt: Callable[[str], list[int]],
+        limits: WorkerLimits,
+        state: Callable[[], State],
+        spawn: Spawn,
+        remote: Remote | None = None,
+    ) -> None:
+        self.requests_total = 0
+        self.refused_total = 0
+        self.malformed_total = 0
+        self._record = record
+        self._engine = engine
+        self._frames = frames
+        self._outbox = outbox
+        self._broadcast = broadcast
+        self._roots = roots
+        self._encode_prompt = encode_prompt
+        self._limits = limits
+        self._state = state
+        self._spawn = spawn
+        self._remote = remote
+        self._tokenising: set[tuple[str, int]] = set()
+        self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+
+    def close(self) -> None:
+        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ generate
+
+    async def on_generate(self, message: Message) -> None:
+        """Accept one attempt and hand it to the engine, or say why not to whoever waits for the acknowledgement."""
+        tenant = message.subject.rsplit(".", 1)[-1]
+        request: GenerateRequest | None = None
+        try:
+            request = codec.decode(GenerateRequest, message.data)
+            self._check(request)
+            if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
+                self._spawn(self._tokenise_aside(message, request, tenant))
+                return
+            ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
+        except KvfleetError as error:
+            if isinstance(error, CodecError):
+                self.malformed_total += 1
+            self.refused_total += 1
+            await self._refuse(message, request, error)
+            return
+        self._accept(request, ids, tenant, message.reply)
+
+    async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
+        """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
+        key = (request.request, request.attempt)
+        if key in self._tokenising:
+            return
+        self._tokenising.add(key)
+        try:
+            encoded = asyncio.get_running_loop().run_in_executor(
+                self._tokenisers, self._encode_prompt, request.prompt or ""
+            )
+            ids = tuple(await encoded)
+            if key in self._tokenising:  # else it was cancelled meanwhile
+                self._check(request)  # others came meanwhile
+                self._accept(request, ids, tenant, message.reply)
+        except KvfleetError as error:
+            self.refused_total += 1
+            await self._refuse(message, request, error)
+        finally:
+            self._tokenising.discard(key)
+
+    def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
+        if self._frames.knows(request.request, request.attempt):
+            return  # delivered twice: the first one runs
+        self.requests_total += 1
+        now = asyncio.get_running_loop().time()
+        record = self._frames.open(request, reply, tenant, now)
+        self._broadcast.wake()
+        accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
+        if is_inbox(reply):
+            self._outbox.send(reply, codec.encode_frames([accepted]))
+        remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
+        if remaining is not None:
+            record.deadline = now + remaining
+        if not record.pending:
+            self._outbox.send_frames(self._frames.conclude(record, len(ids), now))
+            return
+        root = self._roots.of(tenant, ids)
+        for spec in sequences_of(
+            request,
+            sorted(record.pending),
+            prompt_ids=ids,
+            root=root,
+            tenant=tenant,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            prospect=self._look(request, root, ids),
+        ):
+            self._engine.submit(spec)
+
+    def _look(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Prospect | None:
+        """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
+        size = self._record.block_size
+        rate = self._engine.measure()[1].prefill_tokens_per_s
+        if self._remote is None or len(ids) <= size or (rate and len(ids) < LOOK_WORTH_S * rate):
+            return None
+        known = ids + request.output_ids if request.sampling.n == 1 else ids
+        names = names_of(root, chain(root, known, size), known, size)
+        return Prospect(
+            names,
+            self._remote.look(names, exact=request.exact, peer=request.source, on_ready=self._engine.wake),
+            request.source,
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        draining = self._state() is State.DRAINING
+        check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
+        limit = self._limits.waiting + self._record.slots
+        check_capacity(request, taken=self._frames.pending_sequences, limit=limit)
+
+    async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
+        """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
+        if not is_inbox(message.reply):
+            return
+        *_, name, attempt = ("", *message.reply.split("."))  # an inbox of ours ends in both
+        failed = Failed(
+            request.request if request else name,
+            request.attempt if request else int(attempt) if attempt.isdigit() else 0,
+            error.code,
+            error.message,
+            error.retryable,
+            error.field,
+        )
+        self._outbox.send(message.reply, codec.encode_frames([failed]))
+
+    # ------------------------------------------------------------------ what runs
+
+    async def on_cancel(self, message: Message) -> None:
+        try:
+            cancel = codec.decode(CancelRequest, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        self._tokenising -= {
+            key for key in self._tokenising if key[0] == cancel.request and cancel.attempt in (None, key[1])
+        }
+        running = self._frames.attempts(cancel.request)
+        for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
+            self._engine.cancel(cancel.request, attempt)
+
+    async def on_pause(self, message: Message) -> None:
+        try:
+            pause = codec.decode(PauseRequest, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        record = self._frames.find(pause.request, pause.attempt)
+        if record is not None:
+            record.paused_at = asyncio.get_running_loop().time() if pause.paused else None
+            if pause.paused:
+                self._engine.pause(pause.request, pause.attempt)
+            else:
+                self._engine.resume(pause.request, pause.attempt)
+
+    async def on_resend(self, message: Message) -> None:
+        """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
+        try:
+            asked = codec.decode(ResendRequest, message.data)
+            if not is_inbox(asked.inbox):
+                raise CodecError("must be an inbox", field="inbox")
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        frames = self._frames.repeat(asked.request, asked.attempt, asked.from_index, asked.from_indices)
+        if not frames:
+            lost = WorkerLost(f"worker {self._record.id} does not know this attempt")
+            frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
+        for frame in frames:
+            self._outbox.send(asked.inbox, codec.encode_frames([frame]))
+
+    def _malformed(self, message: Message, error: CodecError) -> None:
+        self.malformed_total += 1
+        log.debug("%s: %s", message.subject, error)
