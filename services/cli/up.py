@@ -83,7 +83,10 @@ class Fleet:
                 if child.running or child.given_up:
                     continue
                 code = child.process.returncode
-                if child.start_again(time.monotonic()):
+                if code == 0 and child in self.workers:  # as it does when it was drained
+                    child.given_up = True
+                    err.print(f"kvfleet: {child.name} was drained", markup=False)
+                elif child.start_again(time.monotonic()):
                     err.print(f"kvfleet: {child.name} ended with code {code}; starting it again", markup=False)
                 elif child in self.nats or child in self.ingresses:
                     raise FleetEnded(f"{child.name} ended again and again, last with code {code}")

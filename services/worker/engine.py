@@ -122,6 +122,19 @@ class Engine:
         for sequence in self._find(request, attempt):
             self._fail(sequence, Cancelled("the request was cancelled"))
 
+    def hand_over(self, request: str, attempt: int, *, keep: bool) -> None:
+        """Let go of an attempt without a word: it goes on elsewhere. Its blocks stay here for peers to fetch; with
+        `keep` they go to vaults as well, as nobody may come before this worker ends."""
+        for sequence in self._find(request, attempt):
+            if keep and self.tiers is not None and sequence.state is not State.FINISHED:
+                self.tiers.paused(sequence)
+            self._leave(sequence)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is on its way to lower tiers."""
+        return self.tiers is None or self.tiers.is_settled
+
     def pause(self, request: str, attempt: int | None = None) -> None:
         """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
         for sequence in self._find(request, attempt):

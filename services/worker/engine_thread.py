@@ -97,6 +97,11 @@ class EngineThread:
         """Have the engine look after its tiers. From any thread."""
         self._wake.set()
 
+    @property
+    def is_lending(self) -> bool:
+        """Whether a peer is being sent blocks just now."""
+        return self._engine.tiers is not None and bool(self._engine.tiers.lent)
+
     def measure(self) -> tuple[Load, Rates]:
         """Load and rates as of a moment ago; waits for nothing."""
         return self._measured

@@ -64,6 +64,8 @@ class Record:
     course: Course
     tracks: list[Track]
     pending: set[int]
+    tenant: str
+    asked: GenerateRequest | None  # until it has ended
     started: Started | None = None
     terminal: Finished | Failed | Moved | None = None
     finished_at: float = 0.0
@@ -126,6 +128,8 @@ class FrameBook:
             reply if request.watcher else None,
             self._milestones.accept(tenant, request.request, request.attempt, now),
             *_tracks(request),
+            tenant,
+            request,
         )
         self._records[request.request, request.attempt] = record
         self._running[request.request, request.attempt] = record
@@ -211,6 +215,7 @@ class FrameBook:
         """Close an attempt with its one terminal frame."""
         record.terminal, record.finished_at = terminal, now
         record.pending.clear()
+        record.asked = None
         self._finished[record.request, record.attempt] = None
         self._running.pop((record.request, record.attempt), None)
         record.course.ended(terminal, now)

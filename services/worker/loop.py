@@ -26,7 +26,6 @@ from kvproto.messages import (
     Frame,
     Heartbeat,
     Load,
-    Moved,
     Rates,
     State,
     WorkerRecord,
@@ -38,6 +37,7 @@ from services.worker.admin import AdminDesk
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook, Record
+from services.worker.hand_over import HandOver
 from services.worker.kv_publisher import KvPublisher
 from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
@@ -65,7 +65,11 @@ class WorkerLoop:
         limits: WorkerLimits,
         on_fatal: Callable[[str], None],
         remote: Remote | None = None,
+        has_successor: Callable[[], bool] = lambda: False,
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
+        self._on_drain = on_drain
         self._connection = connection
         self._subjects = subjects
         self._lease = lease
@@ -108,9 +112,20 @@ class WorkerLoop:
             roots,
             self._broadcast,
             self.heartbeat,
-            self.begin_drain,
+            self._asked_to_drain,
             remote,
         )
+        self.hand_over = HandOver(
+            self.record.id,
+            connection,
+            subjects,
+            engine,
+            self.frames,
+            self.outbox,
+            self._broadcast,
+            has_successor,
+        )
+        self.requests.on_let_go = self.hand_over.let_go
 
     # ------------------------------------------------------------------ life
 
@@ -144,6 +159,10 @@ class WorkerLoop:
             log.error("a task of the worker failed", exc_info=error)
             self._on_fatal(f"{type(error).__name__}: {error}")
 
+    def _asked_to_drain(self) -> None:
+        self.begin_drain()
+        self._on_drain()
+
     def begin_drain(self) -> None:
         """Take no new work; what runs goes on."""
         if self._state is not State.DRAINING:
@@ -158,17 +177,9 @@ class WorkerLoop:
             log.warning("the record does not say draining yet: %s", error)
 
     async def drain(self) -> None:
-        """Let running sequences finish for a bounded time; the rest is told to go on elsewhere."""
+        """Take no new work and hand over what runs, for a bounded time."""
         self.begin_drain()
-        end = asyncio.get_running_loop().time() + self._limits.drain_s
-        while self.frames.running_count and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.02)
-        now = asyncio.get_running_loop().time()
-        moved: list[tuple[Record, Frame]] = []
-        for record in self.frames.running:
-            self._engine.cancel(record.request, record.attempt)
-            moved.append(self.frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now))
-        self.outbox.send_frames(moved)
+        await self.hand_over.run(self._limits.drain_s)
         self._broadcast.flush()
         await self.outbox.drain()
 

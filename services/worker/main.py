@@ -121,7 +121,9 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle, network.remote_for))
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
 
-    worker, thread = assemble(settings, connection, subjects, lease, engine, bundle, life.fatal, network)
+    worker, thread = assemble(
+        settings, connection, subjects, lease, engine, bundle, life.fatal, network, on_drain=life.stop
+    )
     thread.start()
     await network.follow(connection, subjects, worker.record)
     await preload(
@@ -157,6 +159,8 @@ def assemble(
     bundle: Bundle,
     on_fatal: Callable[[str], None],
     network: TierNetwork | None = None,
+    *,
+    on_drain: Callable[[], None] = lambda: None,
 ) -> tuple[WorkerLoop, EngineThread]:
     """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
@@ -190,6 +194,8 @@ def assemble(
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),
         on_fatal,
         network.remote if network is not None else None,
+        network.has_successor if network is not None else lambda: False,
+        on_drain,
     )
     loops.append(loop)
     return loop, thread

@@ -37,6 +37,7 @@ from services.worker.request_intake import check_capacity, check_request, sequen
 from services.worker.tiers.base import Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.prospect import Prospect, names_of
+from services.worker.tiers.restorer import HANDED_LOOK_S
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class WorkerLimits:
 
 
 class RequestDesk:
-    """`state` is the worker's, as it is now; tasks are `spawn`'s to end."""
+    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of every cancel: it is also
+    the word that an attempt which was handed over goes on elsewhere."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class RequestDesk:
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
+        self.on_let_go: Callable[[str, int | None], None] = lambda request, attempt: None
         self._record = record
         self._engine = engine
         self._frames = frames
@@ -154,23 +157,42 @@ class RequestDesk:
             root=root,
             tenant=tenant,
             deadline=None if remaining is None else time.monotonic() + remaining,
-            prospect=self._look(request, root, ids),
+            prospect=self._prospects(request, root, ids),
         ):
             self._engine.submit(spec)
 
-    def _look(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Prospect | None:
+    def _prospects(
+        self, request: GenerateRequest, root: Root, ids: tuple[int, ...]
+    ) -> Callable[[int], Prospect | None]:
+        """What can be had of each choice. Fresh ones share their prompt, and so what is found of it."""
+        shared: list[Prospect | None] = []
+
+        def of(choice: int) -> Prospect | None:
+            if outputs := request.continuation(choice).output_ids:
+                return self._look(request, root, ids + outputs)
+            if not shared:
+                shared.append(self._look(request, root, ids))
+            return shared[0]
+
+        return of
+
+    def _look(self, request: GenerateRequest, root: Root, known: tuple[int, ...]) -> Prospect | None:
         """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
         size = self._record.block_size
         rate = self._engine.measure()[1].prefill_tokens_per_s
-        if self._remote is None or len(ids) <= size or (rate and len(ids) < LOOK_WORTH_S * rate):
+        if self._remote is None or len(known) <= size:
             return None
-        known = ids + request.output_ids if request.sampling.n == 1 else ids
+        if rate and len(known) < LOOK_WORTH_S * rate and not request.handed_over:
+            return None
         names = names_of(root, chain(root, known, size), known, size)
-        return Prospect(
+        finding = self._remote.look(
             names,
-            self._remote.look(names, exact=request.exact, peer=request.source, on_ready=self._engine.wake),
-            request.source,
+            exact=request.exact,
+            peer=request.source,
+            on_ready=self._engine.wake,
+            limit_s=HANDED_LOOK_S if request.handed_over else None,
         )
+        return Prospect(names, finding, request.source, request.handed_over)
 
     def _check(self, request: GenerateRequest) -> None:
         draining = self._state() is State.DRAINING
@@ -204,6 +226,7 @@ class RequestDesk:
         self._tokenising -= {
             key for key in self._tokenising if key[0] == cancel.request and cancel.attempt in (None, key[1])
         }
+        self.on_let_go(cancel.request, cancel.attempt)
         running = self._frames.attempts(cancel.request)
         for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
             self._engine.cancel(cancel.request, attempt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvproto.block_hash import Root
 from kvproto.errors import DeadlineExceeded, Draining, InvalidRequest, ModelNotFound, Unavailable
@@ -44,9 +44,9 @@ def sequences_of(
     root: Root,
     tenant: str,
     deadline: float | None,
-    prospect: Prospect | None = None,
+    prospect: Callable[[int], Prospect | None] = lambda choice: None,
 ) -> Iterator[SequenceSpec]:
-    """One per choice that is to be generated, each where an earlier attempt left it."""
+    """One per choice that is to be generated, each where an earlier attempt left it. `prospect`: of a choice."""
     for choice in choices:
         before = request.continuation(choice)
         yield SequenceSpec(
@@ -62,5 +62,5 @@ def sequences_of(
             deadline=deadline,
             choice=choice,
             exact=request.exact,
-            prospect=prospect,
+            prospect=prospect(choice),
         )

@@ -51,6 +51,7 @@ class TierNetwork:
         self._server: DataPlaneServer | None = None
         self._keys: KeyWatch | None = None
         self._members: Members | None = None
+        self._model: str | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._known: tuple[list[SourceAddress], list[SourceAddress]] = [], []
 
@@ -82,10 +83,17 @@ class TierNetwork:
     async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
         """Learn keys and addresses, and go on doing so. Raises Unavailable."""
         self._keys = await follow_keys(connection, subjects, self.ring)
+        self._model = me.model
         self._members = Members(connection, subjects, hears=False)
         await self._members.start()
         self._refresh(me)
         self._refreshing = asyncio.create_task(self._keep_fresh(me), name="tier-addresses")
+
+    def has_successor(self) -> bool:
+        """Whether another worker of this model takes new work."""
+        if self._members is None or self._model is None:
+            return False
+        return any(view.record.id != self._worker for view in self._members.view.ready(self._model))
 
     async def _keep_fresh(self, me: WorkerRecord) -> None:
         while True:

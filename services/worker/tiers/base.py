@@ -57,9 +57,17 @@ class Remote(Protocol):
     Callbacks run on transfer threads: they hand over to the engine's thread and return.
     """
 
-    def look(self, names: Sequence[BlockName], *, exact: bool, peer: str, on_ready: Callable[[], None]) -> Finding:
+    def look(
+        self,
+        names: Sequence[BlockName],
+        *,
+        exact: bool,
+        peer: str,
+        on_ready: Callable[[], None],
+        limit_s: float | None = None,
+    ) -> Finding:
         """Ask all vaults concerned, and `peer` if it is not "", what they have of a chain's rest. The finding is
-        ready, with what is known by then, after at most LOOK_LIMIT_S."""
+        ready, with what is known by then, after at most `limit_s`, by default LOOK_LIMIT_S."""
 
     def fetch(
         self,

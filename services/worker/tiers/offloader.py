@@ -157,6 +157,11 @@ class Offloader:
     def has_work(self) -> bool:
         return bool(self._queue or self._batch or self._let_go)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the host has all that was offered, and vaults have said what they take of it."""
+        return not (self.has_work or self._holds or self._later)
+
     def tend(self) -> None:
         """Before each step: take what has been done and begin what is next; at most one batch is being copied."""
         self._save_s = SAVE_LIMIT_S

@@ -33,11 +33,13 @@ class Finding:
 
 @dataclass(slots=True)
 class Prospect:
-    """A request's whole chain, and what was found of it beyond this worker."""
+    """A request's whole chain, and what was found of it beyond this worker. One that `insists` is to be restored
+    whatever computing would cost: its blocks were handed over, and computing takes cores from others."""
 
     names: Sequence[BlockName]
     finding: Finding
     peer: str = ""
+    insists: bool = False
 
 
 def own_root(root: Root) -> bytes:

@@ -183,7 +183,15 @@ class RemoteTiers(Remote):
 
     # ------------------------------------------------------------------ the engine
 
-    def look(self, names: Sequence[BlockName], *, exact: bool, peer: str, on_ready: Callable[[], None]) -> Finding:
+    def look(
+        self,
+        names: Sequence[BlockName],
+        *,
+        exact: bool,
+        peer: str,
+        on_ready: Callable[[], None],
+        limit_s: float | None = None,
+    ) -> Finding:
         finding = Finding()
         look = Look(names, finding, on_ready, self._noticed)
         now = time.monotonic()
@@ -200,7 +208,8 @@ class RemoteTiers(Remote):
         for question in questions:
             if not question.source.look(question):
                 self._deadlines.after(0.0, partial(look.answered, question.source.tier))
-        self._deadlines.after(self._settings.look_limit_s if questions else 0.0, look.end)
+        limit_s = self._settings.look_limit_s if limit_s is None else limit_s
+        self._deadlines.after(limit_s if questions else 0.0, look.end)
         return finding
 
     def fetch(

@@ -37,6 +37,10 @@ LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
 ANSWER_LIMIT_S = 0.03
+HANDED_LOOK_S = 0.6  # what was handed over is worth waiting for: a peer may have to be connected to first,
+HANDED_ANSWER_S = 0.8
+HANDED_BLOCK_S = 0.25  # and each of its blocks counts as if it took so long to compute
+HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer that was never measured
 
 
 class Restorer:
@@ -91,6 +95,9 @@ class Restorer:
                 job.waiting.append(sequence)
                 return True
         prospect = _applies(sequence)
+        insists = prospect is not None and prospect.insists
+        if insists:
+            compute_s = _dear(compute_s)
         price = partial(
             cheapest,
             start=start,
@@ -105,7 +112,8 @@ class Restorer:
             left = max((offer.end for offer in offers), default=start)
             best = price(offers + self._remote_offers(prospect, usable, usable))
             if compute_s(left, usable) > LOOK_WORTH_S and best and best[-1].tier is not Tier.HOST:
-                self._looking[id(sequence)] = sequence, self._clock() + ANSWER_LIMIT_S
+                limit_s = HANDED_ANSWER_S if insists else ANSWER_LIMIT_S
+                self._looking[id(sequence)] = sequence, self._clock() + limit_s
                 return True
         parts = price(offers)
         room = self._pool.available - self._pool.idle_among(match.blocks) - spare
@@ -128,6 +136,8 @@ class Restorer:
         offers = []
         for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if prospect.peer else 0)):
             speed = self._remote.speed(tier)
+            if speed is None and prospect.insists and tier is Tier.PEER:
+                speed = HANDED_SPEED
             if depth and speed is not None:
                 offers.append(Offer(tier, depth, speed))
         return offers
@@ -400,6 +410,10 @@ class Restorer:
     @property
     def waiting(self) -> int:
         return len(self._looking) + sum(len(job.waiting) for job in self._jobs)
+
+
+def _dear(compute_s: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    return lambda start, end: compute_s(start, end) + HANDED_BLOCK_S * max(0, end - start)
 
 
 def _applies(sequence: EngineSequence) -> Prospect | None:

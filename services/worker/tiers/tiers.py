@@ -147,6 +147,11 @@ class Tiers:
         return self.restorer.poll()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nothing is on its way down."""
+        return self.offloader is None or self.offloader.is_settled
+
+    @property
     def waiting(self) -> int:
         """Sequences that are out of the queue."""
         return self.restorer.waiting

@@ -48,7 +48,15 @@ class MemoryRemote:
         with self._lock:
             return self._chance.random() < chance
 
-    def look(self, names: Sequence[BlockName], *, exact: bool, peer: str, on_ready: Callable[[], None]) -> Finding:
+    def look(
+        self,
+        names: Sequence[BlockName],
+        *,
+        exact: bool,
+        peer: str,
+        on_ready: Callable[[], None],
+        limit_s: float | None = None,
+    ) -> Finding:
         finding = Finding()
         if self._happens(self._faults.unready):
             return finding
