@@ -298,6 +298,7 @@ class Started:
     prompt_tokens: Count
     cached: dict[str, int]
     queue_s: Seconds = 0.0
+    recomputed_tokens: Count = 0  # of a continued attempt: what an earlier one had computed, and is computed again
 
     @property
     def cached_tokens(self) -> int:

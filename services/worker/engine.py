@@ -301,6 +301,7 @@ class Engine:
                 now - sequence.enqueued,
                 choice,
                 sequence.restored,
+                len(sequence.ids) - cached if sequence.num_outputs else 0,
             )
         )
 

@@ -85,6 +85,7 @@ class FrameBook:
     """
 
     def __init__(self, worker: str, milestones: MilestoneLog) -> None:
+        self.recomputed_total = 0  # tokens of continued attempts
         self._worker = worker
         self._milestones = milestones
         self._records: dict[Key, Record] = {}
@@ -159,13 +160,20 @@ class FrameBook:
                 record.course.first_token(now)
             return [(record, tokens)]
         if isinstance(output, SequenceStarted):
+            self.recomputed_total += output.recomputed_tokens
             if record.started is not None:
                 return []  # another choice of the same prompt: what it found is what the first one left
             # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
             hit = min(output.cached_tokens, output.prompt_tokens)
             cached = _by_tier(hit, output.restored)
             record.started = Started(
-                output.request, output.attempt, self._worker, output.prompt_tokens, cached, output.queue_seconds
+                output.request,
+                output.attempt,
+                self._worker,
+                output.prompt_tokens,
+                cached,
+                output.queue_seconds,
+                output.recomputed_tokens,
             )
             record.course.started(record.started, now)
             return [(record, record.started)]

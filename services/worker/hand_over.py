@@ -78,7 +78,7 @@ class HandOver:
             while condition() and loop.time() < end:
                 await asyncio.sleep(POLL_S)
 
-        await wait(lambda: self._frames.running_count, min(loop.time() + FINISH_S, until))
+        await wait(lambda: self._frames.running_count, loop.time() + min(FINISH_S, limit_s / 4))
         alone = max(loop.time(), until - LAST_S)
         await wait(lambda: self._frames.running_count and not self._has_successor(), alone)
         if not self._frames.running_count:

@@ -29,6 +29,7 @@ class SequenceStarted:
     queue_seconds: float
     choice: int = 0
     restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
+    recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs that an earlier one had computed already
 
 
 @dataclass(slots=True)

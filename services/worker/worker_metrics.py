@@ -87,6 +87,12 @@ def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
         Reading(
             "kvfleet_worker_decode_steps_per_second", "measured", lambda: worker.heartbeat().rates.decode_steps_per_s
         ),
+        Reading("kvfleet_worker_moved_total", "requests handed over", lambda: worker.hand_over.moved_total),
+        Reading(
+            "kvfleet_worker_recomputed_tokens_total",
+            "tokens of continued requests that an earlier attempt had computed",
+            lambda: worker.frames.recomputed_total,
+        ),
         Reading("kvfleet_worker_requests_total", "requests accepted", lambda: worker.requests.requests_total),
         Reading("kvfleet_worker_requests_refused_total", "requests refused", lambda: worker.requests.refused_total),
         Reading(

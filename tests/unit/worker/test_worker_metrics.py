@@ -21,10 +21,15 @@ class Shown:
     def __init__(self) -> None:
         self.tiers: dict[str, TierLoad] = {}
         nothing = SimpleNamespace(dropped_total=0)
+        counts = SimpleNamespace(requests_total=0, refused_total=0, malformed_total=0)
         worker: Any = SimpleNamespace(
-            heartbeat=self.heartbeat, outbox=nothing,
-            milestones=nothing, requests=SimpleNamespace(requests_total=0, refused_total=0, malformed_total=0),
-        )  # fmt: skip
+            heartbeat=self.heartbeat,
+            outbox=nothing,
+            milestones=nothing,
+            requests=counts,
+            frames=SimpleNamespace(recomputed_total=0),
+            hand_over=SimpleNamespace(moved_total=0),
+        )
         connection: Any = SimpleNamespace(reconnects_total=0)
         self.registry = CollectorRegistry()
         self.registry.register(LiveCollector(readings(worker, connection)))
