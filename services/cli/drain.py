@@ -1,11 +1,13 @@
-"""`kvfleet drain`: have a worker finish and go, by name or the one that is cheapest to lose.
+"""`kvfleet drain`: have a worker hand over what it works on and end, by name or the one that is cheapest to lose.
 
-Speaks NATS as the operator: placement says what would be lost with each worker, the worker is told to drain.
+Speaks NATS as the operator: placement says what would be lost with each worker, the worker is told to drain. A hook
+that runs before a container stops says `kvfleet drain --wait 60 $POD_NAME`; SIGTERM does the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Annotated
 
 import typer
@@ -22,6 +24,7 @@ from services.cli.console import err, fail, out
 
 PLACEMENT_TIMEOUT_S = 5.0  # it goes through its whole index
 WORKER_TIMEOUT_S = 3.0
+ASK_AGAIN_S = 0.2
 USAGE = 2
 
 
@@ -30,19 +33,22 @@ def drain(
     cheapest: Annotated[bool, typer.Option("--cheapest", help="whichever is the cheapest to lose")] = False,
     model: Annotated[str | None, typer.Option(help="only workers of this model; default: of any")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be lost, and drain nobody")] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="seconds to wait for it to be gone; 1 is returned if it is not")
+    ] = 0,
     nats_url: Annotated[str, typer.Option(envvar="KVFLEET_NATS_URL")] = "nats://127.0.0.1:4222",
     nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER")] = None,
     nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
     namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
 ) -> None:
-    """Drain a worker: it takes nothing new and goes on with what it has. Its id goes to stdout's last line."""
+    """Drain a worker: it takes nothing new, its requests go on elsewhere, it ends. Its id is stdout's last line."""
     if cheapest == (worker is not None):
         fail("name a worker, or say --cheapest", USAGE)
     if worker is not None and not is_token(worker):
         fail(f"{worker[:80]!r} is no worker's id", USAGE)
     try:
         drained = asyncio.run(
-            _drain(nats_url, nats_user, nats_password, Subjects(namespace), worker, model or "", dry_run=dry_run)
+            _drain(nats_url, nats_user, nats_password, Subjects(namespace), worker, model or "", wait, dry_run=dry_run)
         )
     except (KvfleetError, TimeoutError) as error:
         fail(str(error) or type(error).__name__)
@@ -56,6 +62,7 @@ async def _drain(
     subjects: Subjects,
     worker: str | None,
     model: str,
+    wait_s: float,
     *,
     dry_run: bool,
 ) -> str:
@@ -72,6 +79,8 @@ async def _drain(
         if not dry_run:
             await _tell(connection, subjects, chosen)
             err.print(f"{chosen} is draining", markup=False)
+            if wait_s:
+                await _gone(connection, subjects, chosen, wait_s)
         return chosen
     finally:
         await connection.close()
@@ -127,6 +136,21 @@ async def _tell(connection: Connection, subjects: Subjects, worker: str) -> None
         raise Unavailable(f"worker {worker}'s answer is unreadable: {error}") from None
     if answer.code is not None:
         raise from_code(answer.code, f"worker {worker}: {answer.message}")
+
+
+async def _gone(connection: Connection, subjects: Subjects, worker: str, wait_s: float) -> None:
+    """Returns when nobody answers for it any more. Raises Unavailable if that takes too long."""
+    question = codec.encode(AdminRequest(AdminCommand.STATS))
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        try:
+            await connection.request(subjects.worker_admin(worker), question, WORKER_TIMEOUT_S)
+        except WorkerLost:
+            return
+        except TimeoutError:
+            continue
+        await asyncio.sleep(ASK_AGAIN_S)
+    raise Unavailable(f"{worker} is still there after {wait_s:g} s")
 
 
 def _table(costs: tuple[VictimCost, ...], chosen: str) -> Table:
