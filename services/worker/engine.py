@@ -32,7 +32,7 @@ from services.worker.outputs import (
 from services.worker.scheduler import Scheduler
 from services.worker.sequence import Key, Sequence, SequenceSpec, State
 from services.worker.step_plan import StepPlan
-from services.worker.step_rates import StepRates
+from services.worker.step_rates import StepRates, StepTimes
 from services.worker.stopping import StopStrings
 from services.worker.text_stream import NOTHING, TextStream
 from services.worker.tiers.tiers import Tiers
@@ -75,6 +75,7 @@ class Engine:
         self._counted: set[tuple[str, int]] = set()  # attempts of which a choice has started
         self._outputs: list[SequenceOutput] = []
         self._rates = StepRates()
+        self._step_times = StepTimes()
         self._prompt_tokens = self._hit_tokens = self._fed_tokens = self._generated_tokens = 0
 
     # ------------------------------------------------------------------ requests
@@ -334,9 +335,12 @@ class Engine:
     def _result(self, plan: StepPlan, began: float) -> StepResult:
         outputs, self._outputs = self._outputs, []
         changes = self.pool.take_changes()
-        decodes, prefill, seconds = plan.decodes, plan.prefill_tokens, self._clock() - began
+        now = self._clock()
+        decodes, prefill, seconds = plan.decodes, plan.prefill_tokens, now - began
         self._fed_tokens += decodes + prefill
         self._rates.observe(prefill, decodes, seconds)
+        if plan.slices:
+            self._step_times.observe(now, seconds)
         self.scheduler.pacer.observe(decodes, prefill, plan.prefill_positions, seconds)
         below = self.tiers.take_changes() if self.tiers is not None else []
         return StepResult(
@@ -378,6 +382,7 @@ class Engine:
             self._rates.decode_steps_per_s,
             self._rates.decode_tokens_per_s,
             self.tiers.rates() if self.tiers is not None else {},
+            self._step_times.longest_s,
         )
 
     @property

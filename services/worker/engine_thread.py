@@ -63,6 +63,7 @@ class EngineThread:
         self._measured = engine.load(), engine.rates()
         self._measured_at = 0.0
         self._check_due = 0.0
+        self._step_began: float | None = None  # set by the engine's thread, read by all
         self._over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -106,6 +107,12 @@ class EngineThread:
         """Load and rates as of a moment ago; waits for nothing."""
         return self._measured
 
+    @property
+    def step_age_s(self) -> float:
+        """How long the engine has been in its present step; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def call(self, query: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Run `query` on the engine's thread between two steps; the future gets its result or exception.
 
@@ -138,7 +145,9 @@ class EngineThread:
                 if tended is not None:
                     self._hand_over(tended)
                 if self._engine.has_work:
+                    self._step_began = time.monotonic()
                     result = self._engine.step()
+                    self._step_began = None
                     self._hand_over(result)
                     self._measure(MEASURE_PERIOD_S)
                     if not (result.sequences or result.outputs):  # all wait for blocks that are being copied
@@ -156,6 +165,7 @@ class EngineThread:
                 self._call_soon(self._on_crash, error)
 
     def _end(self, reason: EngineFailure) -> None:
+        self._step_began = None
         self._over = reason
         self._hand_over(self._engine.abandon(reason))
         self._obey()  # what was asked meanwhile

@@ -262,4 +262,5 @@ class WorkerLoop:
             event_seq=self._publisher.seq,
             digest=self._publisher.digest,
             held=self._load.blocks_addressed,
+            step_age_s=self._engine.step_age_s,
         )

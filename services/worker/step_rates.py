@@ -5,9 +5,13 @@ Placement prices queues and prefills with these figures, so they must come from 
 
 from __future__ import annotations
 
+from collections import deque
+
 WEIGHT = 0.2  # of the newest step
 LEAST_SHARE = 0.1  # of a mixed step that counts as prefill, however quick it was
 SIZEABLE = 64  # prompt tokens: a step of fewer is mostly what any step takes, and says little of long prompts
+RECENT_STEPS = 64
+RECENT_S = 10.0
 
 
 class StepRates:
@@ -50,6 +54,33 @@ class StepRates:
         if decode_tokens and self._decode_seconds:
             share = max(seconds - self._decode_seconds, LEAST_SHARE * seconds)
         self._prefill_seconds_per_token = _mean(self._prefill_seconds_per_token, share / prefill_tokens)
+
+
+class StepTimes:
+    """How long this engine may well be silent: the longest of its recent steps.
+
+    Recent are the newest RECENT_STEPS of them, as far as they ended in the RECENT_S before the newest one ended; a long
+    prefill thus tells readers to be patient for as long as the next one may look like it, and no longer.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._longest: deque[tuple[int, float, float]] = deque()  # (number, ended, seconds), each longer than the next
+
+    @property
+    def longest_s(self) -> float:
+        """0 until there was a step."""
+        return self._longest[0][2] if self._longest else 0.0
+
+    def observe(self, now: float, seconds: float) -> None:
+        """A step that took so long ended at `now`."""
+        self._count += 1
+        kept = self._longest
+        while kept and kept[-1][2] <= seconds:
+            kept.pop()
+        kept.append((self._count, now, seconds))
+        while kept[0][0] <= self._count - RECENT_STEPS or kept[0][1] < now - RECENT_S:
+            kept.popleft()
 
 
 def _mean(old: float, new: float) -> float:

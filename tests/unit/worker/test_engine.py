@@ -464,3 +464,4 @@ def test_rates_come_from_steps() -> None:
     assert rates.prefill_tokens_per_s == pytest.approx(100)
     assert rates.decode_steps_per_s == pytest.approx(50)
     assert rates.decode_tokens_per_s == pytest.approx(100)
+    assert rates.step_s == pytest.approx(0.4), "readers are told of the longest step, the prefill"

@@ -104,6 +104,43 @@ async def test_measure_follows(desk: Desk) -> None:
             await asyncio.sleep(0.005)
 
 
+class GatedRunner(FakeRunner):
+    """Computes once it is let."""
+
+    def __init__(self, **fake: object) -> None:
+        super().__init__(**fake)  # type: ignore[arg-type]
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        self.entered.set()
+        assert self.gate.wait(10)
+        return super().run(slices)
+
+
+async def test_the_age_of_the_step_under_way() -> None:
+    runner = GatedRunner(num_blocks=64, block_size=4, vocab_size=1000, context_length=64)
+    desk = Desk(make_engine(runner=runner))
+    desk.thread.start()
+    try:
+        assert desk.thread.step_age_s == 0.0
+        desk.thread.submit(spec("r", [1]))
+        assert await asyncio.to_thread(runner.entered.wait, 10)
+        await asyncio.sleep(0.03)
+        age = desk.thread.step_age_s
+        assert age >= 0.03
+        await asyncio.sleep(0.01)
+        assert desk.thread.step_age_s > age
+        runner.gate.set()
+        await desk.ends(1)
+        async with asyncio.timeout(5):
+            while desk.thread.step_age_s:
+                await asyncio.sleep(0.001)
+    finally:
+        runner.gate.set()
+        desk.thread.stop()
+    assert desk.thread.step_age_s == 0.0
+
+
 class CrashingRunner(FakeRunner):
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         if slices[0].start >= 3:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.worker.step_rates import StepRates
+from services.worker.step_rates import RECENT_S, RECENT_STEPS, StepRates, StepTimes
 
 
 def test_mixed_step_counts_as_prefill_beyond_a_decode_step() -> None:
@@ -38,3 +40,46 @@ def test_small_prompts_say_nothing_once_a_large_one_was_measured() -> None:
     for _ in range(20):
         rates.observe(5, 0, 0.01)
     assert rates.prefill_tokens_per_s == pytest.approx(8000)
+
+
+def test_the_longest_of_the_recent_steps() -> None:
+    times = StepTimes()
+    assert times.longest_s == 0.0
+    times.observe(1.0, 0.5)
+    times.observe(1.1, 0.02)
+    assert times.longest_s == 0.5
+    times.observe(2.0, 0.7)
+    assert times.longest_s == 0.7
+
+
+def test_a_long_step_is_forgotten_with_time_or_with_steps() -> None:
+    times = StepTimes()
+    times.observe(1.0, 30.0)
+    times.observe(1.0 + RECENT_S, 0.1)
+    assert times.longest_s == 30.0
+    times.observe(1.1 + RECENT_S, 0.02)
+    assert times.longest_s == 0.1, "what came after it counts from then on"
+    times.observe(12.0, 3.0)
+    for _ in range(RECENT_STEPS - 1):
+        times.observe(12.0, 0.01)
+    assert times.longest_s == 3.0
+    times.observe(12.0, 0.01)
+    assert times.longest_s == 0.01
+
+
+def test_an_idle_engine_remembers_its_last_step() -> None:
+    times = StepTimes()
+    times.observe(1.0, 0.2)
+    times.observe(1000.0, 0.1)
+    assert times.longest_s == 0.1
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 50)), max_size=200))
+def test_it_is_what_looking_at_all_steps_would_say(steps: list[tuple[float, float]]) -> None:
+    times, now, all_steps = StepTimes(), 0.0, []
+    for gap, seconds in steps:
+        now += gap
+        times.observe(now, seconds)
+        all_steps.append((now, seconds))
+        recent = [took for ended, took in all_steps[-RECENT_STEPS:] if ended >= now - RECENT_S]
+        assert times.longest_s == max(recent)
