@@ -46,7 +46,7 @@ def _read_usual(data: bytes) -> Changes | None:
     """Of the form that our workers write; None of any other."""
     fields = np.empty(_FIELDS, dtype=np.int64)
     hashes: Hashes = np.empty((len(data) // reading.BYTES_OF_HASH, 2), dtype=np.uint64)
-    count = reading.read(np.frombuffer(data, dtype=np.uint8), codec.VERSION, fields, hashes)
+    count = reading.read(np.frombuffer(data, dtype=np.uint8), codec.MIN_VERSION, fields, hashes)
     if count == reading.ANOTHER_FORM:
         return None
     epoch_start, epoch_end, seq, digest, *rest = fields[: reading.HEADER + count * reading.CHANGE].tolist()
