@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvproto.errors import Unavailable
 
 Reader = Callable[[], float]
 LabelledReader = Callable[[], Mapping[tuple[str, ...], float]]
+Buckets = Sequence[tuple[str, float]]  # (upper bound, how many were at most that), the last one "+Inf"
+HistogramReader = Callable[[], tuple[Buckets, float]]  # and their sum
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric read from live state. A name that ends in `_total` is a counter, any other a gauge."""
+    """One metric read from live state. One with `read_histogram` is a histogram; else a name that ends in `_total` is a
+    counter, any other a gauge."""
 
     name: str
     help: str
     read: Reader | None = None
     labels: tuple[str, ...] = ()
     read_labelled: LabelledReader | None = None
+    read_histogram: HistogramReader | None = None
 
 
 class LiveCollector(Collector):
@@ -43,6 +47,12 @@ class LiveCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for reading in self._readings:
+            if reading.read_histogram is not None:
+                buckets, total = reading.read_histogram()
+                histogram = HistogramMetricFamily(reading.name, reading.help)
+                histogram.add_metric([], buckets, total)
+                yield histogram
+                continue
             counter = reading.name.endswith("_total")
             kind = CounterMetricFamily if counter else GaugeMetricFamily
             family = kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)

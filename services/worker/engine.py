@@ -20,6 +20,7 @@ from services.worker import request_limits
 from services.worker.block_pool import BlockPool, Match
 from services.worker.context_window import ContextWindow
 from services.worker.detokenizer import Detokenizer
+from services.worker.model.abort import StepAborted
 from services.worker.model.base import Drawn, ModelRunner
 from services.worker.outputs import (
     SequenceFailed,
@@ -76,6 +77,7 @@ class Engine:
         self._outputs: list[SequenceOutput] = []
         self._rates = StepRates()
         self._step_times = StepTimes()
+        self.steps_aborted_total = 0  # all of their sequences were cancelled meanwhile
         self._prompt_tokens = self._hit_tokens = self._fed_tokens = self._generated_tokens = 0
 
     # ------------------------------------------------------------------ requests
@@ -118,10 +120,20 @@ class Engine:
             self._start(sequence, self._clock())
             self._finish(sequence, reason)
 
-    def cancel(self, request: str, attempt: int | None = None) -> None:
-        """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored."""
-        for sequence in self._find(request, attempt):
+    def cancel(self, request: str, attempt: int | None = None) -> int:
+        """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored.
+
+        They are in no step any more, and their blocks are free. Returns how many there were.
+        """
+        self.runner.abort.obeyed(request, attempt)
+        found = self._find(request, attempt)
+        for sequence in found:
             self._fail(sequence, Cancelled("the request was cancelled"))
+        return len(found)
+
+    def give_up(self, request: str, attempt: int | None = None) -> None:
+        """From any thread, before `cancel`: a step that computes for nobody else need not be finished."""
+        self.runner.abort.ask(request, attempt)
 
     def hand_over(self, request: str, attempt: int, *, keep: bool) -> None:
         """Let go of an attempt without a word: it goes on elsewhere. Its blocks stay here for peers to fetch; with
@@ -213,13 +225,26 @@ class Engine:
             self._start(sequence, now)
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
-        """Draws of the plan's slices, in order. What does not fit into memory leaves the plan, its request failed."""
+        """Draws of the plan's slices, in order. What does not fit into memory leaves the plan, its request failed; all
+        of it leaves if nobody waits for it any more."""
         if plan.slices:
             self.runner.copy_blocks(plan.copies)
         if self.tiers is not None:
             self.tiers.copied()
         if not plan.slices:
             return []
+        abort = self.runner.abort
+        abort.begin(plan.sequences)
+        try:
+            return self._compute(plan)
+        except StepAborted:
+            self.steps_aborted_total += 1
+            plan.abandon()
+            return []
+        finally:
+            abort.end()
+
+    def _compute(self, plan: StepPlan) -> list[Drawn]:
         while True:
             try:
                 return self.runner.run(plan.slices)

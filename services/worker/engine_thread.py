@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from kvproto.errors import EngineFailure, KvfleetError
 from kvproto.messages import Load, Rates
+from services.worker.durations import Durations
 from services.worker.engine import Engine
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.sequence import SequenceSpec
@@ -50,6 +51,7 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
+        self.cancel_to_free = Durations()  # from a cancel to when the blocks of what it ended were back in the pool
         self._engine = engine
         self._on_result = on_result
         self._on_crash = on_crash
@@ -86,7 +88,9 @@ class EngineThread:
         self._command(partial(self._add, spec))
 
     def cancel(self, request: str, attempt: int | None = None) -> None:
-        self._command(partial(self._engine.cancel, request, attempt))
+        """In no step that begins from now on; the one under way is given up if it is for nobody else."""
+        self._engine.give_up(request, attempt)
+        self._command(partial(self._cancel, request, attempt, time.monotonic()))
 
     def pause(self, request: str, attempt: int | None = None) -> None:
         self._command(partial(self._engine.pause, request, attempt))
@@ -106,6 +110,11 @@ class EngineThread:
     def measure(self) -> tuple[Load, Rates]:
         """Load and rates as of a moment ago; waits for nothing."""
         return self._measured
+
+    @property
+    def steps_aborted_total(self) -> int:
+        """Steps given up because all they computed for was cancelled."""
+        return self._engine.steps_aborted_total
 
     @property
     def step_age_s(self) -> float:
@@ -145,6 +154,7 @@ class EngineThread:
                 if tended is not None:
                     self._hand_over(tended)
                 if self._engine.has_work:
+                    self._obey()  # who was cancelled meanwhile is not in this step
                     self._step_began = time.monotonic()
                     result = self._engine.step()
                     self._step_began = None
@@ -185,6 +195,10 @@ class EngineThread:
             self._engine.add(spec)
         except KvfleetError as error:
             self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error, spec.choice)]))
+
+    def _cancel(self, request: str, attempt: int | None, asked: float) -> None:
+        if self._engine.cancel(request, attempt):
+            self.cancel_to_free.observe(time.monotonic() - asked)
 
     def _answer(self, query: Callable[[Engine], T], future: asyncio.Future[T]) -> None:
         try:

@@ -143,7 +143,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("worker", end, settings.drain_s + 5.0)
     if settings.metrics_port is not None:
         registry = CollectorRegistry()
-        registry.register(LiveCollector(readings(worker, connection)))
+        registry.register(LiveCollector(readings(worker, connection, thread)))
         server = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
         life.closing("metrics", server.close)
         log.info("metrics on http://%s:%d/metrics", settings.host, server.port)

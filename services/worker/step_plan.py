@@ -73,6 +73,12 @@ class StepPlan:
         self.prefill_tokens += count
         self.prefill_positions += count * (part.start + (count - 1) / 2)
 
+    def abandon(self) -> None:
+        """Nothing of it was computed."""
+        self.slices, self.sequences = [], []
+        self.decodes = self.prefill_tokens = 0
+        self.prefill_positions = 0.0
+
     def drop(self, at: int) -> Sequence:
         """Take one slice out again. Returns whose it was."""
         part = self.slices.pop(at)

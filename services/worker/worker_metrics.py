@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from kvproto.connection import Connection
 from kvproto.messages import Load, Tier, TierLoad
 from kvservice.metrics import LabelledReader, Reading
+from services.worker.engine_thread import EngineThread
 from services.worker.loop import WorkerLoop
 
 _LOAD = (
@@ -70,7 +71,24 @@ def _tier_readings(loads: Callable[[], Mapping[str, TierLoad]]) -> list[Reading]
     ]
 
 
-def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
+def _cancel_readings(engine: EngineThread) -> list[Reading]:
+    times = engine.cancel_to_free
+    return [
+        Reading(
+            "kvfleet_worker_cancel_to_free_seconds",
+            "from a cancel to when the blocks of what it ended were free",
+            read_histogram=lambda: (times.buckets(), times.sum_s),
+        ),
+        Reading("kvfleet_worker_cancel_to_free_max_seconds", "the longest of these", lambda: times.max_s),
+        Reading(
+            "kvfleet_worker_steps_aborted_total",
+            "steps given up because all they computed for was cancelled",
+            lambda: engine.steps_aborted_total,
+        ),
+    ]
+
+
+def readings(worker: WorkerLoop, connection: Connection, engine: EngineThread) -> list[Reading]:
     def of_load(field: str) -> Callable[[], float]:
         return lambda: float(getattr(worker.heartbeat().load, field))
 
@@ -79,6 +97,7 @@ def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
     return [
         *out,
         *_tier_readings(lambda: worker.heartbeat().load.tiers),
+        *_cancel_readings(engine),
         Reading(
             "kvfleet_worker_prefill_tokens_per_second",
             "measured",
@@ -92,6 +111,14 @@ def readings(worker: WorkerLoop, connection: Connection) -> list[Reading]:
             "kvfleet_worker_recomputed_tokens_total",
             "tokens of continued requests that an earlier attempt had computed",
             lambda: worker.frames.recomputed_total,
+        ),
+        Reading(
+            "kvfleet_worker_step_seconds", "the longest of the last steps", lambda: worker.heartbeat().rates.step_s
+        ),
+        Reading(
+            "kvfleet_worker_step_age_seconds",
+            "how long the present step has taken so far",
+            lambda: engine.step_age_s,
         ),
         Reading("kvfleet_worker_requests_total", "requests accepted", lambda: worker.requests.requests_total),
         Reading("kvfleet_worker_requests_refused_total", "requests refused", lambda: worker.requests.refused_total),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvproto.errors import KvfleetError
 from kvproto.messages import TokenLogprobs
+from services.worker.model.abort import Abort
 from services.worker.step_plan import Slice
 
 
@@ -57,6 +58,8 @@ class BlockMemory(Protocol):
 class ModelRunner(Protocol):
     """A model and its KV pool. Called from one thread."""
 
+    abort: Abort
+
     @property
     def vocab_size(self) -> int: ...
 
@@ -89,7 +92,8 @@ class ModelRunner(Protocol):
         """One forward pass: store KV of all slices' tokens in their blocks, draw where a slice says so.
 
         A slice attends to all tokens before it in its own blocks and to nothing else. One result per slice, in order.
-        Running the same slices again gives the same state. Raises OutOfMemory if the pass does not fit.
+        Running the same slices again gives the same state. Raises OutOfMemory if the pass does not fit, and StepAborted
+        between two layers where `abort.check` does: slots of the slices' tokens then hold anything.
         """
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

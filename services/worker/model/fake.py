@@ -19,6 +19,7 @@ from typing import Any
 
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
+from services.worker.model.abort import Abort, StepAborted
 from services.worker.model.base import Drawn, Scored
 from services.worker.model.vector.numbers import SCALE_BYTES
 from services.worker.step_plan import Draw, Slice
@@ -26,6 +27,7 @@ from services.worker.tiers.host_memory import host_memory
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_LAYER_S = 0.02  # of a simulated step, after which it looks whether it is still wanted
 _VALUE_BITS = 20  # shift that leaves 44 bits: a sum over a million positions still fits 64
 
 
@@ -105,6 +107,7 @@ class FakeRunner:
         self._clock = clock
         self._sleep = sleep
         self._due = 0.0
+        self.abort = Abort()
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         self._pace(slices)
@@ -184,7 +187,11 @@ class FakeRunner:
         return math.log((self.vocab_size + 1) / self.vocab_size) - math.log((rank + 1) * (rank + 2))
 
     def _pace(self, slices: Sequence[Slice]) -> None:
-        """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up."""
+        """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up.
+
+        Raises StepAborted as soon as nobody waits for the step any more: the time it would have taken is not taken.
+        """
+        self.abort.check()
         fed = sum(len(part.ids) for part in slices)
         decodes = sum(1 for part in slices if len(part.ids) == 1)
         seconds = self._step_seconds + decodes * self._decode_seconds + (fed - decodes) * self._prefill_seconds
@@ -192,4 +199,14 @@ class FakeRunner:
             return
         now = self._clock()
         self._due = max(self._due, now) + seconds
-        self._sleep(self._due - now)
+        left = self._due - now
+        try:
+            while left > 2 * _LAYER_S:
+                self._sleep(_LAYER_S)
+                left = min(left - _LAYER_S, self._due - self._clock())
+                self.abort.check()
+        except StepAborted:
+            self._due = 0.0
+            raise
+        if left > 0:
+            self._sleep(left)

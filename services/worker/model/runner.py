@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvproto.errors import OutOfMemory
+from services.worker.model.abort import Abort
 from services.worker.model.attention.base import AttentionBackend
-from services.worker.model.attention.interface import STEP
+from services.worker.model.attention.interface import ABORT, STEP
 from services.worker.model.base import Drawn
 from services.worker.model.batch import Ints, RaggedBatch
 from services.worker.model.block_memory import PoolMemory
@@ -31,6 +32,7 @@ class TorchRunner:
         self._model = loaded.model
         self._device = loaded.device
         self._backend = backend
+        self.abort = Abort()
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
         self.memory = PoolMemory(self.pool)
         self.vocab_size = loaded.vocab_size
@@ -57,13 +59,13 @@ class TorchRunner:
         return [None if part.draw is None else next(drawn) for part in slices]
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
-        """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`."""
+        """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
         output = self._model(
             input_ids=self._move(batch.ids).unsqueeze(0),
             position_ids=self._move(batch.positions).unsqueeze(0),
             use_cache=False,
             logits_to_keep=self._move(rows),
-            **{STEP: self._backend.prepare(batch, self.pool)},
+            **{STEP: self._backend.prepare(batch, self.pool), ABORT: self.abort},
         )
         logits: Tensor = output.logits[0]
         return logits

@@ -1,7 +1,8 @@
 """Schedules at random: nothing is lost, starved, computed on wrong blocks, announced wrongly or left behind.
 
-Small pools, shared prefixes, choices, priorities, deadlines, tenants, cancels, pauses, attempts that go on, sliding
-windows and contexts, and a runner that runs out of memory: all at once, with the books checked after every step.
+Small pools, shared prefixes, choices, priorities, deadlines, tenants, cancels (some of all that a step computes, which
+ends it), pauses, attempts that go on, sliding windows and contexts, and a runner that runs out of memory: all at once,
+with the books checked after every step.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Schedule:
         self.window = chance.choice([None, None, None, 1, 3, 7])
         self.context = chance.choice([64, 64, 12])
         self.memory_errors = chance.choice([0.0, 0.0, 0.0, 0.02])
+        self.aborts = chance.choice([0.0, 0.0, 0.02])
+        self.given_up: list[str] = []
         shape = {
             "num_blocks": chance.randint(4, 24),
             "block_size": chance.choice([1, 2, 4]),
@@ -63,7 +66,21 @@ class Schedule:
         self.clock.now += 0.002 + 0.0005 * sum(len(part.ids) for part in slices)
         if self.chance.random() < self.memory_errors:
             raise OutOfMemory("not this time")
+        if self.chance.random() < self.aborts:
+            self.abort(slices)
         return self._run(slices)
+
+    def abort(self, slices: Sequence[Slice]) -> None:
+        """All that this step computes is cancelled while it runs; what it wrote so far may be anything."""
+        runner = self.engine.runner
+        assert isinstance(runner, FakeRunner)
+        for part in slices:
+            for position in range(part.start, part.end):
+                at, offset = divmod(position, runner.block_size)
+                runner.slots[part.blocks[at] * runner.block_size + offset] = self.chance.randrange(2**60)
+        self.given_up = sorted({sequence.spec.request for sequence in runner.abort._sequences})
+        for request in self.given_up:
+            self.engine.give_up(request)
 
     # ------------------------------------------------------------------ what happens
 
@@ -133,7 +150,15 @@ class Schedule:
         self.transcript.take(result)
         self.engine.check_integrity()
         self.check_announced(result)
-        assert before != self.progress() or not busy, "a step without progress"
+        self.obey()
+        assert before != self.progress() or not busy or self.engine.steps_aborted_total, "a step without progress"
+
+    def obey(self) -> None:
+        for request in self.given_up:
+            self.engine.cancel(request)
+            self.cancelled.add(request)
+            self.engine.check_integrity()
+        self.given_up = []
 
     def progress(self) -> tuple[int, int, int]:
         transcript = self.transcript
@@ -197,10 +222,13 @@ class Schedule:
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_schedules(part: int) -> None:
+    aborted = 0
     for seed in range(part, SCHEDULES, 4):
         schedule = Schedule(seed)
         try:
             schedule.run()
             schedule.check()
+            aborted += schedule.engine.steps_aborted_total
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
+    assert aborted > 20  # else this does not test it

@@ -63,6 +63,7 @@ class TieredSchedule(Schedule):
         self.transcript.take(result)
         self.engine.check_integrity()
         self.check_announced(result)
+        self.obey()
         if not result.sequences:
             time.sleep(0.0005)
 

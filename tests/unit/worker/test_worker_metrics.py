@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvproto.messages import Heartbeat, Load, Rates, State, TierLoad
 from kvservice.metrics import LiveCollector
+from services.worker.durations import Durations
 from services.worker.worker_metrics import readings
 
 HOST = TierLoad(3, 300, 1000, 48, 2, 600, 0.25, 7, 1, {"late": 2, "odd": 1})
@@ -32,7 +33,9 @@ class Shown:
         )
         connection: Any = SimpleNamespace(reconnects_total=0)
         self.registry = CollectorRegistry()
-        self.registry.register(LiveCollector(readings(worker, connection)))
+        self.cancel_to_free = Durations()
+        engine: Any = SimpleNamespace(cancel_to_free=self.cancel_to_free, steps_aborted_total=0, step_age_s=0.0)
+        self.registry.register(LiveCollector(readings(worker, connection, engine)))
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat("w", "e", State.READY, Load(tiers=self.tiers), Rates())
@@ -69,3 +72,22 @@ def test_they_are_what_the_heartbeat_says() -> None:
         assert f'kvfleet_worker_tier_failures_total{{reason="{reason}",tier="host"}} {count}' in lines
     assert "# TYPE kvfleet_worker_tier_bytes gauge" in lines
     assert "# TYPE kvfleet_worker_tier_failures_total counter" in lines
+
+
+def test_cancels_are_a_histogram_from_the_start() -> None:
+    shown = Shown()
+    name = "kvfleet_worker_cancel_to_free_seconds"
+    lines = shown.lines()
+    assert f"# TYPE {name} histogram" in lines
+    assert f"{name}_count 0.0" in lines
+    assert f'{name}_bucket{{le="0.001"}} 0.0' in lines
+    assert "kvfleet_worker_cancel_to_free_max_seconds 0.0" in lines
+    assert "kvfleet_worker_steps_aborted_total 0.0" in lines
+    for seconds in (0.0005, 0.001, 0.02, 7.0):
+        shown.cancel_to_free.observe(seconds)
+    lines = shown.lines()
+    for bound, count in (("0.001", 2.0), ("0.01", 2.0), ("0.025", 3.0), ("2.5", 3.0), ("+Inf", 4.0)):
+        assert f'{name}_bucket{{le="{bound}"}} {count}' in lines
+    assert f"{name}_count 4.0" in lines
+    assert f"{name}_sum 7.0215" in lines
+    assert "kvfleet_worker_cancel_to_free_max_seconds 7.0" in lines

@@ -1,7 +1,8 @@
 """The hook into transformers: one attention function for all models and backends. Adapter.
 
 The model is called with the step as a keyword; it is taken off before the model sees it and given to every layer's
-attention, because some models pass no keywords on to their layers. transformers hands a registered attention the
+attention, because some models pass no keywords on to their layers. As every layer asks for the step, that is also where
+a pass that nobody waits for any more ends. transformers hands a registered attention the
 layer's module, query, key and value. A name without a mask function gets no mask at all, which is right: the step knows
 who attends to what.
 """
@@ -16,16 +17,19 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
+from services.worker.model.abort import Abort
 from services.worker.model.attention.base import AttentionForm, AttentionStep
 
 NAME = "kvfleet_paged"
 STEP = "kvfleet_step"  # the keyword that carries the AttentionStep
+ABORT = "kvfleet_abort"  # and the one that may carry an Abort
 
 
 class _Running(threading.local):
     """The step of the forward pass that this thread is in."""
 
     step: AttentionStep | None = None
+    abort: Abort | None = None
 
 
 _running = _Running()
@@ -41,18 +45,20 @@ def attach(model: Any) -> None:
 
 def _take_step(model: Any, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if STEP in keywords:
-        _running.step = keywords.pop(STEP)
+        _running.step, _running.abort = keywords.pop(STEP), keywords.pop(ABORT, None)
     return arguments, keywords
 
 
 def _drop_step(model: Any, arguments: Any, output: Any) -> None:
-    _running.step = None
+    _running.step = _running.abort = None
 
 
 def current_step() -> AttentionStep:
-    """The step of the forward pass that the caller is in."""
+    """The step of the forward pass that the caller, a layer, is in. Raises StepAborted if nobody waits for it."""
     step = _running.step
     assert step is not None, "attention outside of a forward pass that was given a step"
+    if _running.abort is not None:
+        _running.abort.check()
     return step
 
 
