@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 NO_RESPONDERS = "503"
 SAY_AGAIN_S = 10.0
+WATCH_PERIOD_S = 0.2
+PENDING_LIMIT = 8 * 1024 * 1024  # bytes: what is published during an outage waits here
+PROBE_AFTER_S = 0.6  # without a message the server is asked for a sign of life
+SILENT_S = 1.5  # without one since then, what others do cannot be seen from here
 JSON_HEADER = {"Content-Type": "application/json"}
 
 
@@ -84,7 +88,10 @@ class Connection:
         self._said, self._said_at = "", 0.0
         self._closing = False
         self._connected_at = 0.0
-        self._told_disconnected = False
+        self._stalled = False  # the server has not taken what waits for it
+        self._aborted: Any = None  # the transport that was given up last
+        self._heard, self._heard_at = 0, 0.0
+        self._probe: asyncio.Future[Any] | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
@@ -101,7 +108,9 @@ class Connection:
         tls: Any = None,
         connect_timeout_s: float = 5.0,
     ) -> Connection:
-        """Connect, or raise Unavailable (no server) or AuthenticationFailed, each naming the server."""
+        """Connect to one of `servers` (a string may hold several, separated by commas), and to others of its cluster
+        later. Raises Unavailable (no server) or AuthenticationFailed, each naming the servers.
+        """
         self = cls(name, inbox_prefix)
         options: dict[str, Any] = {}
         if user is not None:
@@ -112,7 +121,7 @@ class Connection:
             options["user_credentials"] = credentials
         if tls is not None:
             options["tls"] = tls
-        urls = [servers] if isinstance(servers, str) else list(servers)
+        urls = [url.strip() for url in servers.split(",")] if isinstance(servers, str) else list(servers)
         connecting = self._nc.connect(
             urls,
             name=name,
@@ -121,9 +130,9 @@ class Connection:
             max_reconnect_attempts=-1,  # the default gives up for ever after two minutes
             reconnect_time_wait=0.25,
             connect_timeout=2,
-            ping_interval=5,  # a hung server is noticed in 10 s instead of 6 minutes
+            ping_interval=2,  # a hung server is left within 6 s instead of 6 minutes
             max_outstanding_pings=2,
-            pending_size=8 * 1024 * 1024,  # what is published during an outage waits here
+            pending_size=PENDING_LIMIT,
             flush_timeout=1,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
@@ -147,8 +156,8 @@ class Connection:
             if "authorization" in str(error).lower() or self._refused.is_set():
                 raise AuthenticationFailed(f"NATS at {where} refuses user {user or 'anonymous'}") from None
             raise Unavailable(f"no NATS server answers at {where} ({type(error).__name__})") from None
-        self._connected_at = asyncio.get_running_loop().time()
-        self._watchdog = asyncio.create_task(self._abort_hung_transport(), name="nats-abort-watchdog")
+        self._connected_at = self._heard_at = asyncio.get_running_loop().time()
+        self._watchdog = asyncio.create_task(self._watch(), name="nats-watchdog")
         return self
 
     async def _connect_or_refused(self, connecting: Coroutine[Any, Any, None], timeout_s: float) -> None:
@@ -177,6 +186,11 @@ class Connection:
         return asyncio.get_running_loop().time() - self._connected_at if self.is_connected else 0.0
 
     @property
+    def is_silent(self) -> bool:
+        """Connected to a server that says nothing and answers nothing: who is not heard may well be alive."""
+        return self.is_connected and asyncio.get_running_loop().time() - self._heard_at > SILENT_S
+
+    @property
     def max_payload(self) -> int:
         return int(self._nc.max_payload)
 
@@ -195,11 +209,18 @@ class Connection:
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Send, or buffer while disconnected. Raises Unavailable when the buffer is full or the connection closed."""
+        """Send, or buffer while disconnected. Raises Unavailable when the buffer is full or the connection closed.
+
+        Waits for a server that is slow, but only once, and for a second, for one that takes nothing: nats-py would wait
+        for every message, buffer it all the same, and swallow a cancellation.
+        """
+        if self._stalled and self._nc.pending_data_size > PENDING_LIMIT:
+            raise Unavailable(f"cannot publish to {subject}: the server takes nothing")
         try:
             await self._nc.publish(subject, data, reply, headers)
-        except nats.errors.Error as error:
+        except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot publish to {subject}: {error or type(error).__name__}") from None
+        self._stalled = self._nc.pending_data_size > PENDING_LIMIT
 
     async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Subscribe with a callback that must not await slow work: callbacks of one subscription run one at a time.
@@ -231,14 +252,21 @@ class Connection:
             raise Unavailable(f"cannot ask {subject}: {error or type(error).__name__}") from None
 
     async def synced(self, timeout_s: float = 5.0) -> None:
-        """Return once the server has processed everything sent so far.
+        """Return once the server has processed everything sent so far, or it took too long.
 
-        nats-py writes its PING before pending SUBs and PUBs, so a bare flush() right after subscribe() proves nothing;
-        one turn of the loop lets them out first.
+        nats-py writes its PING before pending SUBs and PUBs, so one right after subscribe() proves nothing; one turn of
+        the loop lets them out first. Its flush() cancels what waits for a late PONG, and its reader dies of that.
         """
         await asyncio.sleep(0)
-        with contextlib.suppress(nats.errors.Error, TimeoutError):
-            await self._nc.flush(timeout=max(1, int(timeout_s)))
+        if self.is_connected:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await asyncio.wait([await self._ping()], timeout=timeout_s)
+
+    async def _ping(self) -> asyncio.Future[Any]:
+        """A future that the server's PONG settles; it must not be cancelled."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await self._nc._send_ping(answer)
+        return answer
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Flush and close; never raises, never hangs longer than its timeout."""
@@ -268,16 +296,15 @@ class Connection:
             log.warning("nats: %s", text[:300])
 
     async def _on_disconnected(self) -> None:
-        self._told_disconnected = True
+        self._probe = None
         if not self._closing:
             log.warning("nats: disconnected")
             for hook in self.on_disconnect:
                 hook()
 
     async def _on_reconnected(self) -> None:
-        self._told_disconnected = False
         self.reconnects_total += 1
-        self._connected_at = asyncio.get_running_loop().time()
+        self._connected_at = self._heard_at = asyncio.get_running_loop().time()
         log.info("nats: reconnected to %s", self._nc.connected_url.netloc if self._nc.connected_url else "?")
         for hook in self.on_reconnect:
             try:
@@ -291,12 +318,32 @@ class Connection:
             if self.on_closed is not None:
                 self.on_closed()
 
-    async def _abort_hung_transport(self) -> None:
-        """A reconnect waits for the old transport to flush; to a hung server that never ends. Abort it instead."""
+    # ------------------------------------------------------------------ the watchdog
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(0.2)
-            if self._nc.is_reconnecting and not self._told_disconnected:
-                writer = getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
-                if writer is not None:
-                    log.warning("nats: aborting a transport that does not drain")
-                    writer.transport.abort()
+            before = loop.time()
+            await asyncio.sleep(WATCH_PERIOD_S)
+            self._abort_stuck_transport()
+            if loop.time() - before > SILENT_S:
+                self._heard_at = loop.time()  # it was this process that did not listen
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._listen_for_life(loop.time())
+
+    def _abort_stuck_transport(self) -> None:
+        """A reconnect waits for the old transport to flush; to a hung server that never ends (nats.py #671)."""
+        writer = getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
+        if not self._nc.is_reconnecting or writer is None or writer is self._aborted:
+            return
+        if writer.transport.is_closing():
+            self._aborted = writer
+            writer.transport.abort()
+
+    async def _listen_for_life(self, now: float) -> None:
+        """Any message is one; without any the server is pinged, once at a time."""
+        heard = self._nc.stats["in_msgs"]
+        if heard != self._heard or (self._probe is not None and self._probe.done()):
+            self._heard, self._heard_at, self._probe = heard, now, None
+        elif self.is_connected and self._probe is None and now - self._heard_at > PROBE_AFTER_S:
+            self._probe = await self._ping()

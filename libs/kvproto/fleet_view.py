@@ -9,6 +9,10 @@ A record deleted on purpose (clean stop, or placement that saw the connection dr
 the worker at once, until it registers again. When more than half of the workers vanish within 3 s the fault is taken to
 be NATS's: the last view is kept, and no-responders notices decide, request by request.
 
+Other members (vaults, placements, ingresses) have records alone. When nobody's is renewed for 2 s, JetStream is away
+(no leader, full, read-only): none of them is given up for that, nor in the 5 s after, when records that could not be
+renewed expire before their owners write them again.
+
     absent ──record──▶ alive ──stale/expired/deleted──▶ dead ──record or heartbeat──▶ alive
 """
 
@@ -25,6 +29,8 @@ HEARTBEAT_FRESH_S = 2.5
 MASS_WINDOW_S = 3.0
 MASS_HOLD_S = 30.0
 RECONNECT_GRACE_S = 5.0
+HELD_UP_GRACE_S = 1.0
+RECORD_GAP_S = 2.0
 FORGET_DEAD_S = 60.0
 
 
@@ -66,17 +72,22 @@ class WorkerView:
 class FleetView:
     """State of one reader's view. Owned by the loop that feeds it."""
 
+    hears: bool = True  # heartbeats too, not records alone
     workers: dict[str, WorkerView] = field(default_factory=dict)
     members: dict[tuple[Role, str], tuple[MemberRecord, float]] = field(default_factory=dict)
     _early: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)  # heard before their record
     _blind_until: float = -1e9
     _deaths: list[float] = field(default_factory=list)
+    _record_at: float = -1e9  # the newest record of anybody
+    _records_prove_from: float = -1e9  # before that a record's age says nothing
+    _expired: set[tuple[Role, str]] = field(default_factory=set)  # members whose record ran out when that said nothing
     held_since: float | None = None
     version: int = 0  # grows with every join and leave
 
     # ------------------------------------------------------------------ events
 
     def on_worker_record(self, record: WorkerRecord, revision: int, now: float) -> Change:
+        self._hear_record(now)
         known = self.workers.get(record.id)
         if known is None:
             view = WorkerView(record, revision, now)
@@ -101,6 +112,7 @@ class FleetView:
 
     def on_worker_gone(self, worker: str, now: float, *, expired: bool) -> Change | None:
         """The record vanished: deleted on purpose, or its time ran out (then a fresh heartbeat still counts)."""
+        self._hear_record(now)
         view = self.workers.get(worker)
         if view is None or view.dead_since is not None:
             return None
@@ -128,25 +140,49 @@ class FleetView:
         return None
 
     def on_member(self, record: MemberRecord, now: float) -> Change:
-        known = self.members.get((record.role, record.id))
-        self.members[record.role, record.id] = (record, now)
+        self._hear_record(now)
+        key = record.role, record.id
+        known = self.members.get(key)
+        self.members[key] = (record, now)
+        self._expired.discard(key)
         if known is None:
             return Change.JOINED
         return Change.UPDATED if known[0].epoch == record.epoch else Change.NEW_EPOCH
 
-    def on_member_gone(self, role: Role, member: str) -> MemberRecord | None:
-        """Who that was, if it was known."""
-        known = self.members.pop((role, member), None)
+    def on_member_gone(self, role: Role, member: str, now: float, *, expired: bool) -> MemberRecord | None:
+        """Who that was, if it was known and is given up now."""
+        self._hear_record(now)
+        key = role, member
+        if expired and now < self._records_prove_from and key in self.members:
+            self._expired.add(key)
+            return None
+        self._expired.discard(key)
+        known = self.members.pop(key, None)
         return None if known is None else known[0]
 
     def sweep_members(self, now: float) -> list[MemberRecord]:
         """Others than workers whose records were not renewed: forgotten now. Call a few times a second."""
-        if now < self._blind_until:
+        if now < max(self._blind_until, self._records_prove_from):
             return []
-        silent = [record for record, at in self.members.values() if now - at > RECORD_FRESH_S + 2]
+        renewed = self._records_are_renewed(now)
+        silent = [
+            record
+            for key, (record, at) in self.members.items()
+            if key in self._expired or (renewed and now - at > RECORD_FRESH_S + 2)
+        ]
         for record in silent:
             del self.members[record.role, record.id]
+        self._expired.clear()
         return silent
+
+    def _hear_record(self, now: float) -> None:
+        """A record was written, or went: JetStream works. If it did not until now, those it kept are out of date."""
+        if self._record_at > -1e9 and not self._records_are_renewed(now):
+            self._records_prove_from = now + RECONNECT_GRACE_S
+        self._record_at = now
+
+    def _records_are_renewed(self, now: float) -> bool:
+        return now - self._record_at <= RECORD_GAP_S
 
     def on_disconnected(self) -> None:
         self._blind_until = float("inf")
@@ -155,9 +191,15 @@ class FleetView:
         """Everybody gets time to come back before silence means anything."""
         self._blind_until = now + RECONNECT_GRACE_S
 
+    def on_held_up(self, now: float) -> None:
+        """The reader itself did not listen for a while: what waits for it is read first."""
+        self._blind_until = max(self._blind_until, now + HELD_UP_GRACE_S)
+
     def sweep(self, now: float) -> list[str]:
         """Workers that just died of silence. Call a few times a second."""
         if now < self._blind_until:
+            return []
+        if not self.hears and (now < self._records_prove_from or not self._records_are_renewed(now)):
             return []
         alive = [view for view in self.workers.values() if view.dead_since is None]
         silent = [view for view in alive if not view.is_fresh(now)]

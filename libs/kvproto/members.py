@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 LEASE_PERIOD_S = 1.0
 SWEEP_PERIOD_S = 0.2
+LATE_S = 1.0
 
 
 class Fenced(KvfleetError):
@@ -133,7 +134,7 @@ class Members:
     ) -> None:
         """Without `hears` records alone say who is alive, which is enough for who does not send requests: each worker
         of a large fleet would else read the heartbeats of all others."""
-        self.view = FleetView()
+        self.view = FleetView(hears=hears)
         self.listeners: list[Listener] = []
         self.member_listeners: list[MemberListener] = []
         self._on_heartbeat = on_heartbeat
@@ -253,7 +254,9 @@ class Members:
                     if record.id == member:
                         self._tell(self.view.on_worker_record(record, entry.revision, now), member)
             elif entry.value is None:
-                gone = self.view.on_member_gone(Role(role), member) if role in set(Role) else None
+                if role not in set(Role):
+                    return
+                gone = self.view.on_member_gone(Role(role), member, now, expired=entry.expired)
                 if gone is not None:
                     self._tell_of_member(Change.LEFT, gone)
             else:
@@ -276,8 +279,17 @@ class Members:
             self._on_heartbeat(beat)
 
     async def _sweep(self) -> None:
+        silent = False
         while True:
+            before = self._now()
             await asyncio.sleep(SWEEP_PERIOD_S)
+            if self._now() - before > SWEEP_PERIOD_S + LATE_S:
+                self.view.on_held_up(self._now())
+            was_silent, silent = silent, self._connection.is_silent
+            if silent and not was_silent:
+                self.view.on_disconnected()
+            elif was_silent and self._connection.is_connected and not silent:
+                self.view.on_reconnected(self._now())
             for worker in self.view.sweep(self._now()):
                 self._tell(Change.LEFT, worker)
             for gone in self.view.sweep_members(self._now()):

@@ -21,6 +21,7 @@ from kvproto.buckets import ensure_buckets
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from kvproto.testing.backend import ServerSource
+from kvproto.testing.nats_cluster import NatsCluster
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import NatsServer, ServerSpec
 
@@ -107,6 +108,17 @@ def nats_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFa
     finally:
         for server in servers:
             server.stop()
+
+
+@pytest.fixture
+def nats_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
+    """Three servers, one JetStream cluster, started; `await cluster.ready()` before its first use."""
+    cluster = NatsCluster(tmp_path_factory.mktemp("nats-cluster"))
+    cluster.start()
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, 
 
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
+RETIRE_TIMEOUT_S = 30.0
 
 
 class NatsProcess:
@@ -37,6 +38,11 @@ class NatsProcess:
         if self._port < 0:
             raise ServerFailed("not started yet")
         return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def name(self) -> str:
+        """What the server calls itself, for good."""
+        return self._name
 
     @property
     def pid(self) -> int | None:
@@ -107,6 +113,14 @@ class NatsProcess:
 
     def wake(self) -> None:
         self._signal(signal.SIGCONT)
+
+    def retire(self) -> None:
+        """SIGUSR2, lame duck: it takes no new clients, sends the others away one by one and ends. Waits for that."""
+        process = self._process
+        self._signal(signal.SIGUSR2)
+        assert process is not None
+        process.wait(RETIRE_TIMEOUT_S)
+        self._process = None
 
     def restart(self) -> None:
         """Kill and start again at once."""

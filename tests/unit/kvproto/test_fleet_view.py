@@ -274,25 +274,100 @@ def test_models_are_those_of_living_workers_and_readers_agree_on_one() -> None:
     assert list(fleet.view.ready("c")) == []
 
 
+def member(name: str = "i1", role: Role = Role.INGRESS, *, epoch: str = OLD) -> MemberRecord:
+    return MemberRecord(name, epoch, "l", State.READY, role, "h", 1, (1, 1))
+
+
+class Recorded(Clocked):
+    """Time passes in seconds; in each, the members named are renewed as their processes would."""
+
+    def renew(self, seconds: int, *alive: MemberRecord) -> list[MemberRecord]:
+        left: list[MemberRecord] = []
+        for _ in range(seconds):
+            self.now += 1.0
+            for one in alive:
+                self.view.on_member(one, self.now)
+            left += self.view.sweep_members(self.now)
+        return left
+
+
 def test_other_members_live_by_their_records() -> None:
-    fleet = Clocked()
-    ingress = MemberRecord("i1", OLD, "l", State.READY, Role.INGRESS, "h", 1, (1, 1))
+    fleet = Recorded()
+    ingress, vault = member(), member("v1", Role.VAULT)
     assert fleet.view.on_member(ingress, fleet.now) is Change.JOINED
     assert fleet.view.on_member(ingress, fleet.now) is Change.UPDATED
-    fleet.pass_(RECORD_FRESH_S)
-    assert fleet.view.sweep_members(fleet.now) == []
+    assert fleet.renew(3, vault) == []
     assert (Role.INGRESS, "i1") in fleet.view.members
-    fleet.pass_(3)
     fleet.view.on_disconnected()
-    assert fleet.view.sweep_members(fleet.now) == [], "who hears nothing concludes nothing"
+    assert fleet.renew(3, vault) == [], "who hears nothing concludes nothing"
     fleet.view._blind_until = fleet.now
-    assert fleet.view.sweep_members(fleet.now) == [ingress]
-    assert fleet.view.members == {}
+    assert fleet.renew(1, vault) == [ingress]
+    assert list(fleet.view.members) == [(Role.VAULT, "v1")]
     assert fleet.view.on_member(ingress, fleet.now) is Change.JOINED
     assert fleet.view.on_member(replace(ingress, epoch="later"), fleet.now) is Change.NEW_EPOCH
-    assert fleet.view.on_member_gone(Role.INGRESS, "i1") == replace(ingress, epoch="later")
-    assert fleet.view.on_member_gone(Role.INGRESS, "never seen") is None
+    gone = fleet.view.on_member_gone(Role.INGRESS, "i1", fleet.now, expired=True)
+    assert gone == replace(ingress, epoch="later"), "at once, while others are renewed"
+    assert fleet.view.on_member_gone(Role.INGRESS, "never seen", fleet.now, expired=True) is None
+    assert fleet.view.on_member_gone(Role.VAULT, "v1", fleet.now, expired=False) == vault
     assert fleet.view.members == {}
+
+
+def test_nobody_is_forgotten_while_no_record_is_renewed() -> None:
+    """JetStream has no leader for half a minute: what it kept runs out at its return, then its owners come back."""
+    fleet = Recorded()
+    ingress, vault, dead = member(), member("v1", Role.VAULT), member("p1", Role.PLACEMENT)
+    assert fleet.renew(2, ingress, vault, dead) == []
+    assert fleet.renew(30) == []
+    for one in (ingress, vault, dead):
+        assert fleet.view.on_member_gone(one.role, one.id, fleet.now, expired=True) is None
+    assert len(fleet.view.members) == 3
+    assert fleet.view.on_member(vault, fleet.now) is Change.UPDATED, "it never left"
+    assert fleet.renew(round(RECONNECT_GRACE_S) + 1, ingress, vault) == [dead]
+
+
+def test_a_record_deleted_on_purpose_counts_at_any_time() -> None:
+    fleet = Recorded()
+    ingress, vault = member(), member("v1", Role.VAULT)
+    fleet.renew(2, ingress, vault)
+    fleet.renew(10)
+    assert fleet.view.on_member_gone(Role.INGRESS, "i1", fleet.now, expired=False) == ingress
+
+
+def test_the_last_member_of_all_is_given_up_a_little_later() -> None:
+    """Its record running out shows that JetStream lives, and nobody else is there to be renewed."""
+    fleet = Recorded()
+    ingress = member()
+    fleet.renew(2, ingress)
+    fleet.renew(3)
+    assert fleet.view.on_member_gone(Role.INGRESS, "i1", fleet.now, expired=True) is None
+    assert fleet.renew(round(RECONNECT_GRACE_S)) == [ingress]
+
+
+def test_who_reads_records_alone_buries_nobody_while_none_is_renewed() -> None:
+    fleet = Clocked()
+    fleet.view = FleetView(hears=False)
+    fleet.record("w1")
+    assert fleet.pass_(60) == []
+    fleet.gone("w1", expired=True)
+    fleet.record("w2")
+    died: list[str] = []
+    for _ in range(8):
+        fleet.record("w2")
+        died += fleet.pass_(1)
+    assert died == ["w1"]
+
+
+def test_a_reader_that_was_held_up_listens_before_it_judges() -> None:
+    fleet = Clocked("w1")
+    fleet.now += 5.0
+    fleet.view.on_held_up(fleet.now)
+    assert fleet.view.sweep(fleet.now) == []
+    fleet.beat("w1")
+    assert fleet.pass_(2) == []
+    assert fleet.pass_(2) == ["w1"]
+    fleet.view.on_disconnected()
+    fleet.view.on_held_up(fleet.now)
+    assert fleet.view._blind_until == float("inf"), "still disconnected"
 
 
 workers = st.sampled_from(["w1", "w2", "w3"])
