@@ -18,6 +18,7 @@ KvfleetError
 ├── UnsupportedModel          501  the model has a feature the engine would compute wrongly
 ├── Unavailable               503  retryable
 │   ├── NoWorkers             503  nobody alive serves this model
+│   ├── Overloaded            503  it would wait for too long; `retry_after_s` says when it would not
 │   ├── OutOfMemory           503  this worker cannot hold the sequence
 │   ├── WorkerLost            503  the worker is gone, or forgot the request
 │   ├── Draining              503  the worker takes no new work
@@ -126,6 +127,10 @@ class Unavailable(KvfleetError):
 
 class NoWorkers(Unavailable):
     code = "no_workers"
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
 
 
 class OutOfMemory(Unavailable):

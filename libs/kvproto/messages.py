@@ -471,6 +471,16 @@ class TierLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PriorityLoad:
+    """What a worker has to do of one priority. `unstarted` are those of `requests` that nobody has seen anything of."""
+
+    priority: Annotated[int, Range(-100, 100)]
+    requests: Count = 0  # waiting and running
+    unstarted: Count = 0
+    queued_prefill_tokens: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Requests, blocks and tokens at a worker now; `*_total` count since its start."""
 
@@ -489,6 +499,7 @@ class Load:
     evictions_total: Count = 0
     blocks_addressed: Count = 0  # full blocks in the content index, held or not
     tiers: dict[str, TierLoad] = field(default_factory=dict)  # those below the device
+    priorities: Annotated[tuple[PriorityLoad, ...], MaxLength(201)] = ()  # highest first; (): all is of priority 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -750,12 +761,34 @@ class Booked:
     attempt: Count
     worker: Name
     tokens: Count  # to prefill, as expected
+    priority: Annotated[int, Range(-100, 100)] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BookedBatch:
     placement: Name
     items: Annotated[tuple[Booked, ...], MaxLength(65_536)]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A bare producer's request that a worker accepted: if that life of it is lost, `inbox` must hear so."""
+
+    tenant: Name
+    request: Name
+    attempt: Count
+    worker: Name
+    epoch: Name
+    inbox: Annotated[str, MaxLength(512)]
+    encoding: Encoding = Encoding.MSGPACK
+
+
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """What a placement that goes was watching: whichever replica hears this goes on."""
+
+    placement: Name
+    items: Annotated[tuple[Watch, ...], MaxLength(65_536)]
 
 
 @dataclass(frozen=True, slots=True)

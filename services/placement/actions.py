@@ -123,4 +123,5 @@ def failed_frame(error: KvfleetError, request: str = "", attempt: int = 0) -> Fa
         message=error.message[:2000],
         retryable=error.retryable,
         field=error.field[:256] if error.field else None,
+        retry_after_s=error.retry_after_s,
     )

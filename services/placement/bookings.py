@@ -36,6 +36,7 @@ class Booking:
     attempt: int
     tokens: float  # to prefill, as expected
     booked_at: float
+    priority: int = 0
     accepted: bool = False
     counted: bool = False  # a heartbeat has: what is queued there is the worker's own figure now
     started_at: float | None = None
@@ -67,13 +68,15 @@ class Bookings:
 
     # ------------------------------------------------------------------ a request's life
 
-    def book(self, key: Key, attempt: int, worker: str, column: int, tokens: float, now: float) -> None:
+    def book(
+        self, key: Key, attempt: int, worker: str, column: int, tokens: float, now: float, *, priority: int = 0
+    ) -> None:
         """Book one attempt; what the request had booked before is released."""
         self.release(key, now)
-        booking = Booking(worker, column, attempt, tokens, now)
+        booking = Booking(worker, column, attempt, tokens, now, priority)
         self._fresh[key] = booking
         self._at.setdefault(worker, {})[key] = booking
-        self._workloads.give(column, tokens, now)
+        self._workloads.give(column, tokens, now, priority=priority)
         for passed in self._early.pop((key, worker, attempt), ()):
             passed()  # the worker was quicker than the replica that booked it
 
@@ -85,7 +88,8 @@ class Bookings:
         """It is being prefilled: `tokens` are really to be fed."""
         booking = self._of(key, worker, attempt, lambda: self.start(key, worker, attempt, tokens, now))
         if booking is not None and booking.started_at is None:
-            self._workloads.correct(booking.column, tokens - booking.tokens, now, queued=not booking.counted)
+            more, queued = tokens - booking.tokens, not booking.counted
+            self._workloads.correct(booking.column, more, now, queued=queued, priority=booking.priority)
             booking.tokens, booking.started_at = tokens, now
 
     def prefill(self, key: Key, worker: str, attempt: int) -> None:
@@ -94,11 +98,11 @@ class Bookings:
         if booking is not None:
             booking.prefilled = True
 
-    def end(self, key: Key, worker: str, attempt: int, now: float) -> None:
-        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now))
+    def end(self, key: Key, worker: str, attempt: int, now: float, output_tokens: int = 0) -> None:
+        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now, output_tokens))
         if booking is not None:
             if booking.started_at is not None:
-                self._workloads.stayed(booking.column, now - booking.started_at)
+                self._workloads.stayed(booking.column, now - booking.started_at, output_tokens)
             self.release(key, now)
 
     def release(self, key: Key, now: float | None = None) -> None:
@@ -107,7 +111,8 @@ class Bookings:
         if booking is not None:
             left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
             when = self._workloads.now if now is None else now
-            self._workloads.take(booking.column, left, when, queued=not booking.counted)
+            queued, priority = not booking.counted, booking.priority
+            self._workloads.take(booking.column, left, when, queued=queued, priority=priority)
 
     # ------------------------------------------------------------------ heartbeats and time
 
@@ -120,8 +125,8 @@ class Bookings:
             self._drop(key)
         for booking in self._accepted_at.get(beat.worker, {}).values():
             booking.counted = True
-        tokens = sum(booking.tokens for booking in fresh.values())
-        self._workloads.report(column, beat.load, beat.rates, tokens, len(fresh), now)
+        unseen = [(booking.priority, booking.tokens) for booking in fresh.values()]
+        self._workloads.report(column, beat.load, beat.rates, unseen, now)
         return silent
 
     def drop_worker(self, worker: str) -> None:

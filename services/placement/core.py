@@ -259,7 +259,7 @@ class PlacementCore:
                 self.bookings.prefill(key, worker, one.attempt)
                 self.promises.fulfil(key, worker, now)
             case Passed.ENDED:
-                self.bookings.end(key, worker, one.attempt, now)
+                self.bookings.end(key, worker, one.attempt, now, one.output_tokens)
                 self.promises.fulfil(key, worker, now)
 
     def _give_up(self, key: tuple[str, str]) -> None:
@@ -278,7 +278,8 @@ class PlacementCore:
         for one in batch.items:
             worker = self.fleet.workers.get(one.worker)
             if worker is not None:
-                self.bookings.book((one.tenant, one.request), one.attempt, worker.id, worker.column, one.tokens, now)
+                key, column = (one.tenant, one.request), worker.column
+                self.bookings.book(key, one.attempt, worker.id, column, one.tokens, now, priority=one.priority)
 
     def _place(self, event: PlaceAsked, now: float) -> Action:
         try:

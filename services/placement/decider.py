@@ -14,6 +14,7 @@ import numpy as np
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest, Tier
+from services.placement.admission import TurnedAway, limit_of
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Space, Worker
 from services.placement.heat import Heat, Prefix
@@ -21,7 +22,7 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Depths, Hashes
 from services.placement.ledger import Entry, Ledger, consider
 from services.placement.match_kernel import fill
-from services.placement.policies import Choice, Policy, Question
+from services.placement.policies import DIRECT, Choice, Policy, Question
 from services.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
@@ -73,6 +74,7 @@ class Decider:
         self._policies = policies
         self._workloads: Workloads = fleet.workloads
         self.heat = Heat()
+        self.turned_away = TurnedAway()
         self._booked: list[Booked] = []
         self._policy(default)
 
@@ -82,15 +84,17 @@ class Decider:
         return booked
 
     def decide(self, tenant: str, ask: PlaceRequest, now: float) -> Placement:
-        """Choose and book. Raises InvalidRequest, NotFound, ModelNotFound, or NoWorkers (retryable)."""
+        """Choose and book. Raises InvalidRequest, NotFound, ModelNotFound, or NoWorkers or Overloaded (retryable)."""
         policy = self._policy(ask.policy or self.default)
         if not self._fleet.is_known(ask.model):
             raise ModelNotFound(f"no worker of this fleet has served {ask.model[:64]!r}", field="model")
         ready = self._fleet.ready(ask.model)
         excluded = _effective(ask.excluded, ready)
-        among = ready.without(excluded)
         tokens = self._prompts.tokens(ask)
-        loads = self._workloads.view(among.columns, now)
+        if ask.max_wait_s is not None and not ask.attempt and policy.name != DIRECT:
+            excluded |= self._too_busy(ask, ask.max_wait_s, ready.without(excluded), tokens, now)
+        among = ready.without(excluded)
+        loads = self._workloads.view(among.columns, now, priority=ask.priority)
         matched = self._match(tenant, ask, among, tokens)
         last_block = matched.hashes[matched.depth - 1].tobytes() if matched.depth else None
         question = Question(
@@ -117,6 +121,18 @@ class Decider:
             prefix = Prefix(ask.model, space, self._prompts.root(space, tenant, ask), chain)
             self.heat.keep(last_block, prefix, now)
         return self._settle(tenant, policy.name, choice, question, matched, now)
+
+    def _too_busy(self, ask: PlaceRequest, max_wait_s: float, among: Ready, tokens: int, now: float) -> frozenset[str]:
+        """Where it would wait for too long. Raises Overloaded if that is everywhere; what goes on elsewhere was let in
+        before, and is not refused now."""
+        limit_s = limit_of(max_wait_s, ask.priority)
+        loads = self._workloads.view(among.columns, now, priority=ask.priority)
+        waits = loads.waits()
+        late = waits > limit_s
+        if len(waits) and late.all():
+            turn_s = loads.turn_s(tokens)
+            raise self.turned_away.refuse(ask.model, ask.priority, float(waits.min()), limit_s, turn_s, now)
+        return frozenset(among.workers[number].id for number in late.nonzero()[0].tolist())
 
     def _settle(
         self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched, now: float
@@ -154,9 +170,10 @@ class Decider:
         hashes, block_size = matched.hashes, matched.block_size
         if not question.candidates or worker.space != question.candidates[0].space:
             hashes, block_size = self._prompts.hashes(worker.space, tenant, ask), worker.space.block_size
-        self._bookings.book((tenant, ask.request), ask.attempt, worker.id, worker.column, feed, now)
-        self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed))
-        self._promises.make((tenant, ask.request), worker.id, hashes, now)
+        key = tenant, ask.request
+        self._bookings.book(key, ask.attempt, worker.id, worker.column, feed, now, priority=ask.priority)
+        self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority))
+        self._promises.make(key, worker.id, hashes, now)
         self._ledger.note(
             Entry(
                 tenant=tenant,

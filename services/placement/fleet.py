@@ -124,7 +124,7 @@ class Fleet:
         )
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
-            self.workloads.report(column, heartbeat.load, heartbeat.rates, 0, 0, now)
+            self.workloads.report(column, heartbeat.load, heartbeat.rates, (), now)
         self.workers[record.id] = worker
         self._learn_name(record.model)
         self._ready.pop(record.model, None)

@@ -16,6 +16,10 @@ from __future__ import annotations
     BLOCKS_USED,
     BLOCKS,
     TOKEN_S,  # seconds per decoded token, all its sequences together; 0: not measured
-) = range(13)
-COUNT = 13
-NEVER_NEGATIVE = [RATE, BACKLOG, REQUESTS, SLOTS, STAY, RECENT, CREDIT]
+    STEP_S,  # seconds per decode step; 0: not measured
+    OUTPUT,  # tokens that a request generates
+    AHEAD,  # of BACKLOG, what comes before a request of the priority in question; set in views
+    AHEAD_REQUESTS,  # the same of REQUESTS
+) = range(17)
+COUNT = 17
+NEVER_NEGATIVE = [RATE, BACKLOG, REQUESTS, SLOTS, STAY, RECENT, CREDIT, STEP_S, OUTPUT]

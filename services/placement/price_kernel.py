@@ -14,14 +14,17 @@ import numpy as np
 from numba import njit
 
 from services.placement.load_rows import (
+    AHEAD,
+    AHEAD_REQUESTS,
     AT,
-    BACKLOG,
+    OUTPUT,
     RATE,
     RATE_AT,
     RECENT,
     REQUESTS,
     SLOTS,
     STAY,
+    STEP_S,
     TOKEN_BYTES,
     TOKEN_S,
 )
@@ -80,22 +83,67 @@ def _comparable(rate, measured_at, mean, now):
 
 
 @njit
+def _mean_stay(values):
+    """Of those of whom a request has ended."""
+    seconds, known = 0.0, 0
+    for worker in range(values.shape[1]):
+        if values[STAY, worker] > 0:
+            seconds += values[STAY, worker]
+            known += 1
+    return seconds / known if known else 0.0
+
+
+@njit
+def _until_served(values, worker, rate, idle):
+    """Seconds until what is ahead there has been prefilled."""
+    return max(values[AHEAD, worker] / rate - idle, 0.0)
+
+
+@njit
+def _until_slot(values, worker, mean_stay):
+    """Seconds until a slot is free for one more: they become free one by one, as requests stay so long.
+
+    How long they stayed says nothing yet where they stay longer now: at the present steps one takes at least its
+    output's.
+    """
+    slots = values[SLOTS, worker]
+    ahead = values[AHEAD_REQUESTS, worker] - slots + 1
+    if slots <= 0 or ahead <= 0:
+        return 0.0
+    stay = values[STAY, worker] if values[STAY, worker] > 0 else mean_stay
+    return ahead * max(stay, values[OUTPUT, worker] * values[STEP_S, worker]) / slots
+
+
+@njit
+def waits(values, now, out):
+    """Fills `out` `[workers]`: seconds until a request would be begun there. Who has not measured anything, in a fleet
+    that has not, is taken to be free."""
+    mean, stay = _mean_rate(values), _mean_stay(values)
+    measured = False
+    for worker in range(values.shape[1]):
+        measured = measured or values[RATE, worker] > 0
+    for worker in range(values.shape[1]):
+        out[worker] = _until_slot(values, worker, stay)
+        if measured:
+            rate = _comparable(values[RATE, worker], values[RATE_AT, worker], mean, now)
+            out[worker] += _until_served(values, worker, rate, now - values[AT, worker])
+
+
+@njit
 def price(values, restore, matched, tokens, heat, now, others, busy, out):
     """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where.
 
-    `values` `[13, workers]` (load_rows), `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each tier's
+    `values` `[17, workers]` (load_rows), `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each tier's
     with those of faster ones. A peer's blocks begin with the chain's first, a vault's where the worker's own end.
     """
-    mean, token_s = _mean_rate(values), _least_token_s(values)
+    mean, token_s, mean_stay = _mean_rate(values), _least_token_s(values), _mean_stay(values)
     least = np.inf
     for worker in range(values.shape[1]):
         rate = _comparable(values[RATE, worker], values[RATE_AT, worker], mean, now)
         idle = now - values[AT, worker]
-        out[QUEUE, worker] = max(values[BACKLOG, worker] / rate - idle, 0.0)
-        slots, requests = values[SLOTS, worker], values[REQUESTS, worker]
-        ahead = requests - slots + 1
-        out[SLOT, worker] = ahead * values[STAY, worker] / slots if slots > 0 and ahead > 0 else 0.0
-        out[STEP, worker] = requests * token_s
+        out[QUEUE, worker] = _until_served(values, worker, rate, idle)
+        out[SLOT, worker] = _until_slot(values, worker, mean_stay)
+        out[STEP, worker] = values[REQUESTS, worker] * token_s
         fetch = 0.0
         prefill = (tokens - matched[DEVICE, worker]) / rate
         fetched, end = 0.0, matched[DEVICE, worker]  # restored in order, so far

@@ -78,6 +78,7 @@ def _call_all() -> None:
     matched = np.zeros((len(PRICED_TIERS), 1))
     groups = np.zeros(1, dtype=np.int64)
     match_kernel.fill(np.zeros((3, 1), dtype=np.int32), groups, np.ones(1), 0, 16.0, 0.0, matched, matched.copy())
+    assert idle.waits().tolist() == [0.0]
     priced = idle.price(matched, 1, heat=0.0, others=0.0, busy=0.0)
     assert price_kernel.cheapest(priced, matched[-1], 1, False, 0.0, 0.0, np.empty(1, dtype=np.int64)) == (0, 1)
     assert len(chain(blocks[0], range(64), 16)) == 4

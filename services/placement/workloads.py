@@ -7,16 +7,18 @@ set right by every heartbeat. So between two heartbeats a burst sees its own wei
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.messages import Load, Rates, Tier
+from kvproto.messages import Load, PriorityLoad, Rates, Tier
 from services.placement import load_rows as rows
 from services.placement import price_kernel
 from services.placement.index.changes import TIERS
+from services.placement.levels import Levels
 from services.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -61,6 +63,20 @@ class View:
         price_kernel.price(self._values, self._restore, matched, tokens, heat, self.now, others, busy, out)
         return out
 
+    def waits(self) -> Floats:
+        """Seconds until a request would be begun; 0 where nothing was ever measured."""
+        out = np.empty(self._values.shape[1])
+        price_kernel.waits(self._values, self.now, out)
+        return out
+
+    def turn_s(self, tokens: int) -> float:
+        """How long all of them together are busy with one request of so many prompt tokens."""
+        values = self._values
+        rates = values[rows.RATE][values[rows.RATE] > 0]
+        stays = values[rows.STAY] / np.maximum(values[rows.SLOTS], 1.0)
+        prefill = tokens / float(rates.mean()) if len(rates) else 0.0
+        return (prefill + float(stays.mean())) / max(values.shape[1], 1)
+
     @property
     def requests(self) -> Floats:
         requests: Floats = self._values[rows.REQUESTS]
@@ -88,6 +104,7 @@ class Workloads:
         self._free: list[int] = []
         self._values: Floats = np.zeros((rows.COUNT, FIRST_COLUMNS))
         self._restore: Floats = np.zeros((len(PRICED_TIERS), FIRST_COLUMNS))
+        self._levels: dict[int, tuple[Levels, Levels]] = {}  # backlog and requests, where not all is of priority 0
 
     # ------------------------------------------------------------------ columns
 
@@ -105,6 +122,7 @@ class Workloads:
         self._values[rows.AT, column] = now
         self._values[rows.CREDIT, column] = 1.0
         self._values[rows.TOKEN_BYTES, column] = token_bytes
+        self._levels.pop(column, None)
         return column
 
     def weigh(self, column: int, token_bytes: float) -> None:
@@ -116,48 +134,59 @@ class Workloads:
 
     # ------------------------------------------------------------------ what workers say, and what they are given
 
-    def report(
-        self, column: int, load: Load, rates: Rates, unseen_tokens: float, unseen_requests: int, now: float
-    ) -> None:
-        """A heartbeat; `unseen` is what was booked and cannot be in it yet."""
+    def report(self, column: int, load: Load, rates: Rates, unseen: Iterable[tuple[int, float]], now: float) -> None:
+        """A heartbeat; `unseen` is what was booked and cannot be in it yet, request by request: priority, tokens."""
         values = self._values
+        unseen = list(unseen)
         self._drain(column, now)
+        self._report_levels(column, load, unseen)
         rate = rates.prefill_tokens_per_s if rates.prefill_tokens_per_s >= LEAST_RATE else 0.0
         if rate != values[rows.RATE, column]:
             values[rows.RATE, column], values[rows.RATE_AT, column] = rate, now
-        values[rows.BACKLOG, column] = load.queued_prefill_tokens + unseen_tokens
-        values[rows.REQUESTS, column] = load.waiting + load.running + unseen_requests
+        values[rows.BACKLOG, column] = load.queued_prefill_tokens + sum(tokens for _, tokens in unseen)
+        values[rows.REQUESTS, column] = load.waiting + load.running + len(unseen)
         values[rows.SLOTS, column] = load.slots
         if rates.decode_tokens_per_s:
             values[rows.TOKEN_S, column] = 1 / rates.decode_tokens_per_s
+        if rates.decode_steps_per_s:
+            values[rows.STEP_S, column] = 1 / rates.decode_steps_per_s
         values[rows.BLOCKS_USED, column] = load.blocks_used
         values[rows.BLOCKS, column] = load.blocks_total
         for tier, rate in rates.restore_bytes_per_s.items():
             if tier in _TIER_NUMBER and math.isfinite(rate) and rate >= 0:
                 self._restore[_TIER_NUMBER[tier], column] = rate
 
-    def give(self, column: int, tokens: float, now: float) -> None:
+    def give(self, column: int, tokens: float, now: float, *, priority: int = 0) -> None:
         """A request with so many tokens to prefill."""
         self._drain(column, now)
+        if priority or column in self._levels:
+            backlog, requests = self._levels_of(column)
+            backlog.add(priority, tokens)
+            requests.add(priority, 1)
         self._values[rows.REQUESTS, column] += 1
         self._values[rows.BACKLOG, column] += tokens
         self._values[rows.RECENT, column] += tokens
 
-    def correct(self, column: int, tokens: float, now: float, *, queued: bool = True) -> None:
+    def correct(self, column: int, tokens: float, now: float, *, queued: bool = True, priority: int = 0) -> None:
         """The tokens to prefill turned out to be more, or fewer. Not `queued`: the worker's own figure has that."""
         self._drain(column, now)
+        if queued and column in self._levels:
+            self._levels[column][0].add(priority, tokens)
         for row in (rows.BACKLOG, rows.RECENT) if queued else (rows.RECENT,):
             self._values[row, column] = max(0.0, self._values[row, column] + tokens)
 
-    def take(self, column: int, tokens: float, now: float, *, queued: bool = True) -> None:
+    def take(self, column: int, tokens: float, now: float, *, queued: bool = True, priority: int = 0) -> None:
         """The request is gone, and so many of its tokens will never be prefilled."""
-        self.correct(column, -tokens, now, queued=queued)
+        self.correct(column, -tokens, now, queued=queued, priority=priority)
+        if column in self._levels:
+            self._levels[column][1].add(priority, -1)
         self._values[rows.REQUESTS, column] = max(0.0, self._values[rows.REQUESTS, column] - 1)
 
-    def stayed(self, column: int, seconds: float) -> None:
+    def stayed(self, column: int, seconds: float, output_tokens: int = 0) -> None:
         """A request left, so long after it had started."""
-        old = self._values[rows.STAY, column]
-        self._values[rows.STAY, column] = old + (seconds - old) * 0.1 if old else seconds
+        for row, new in ((rows.STAY, seconds), (rows.OUTPUT, float(output_tokens))):
+            old = self._values[row, column]
+            self._values[row, column] = old + (new - old) * 0.1 if old else new
 
     def trust(self, column: int, credit: float) -> None:
         """What share of the blocks that the worker is said to hold is believed."""
@@ -165,9 +194,18 @@ class Workloads:
 
     # ------------------------------------------------------------------ questions
 
-    def view(self, columns: Columns, now: float) -> View:
-        """These workers as they are now, in the order of `columns`."""
-        return View(self._values.take(columns, axis=1), self._restore.take(columns, axis=1), now)
+    def view(self, columns: Columns, now: float, *, priority: int = 0) -> View:
+        """These workers as a request of this priority finds them now, in the order of `columns`."""
+        values = self._values.take(columns, axis=1)
+        if priority <= 0:  # else nothing is ahead, but of whom more is known
+            values[rows.AHEAD], values[rows.AHEAD_REQUESTS] = values[rows.BACKLOG], values[rows.REQUESTS]
+        if self._levels:
+            for number, column in enumerate(columns.tolist()):
+                if column in self._levels:
+                    backlog, requests = self._levels[column]
+                    values[rows.AHEAD, number] = min(values[rows.BACKLOG, number], backlog.ahead(priority))
+                    values[rows.AHEAD_REQUESTS, number] = min(values[rows.REQUESTS, number], requests.ahead(priority))
+        return View(values, self._restore.take(columns, axis=1), now)
 
     def credits_of(self, columns: Columns) -> Floats:
         """What share of the blocks that each is said to hold is believed."""
@@ -193,7 +231,29 @@ class Workloads:
         values[rows.AT, column] = self.now = now
         rate = values[rows.RATE, column] or UNMEASURED_RATE
         values[rows.BACKLOG, column] = max(0.0, values[rows.BACKLOG, column] - waited * rate)
+        if column in self._levels:
+            self._levels[column][0].drain(waited * rate)
         values[rows.RECENT, column] *= math.exp(-waited / RECENT_S)
+
+    def _levels_of(self, column: int) -> tuple[Levels, Levels]:
+        """Until now all was of priority 0."""
+        levels = self._levels.get(column)
+        if levels is None:
+            backlog, requests = self._values[rows.BACKLOG, column], self._values[rows.REQUESTS, column]
+            levels = self._levels[column] = Levels({0: float(backlog)}), Levels({0: float(requests)})
+        return levels
+
+    def _report_levels(self, column: int, load: Load, unseen: list[tuple[int, float]]) -> None:
+        if not load.priorities and not any(priority for priority, _ in unseen):
+            self._levels.pop(column, None)
+            return
+        said = load.priorities or (PriorityLoad(0, load.waiting + load.running, 0, load.queued_prefill_tokens),)
+        backlog = Levels({one.priority: float(one.queued_prefill_tokens) for one in said})
+        requests = Levels({one.priority: float(one.requests) for one in said})
+        for priority, tokens in unseen:
+            backlog.add(priority, tokens)
+            requests.add(priority, 1)
+        self._levels[column] = backlog, requests
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""

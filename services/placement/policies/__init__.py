@@ -13,6 +13,7 @@ from services.placement.policies.ring import BoundedRing, Ring
 from services.placement.policies.round_robin import RoundRobin
 
 DEFAULT_POLICY = Cost.name
+DIRECT = Direct.name
 
 
 def build_policies(chance: Callable[[], float]) -> dict[str, Policy]:
@@ -23,4 +24,4 @@ def build_policies(chance: Callable[[], float]) -> dict[str, Policy]:
     return {policy.name: policy for policy in policies}
 
 
-__all__ = ["DEFAULT_POLICY", "Choice", "Policy", "Question", "build_policies"]
+__all__ = ["DEFAULT_POLICY", "DIRECT", "Choice", "Policy", "Question", "build_policies"]

@@ -175,6 +175,12 @@ class Rig:
         items = tuple(Milestone("public", request, attempt, one, 0.1, prompt, found) for one in passed)
         self.tell(MilestonesHeard(Milestones(worker, "e1", items)))
 
+    def end(
+        self, worker: str, request: str, *, attempt: int = 0, output_tokens: int = 0, code: str | None = None
+    ) -> None:
+        one = Milestone("public", request, attempt, Passed.ENDED, 0.1, output_tokens=output_tokens, code=code)
+        self.tell(MilestonesHeard(Milestones(worker, "e1", (one,))))
+
     def finish(self, placement: Placement, ids: Sequence[int], *, stores: bool = True) -> None:
         """The worker does what it was given, at once, and tells of it."""
         cached = placement.expected_hit.get("device", 0)

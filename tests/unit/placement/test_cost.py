@@ -44,7 +44,7 @@ def question(
         fleet.workloads.drop(column)
         assert fleet.workloads.add(BLOCK_BYTES / 16, 0.0) == column
         load = loads[number] if loads else Load(slots=100)
-        fleet.workloads.report(column, load, rates[number] if rates else Rates(RATE), 0, 0, 0.0)
+        fleet.workloads.report(column, load, rates[number] if rates else Rates(RATE), (), 0.0)
     ready: Ready = fleet.ready("demo")
     rows = matched + [matched[-1]] * (4 - len(matched))
     return Question(

@@ -35,7 +35,7 @@ def recent(loads: Workloads, column: int, now: float) -> float:
 
 def a_worker(loads: Workloads, rate: float = 1000.0, **load: int) -> int:
     column = loads.add(1024, 0.0)
-    loads.report(column, Load(**load), Rates(rate), 0, 0, 0.0)
+    loads.report(column, Load(**load), Rates(rate), (), 0.0)
     return column
 
 
@@ -65,7 +65,7 @@ def test_a_report_sets_it_right_but_for_what_it_cannot_have_seen() -> None:
     loads = Workloads()
     column = a_worker(loads)
     loads.give(column, 5000, 0.1)
-    loads.report(column, Load(queued_prefill_tokens=700, waiting=1, running=2), Rates(1000.0), 300, 1, 0.2)
+    loads.report(column, Load(queued_prefill_tokens=700, waiting=1, running=2), Rates(1000.0), [(0, 300.0)], 0.2)
     assert backlog(loads, column, 0.2) == pytest.approx(1.0)
     assert loads.view(at(column), 1.0).requests.tolist() == [4]
 
@@ -99,7 +99,7 @@ def test_one_bad_measurement_is_forgotten_if_nothing_better_comes() -> None:
     columns = at(a_worker(loads, 9000.0), a_worker(loads, 9000.0), a_worker(loads, 90.0))
     slow = [rates(loads, columns, now)[2] for now in (0.0, 60.0, 120.0, 1200.0)]
     assert slow == pytest.approx([90, 90 * np.e**0.5, 90 * np.e, 3 / (2 / 9000 + 1 / 90)], rel=1e-4)
-    loads.report(2, Load(), Rates(91.0), 0, 0, 1200.0)  # it is slow
+    loads.report(2, Load(), Rates(91.0), (), 1200.0)  # it is slow
     assert rates(loads, columns, 1200.0) == [9000, 9000, 91]
 
 

@@ -1,0 +1,53 @@
+"""Whether a request may join the queues, by how long it would wait there, and when to come back if not. Pure.
+
+    admitted  <=>  expected wait at some worker <= limit(max_wait_s, priority)
+
+The wait is behind work of the request's own priority and of higher ones alone, because that is whom workers serve
+first; and the limit of what is less than ordinary is shorter, so that it gives way while there is still room for the
+rest. Both are monotonic: whatever is refused would be refused with any lower priority too.
+
+Whoever is refused is told when its wait will have shrunk to its limit: a queue drains by a second per second. As all
+who were told so before will come back too, it is asked to come after them: `TurnedAway` is the queue that they form
+outside, each taking as long as the fleet is busy with it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvproto.errors import Overloaded
+from services.placement.levels import Levels
+
+HALF_BELOW = 10  # so much below 0, a priority has half the limit
+LEAST_RETRY_S = 0.1
+MOST_RETRY_S = 60.0
+MAX_MODELS = 1024  # with somebody outside
+
+
+def limit_of(max_wait_s: float, priority: int) -> float:
+    """Seconds that a request of this priority may wait. No more than its requester said."""
+    return max_wait_s * 2 ** (min(priority, 0) / HALF_BELOW)
+
+
+class TurnedAway:
+    """Seconds of the fleet's work that were sent away and are about to come back, by model and priority."""
+
+    def __init__(self) -> None:
+        self.refused_total = 0
+        self._outside: OrderedDict[str, tuple[float, Levels]] = OrderedDict()  # drained until then; last used last
+
+    def refuse(self, model: str, priority: int, wait_s: float, limit_s: float, turn_s: float, now: float) -> Overloaded:
+        """What to tell a request that would wait for `wait_s`, and keep all workers busy for `turn_s`."""
+        drained_at, outside = self._outside.pop(model, (now, Levels()))
+        outside.drain(max(now - drained_at, 0.0))
+        retry_after_s = min(max(wait_s - limit_s + outside.ahead(priority), LEAST_RETRY_S), MOST_RETRY_S)
+        if outside.total < MOST_RETRY_S:
+            outside.add(priority, turn_s)
+        self._outside[model] = now, outside
+        if len(self._outside) > MAX_MODELS:
+            self._outside.popitem(last=False)
+        self.refused_total += 1
+        return Overloaded(
+            f"it would wait for about {wait_s:.1f} s, and may for {limit_s:.1f} s",
+            retry_after_s=round(retry_after_s, 3),
+        )
