@@ -27,7 +27,8 @@ from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_r
 from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import AdminCommand, AdminRequest, Bundle, Decision, Sampling
-from kvproto.request_driver import RequestDriver, read_placement
+from kvproto.placing import read_placement
+from kvproto.request_driver import RequestDriver
 from kvproto.schema import read_map, to_map
 from kvproto.stream import Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix

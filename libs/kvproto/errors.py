@@ -164,6 +164,6 @@ def _tree(root: type[KvfleetError]) -> dict[str, type[KvfleetError]]:
 BY_CODE = _tree(KvfleetError)
 
 
-def from_code(code: str, message: str, *, field: str | None = None) -> KvfleetError:
+def from_code(code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> KvfleetError:
     """The error that a `Failed` frame stands for; a code of a newer version becomes the base class."""
-    return BY_CODE.get(code, KvfleetError)(message, field=field)
+    return BY_CODE.get(code, KvfleetError)(message, field=field, retry_after_s=retry_after_s)

@@ -21,13 +21,14 @@ class Generation:
     session: str | None = None
     priority: int = 0
     deadline_s: float = 600.0
-    patience_s: float = 10.0  # how long to look for a worker when there is none
+    patience_s: float = 10.0  # how long to look for a worker when there is none; what has begun looks 30 s at least
     attempts: int = 8
     policy: str | None = None
     worker: str | None = None
     request: str | None = None
     traceparent: str | None = None
     exact: bool = False  # nothing that was ever quantised is used, and nothing computed on such
+    max_wait_s: float | None = None  # refuse it, with a time to retry, rather than have it wait longer for a start
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from kvproto.errors import Cancelled, KvfleetError
@@ -33,6 +34,8 @@ class Signal(Enum):
     """What wakes a stream's driver."""
 
     ACCEPTED = "accepted"
+    STARTED = "started"
+    MOVING = "moving"  # and tokens of the attempt are still missing
     TERMINAL = "terminal"
     NO_RESPONDERS = "no_responders"
     WORKER_LOST = "worker_lost"
@@ -41,6 +44,14 @@ class Signal(Enum):
     FULL = "full"
     DRAINED = "drained"
     CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """A worker that has let go of an attempt and keeps its blocks until the next one has begun."""
+
+    worker: str
+    attempt: int
 
 
 class Stream:
@@ -55,6 +66,7 @@ class Stream:
         self.request = request
         self.assembly = StreamAssembly(choices)
         self.placement: Placement | None = None
+        self.mover: Mover | None = None
         self.worker: str | None = None
         self.worker_epoch: str | None = None
         self.accepted = False
@@ -145,8 +157,13 @@ class Stream:
             if frame.next_index > self.assembly.tokens and self.gap_since is None:
                 self.gap_since = self.last_frame_at
         else:
-            self.accepted = True  # an acknowledgement may be lost, a frame proves as much
+            if not isinstance(frame, Failed):  # that may be a refusal
+                self.accepted = True  # an acknowledgement may be lost, a frame proves as much
             self._deliver(self.assembly.accept(frame))
+            if isinstance(frame, Started):
+                self.signal(Signal.STARTED)
+            elif isinstance(frame, Moved) and self.assembly.is_moving:
+                self.signal(Signal.MOVING)
 
     def on_no_responders(self, attempt: int) -> None:
         if attempt == self.assembly.attempt:
@@ -204,8 +221,13 @@ class Stream:
                     timer.cancel()
         return self._signals.popleft() if self._signals else None
 
-    def forget_signals(self) -> None:
-        """A new attempt starts: what was signalled about the old one means nothing now (a cancel does)."""
+    def begin(self, worker: str, attempt: int) -> None:
+        """A new attempt: what was signalled about the old one means nothing now (a cancel does)."""
+        self.worker, self.worker_epoch, self.accepted = worker, None, False
+        self.gap_since = self.paused_since = None
+        self.was_paused = False
+        self.last_frame_at = self._clock()
+        self.assembly.begin(attempt)
         cancelled = Signal.CANCELLED in self._signals
         self._signals.clear()
         if cancelled:

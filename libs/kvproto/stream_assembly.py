@@ -2,7 +2,8 @@
 
 Every token is delivered once: frames of another attempt are dropped (fenced), repeats are cut off, and frames after a
 gap wait until the missing ones have been sent again. `Started` comes first, whatever NATS lost; `Finished` is held back
-until all tokens it counts are here. Each choice is in order by itself:
+until all tokens it counts are here, `Moved` too, until somebody settles that they will not come. Each choice is in
+order by itself:
 
     choice 0   0 1 2 3 4 5 6         next_index = 4
     have       x x x x . w w         w waits; missing() = (4, 2)
@@ -110,10 +111,20 @@ class StreamAssembly:
             return self.next_indices
         return None
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether the attempt has moved on and tokens of it are not here yet."""
+        return isinstance(self._held, Moved)
+
+    def settle(self) -> None:
+        """What is missing will not come: the terminal frame that waited for it holds."""
+        self.terminal, self._held = self._held, None
+
     def _counts_more(self, frame: Finished | Failed | Moved) -> bool:
-        # A failed or moved attempt ends anyway: what it had not delivered is generated again.
-        if not isinstance(frame, Finished):
-            return False
+        if isinstance(frame, Failed):
+            return False  # what it had not delivered is generated again
+        if isinstance(frame, Moved):
+            return frame.output_tokens > self.tokens
         if self.started is None or frame.output_tokens > self.tokens:
             return True
         return len(self.choices) > 1 and any(choice.ended is None for choice in self.choices)

@@ -189,6 +189,7 @@ class FrameBook:
             error.retryable,
             error.field,
             record.output_tokens,
+            error.retry_after_s,
         )
         return [self.end(record, failed, now)]
 

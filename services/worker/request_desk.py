@@ -212,6 +212,7 @@ class RequestDesk:
             error.message,
             error.retryable,
             error.field,
+            retry_after_s=error.retry_after_s,
         )
         self._outbox.send(message.reply, codec.encode_frames([failed]))
 

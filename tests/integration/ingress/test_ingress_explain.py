@@ -86,7 +86,7 @@ async def start_placement(url: str, subjects: Subjects, name: str) -> tuple[Plac
 
 @pytest.fixture
 async def fleet(nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr("kvproto.request_driver.PLACE_TIMEOUT_S", 5.0)  # no ring, however busy the machine is
+    monkeypatch.setattr("kvproto.placing.PLACE_TIMEOUT_S", 5.0)  # no ring, however busy the machine is
     workers = FakeFleet(nats_url, fleet_buckets)
     placements = [await start_placement(nats_url, fleet_buckets, name) for name in ("p0", "p1")]
     registries = []

@@ -14,6 +14,7 @@ from kvproto.messages import (
     Finished,
     FinishReason,
     Frame,
+    Moved,
     Started,
     TokenLogprobs,
     Tokens,
@@ -208,3 +209,30 @@ def test_one_choice_needs_no_continuations() -> None:
     stream = started_stream()
     stream.accept(tokens(0))
     assert stream.continuations() == ()
+
+
+# ---------------------------------------------------------------------------------------------- hand-over
+
+
+def test_moved_waits_for_the_tokens_its_attempt_has() -> None:
+    stream = started_stream()
+    stream.accept(tokens(0))
+    moved = Moved("r", 0, 3)
+    assert stream.accept(moved) == []
+    assert stream.is_moving
+    assert stream.missing() == (1,)
+    out = stream.accept(tokens(1, 2))
+    assert out[-1] is stream.terminal is moved
+    assert not stream.is_moving
+
+
+def test_moved_is_settled_where_they_will_not_come() -> None:
+    stream = StreamAssembly()
+    stream.accept(tokens(0))
+    moved = Moved("r", 0, 3)
+    assert stream.accept(moved) == []
+    stream.settle()
+    assert stream.terminal is moved
+    assert stream.missing() is None or stream.terminal is not None
+    stream.begin(1)
+    assert stream.accept(Moved("r", 1, 0)) != [], "nothing of this one is missing"

@@ -93,6 +93,14 @@ def test_failure_keeps_its_code_and_field() -> None:
     assert sent == Failed("r", 0, "engine_failure", "broke", True, "prompt", 0)
 
 
+def test_a_failure_keeps_when_to_come_back() -> None:
+    book = make_book()
+    book.open(request(), "", "public", 0.0)
+    ((_, sent),) = book.add(SequenceFailed("r", 0, EngineFailure("broke", retry_after_s=2.5)), 0.0)
+    assert isinstance(sent, Failed)
+    assert sent.retry_after_s == 2.5
+
+
 def test_outputs_of_unknown_attempts_are_dropped() -> None:
     book = make_book()
     assert book.add(SequenceTokens("x", 0, 0, (1,), ("a",)), 0.0) == []
