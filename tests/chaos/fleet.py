@@ -29,11 +29,10 @@ from kvproto.testing.nats_server import ServerSpec
 from kvproto.testing.slow_proxy import SlowProxy
 from services.ingress.tenancy import hash_key
 from tests.chaos.history import ProcessEnd
-from tests.chaos.layout import FAKE, REAL, Layout, Place, Role
+from tests.chaos.layout import FAKE, REAL, TENANTS, Layout, Place, Role
 from tests.chaos.process import ROOT, MemberProcess
 
 DEPLOY = ROOT / "deploy" / "nats"
-TENANTS = ("public", "acme")
 BACKOFF_S = 0.3
 START_S = 90.0
 WORKER_DRAIN_S = 2.0
@@ -72,7 +71,7 @@ class Fleet:
         self.observer: Client  # an operator's, straight to NATS
         self.ports = {place.name: free_port() for place in layout.of_role(Role.INGRESS)}
         self._supervisor: asyncio.Task[None] | None = None
-        self._proxies: list[NatsProxy] = []
+        self.ways: dict[str, NatsProxy] = {}  # to NATS, of members and clients
 
     def now(self) -> float:
         return time.monotonic() - self.epoch
@@ -87,8 +86,10 @@ class Fleet:
         connection = await self.connect("admin", inbox_prefix(ADMIN_INBOX, new_process_id()))
         await ensure_buckets(connection, self.subjects)
         self.observer = await Client.over(connection, self.subjects)
-        for place in self.layout.places:
+        for place in self.layout.processes:
             await self._add(place)
+        for place in self.layout.of_role(Role.CLIENT):
+            self.ways[place.name] = await self._way()
         for member in self.members.values():
             member.start()
         self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
@@ -111,7 +112,7 @@ class Fleet:
             with contextlib.suppress(Exception):
                 await self.observer.close()
                 await self.observer.connection.close()
-        for proxy in self._proxies:
+        for proxy in self.ways.values():
             await proxy.close()
         if hasattr(self, "nats"):
             await asyncio.to_thread(self.nats.stop)
@@ -132,11 +133,9 @@ class Fleet:
             url or self.nats.url, name=prefix, inbox_prefix=prefix, user=user, password=password_of(user)
         )
 
-    async def proxy(self) -> NatsProxy:
-        """A way to NATS of one's own, which ends with the fleet."""
+    async def _way(self) -> NatsProxy:
         proxy = NatsProxy(self.nats.url)
         await proxy.start()
-        self._proxies.append(proxy)
         return proxy
 
     async def _add(self, place: Place) -> None:
@@ -146,7 +145,7 @@ class Fleet:
             data_plane = SlowProxy(f"tcp:127.0.0.1:{port}")
             flags.append(f"--data-plane-port={port}")
         flags += _flags(place, self)
-        proxy = await self.proxy()
+        self.ways[place.name] = proxy = await self._way()
         self.members[place.name] = MemberProcess(place, flags, _env(place.role), self.folder, proxy, data_plane)
 
     # ------------------------------------------------------------------ who is there

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 REAL, FAKE = "demo", "numbers"
+TENANTS = ("public", "acme")  # a client each
 
 
 class Role(StrEnum):
@@ -17,6 +18,7 @@ class Role(StrEnum):
     INGRESS = "ingress"
     PLACEMENT = "placement"
     VAULT = "vault"
+    CLIENT = "client"  # in the harness's own process: only its network breaks
     NATS = "nats"
 
 
@@ -49,6 +51,7 @@ class Layout:
                 *(Place(f"r{at}", Role.WORKER, REAL) for at in range(real)),
                 *(Place(f"f{at}", Role.WORKER, FAKE) for at in range(fake)),
                 *(Place(f"i{at}", Role.INGRESS) for at in range(ingresses)),
+                *(Place(f"c{at}", Role.CLIENT) for at in range(len(TENANTS))),
             )
         )
 
@@ -61,6 +64,10 @@ class Layout:
     def group_of(self, name: str) -> tuple[Place, ...]:
         group = self.place(name).group
         return tuple(place for place in self.places if place.group == group)
+
+    @property
+    def processes(self) -> tuple[Place, ...]:
+        return tuple(place for place in self.places if place.role is not Role.CLIENT)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Trait:
 
 
 _PROCESSES = (Role.WORKER, Role.INGRESS, Role.PLACEMENT, Role.VAULT)
-_READERS = (Role.INGRESS,)
+_READERS = (Role.INGRESS, Role.CLIENT)
 
 TRAITS: dict[Kind, Trait] = {
     Kind.KILL: Trait(_PROCESSES, 0, 0, 5),
@@ -55,8 +55,8 @@ TRAITS: dict[Kind, Trait] = {
     Kind.STOP_LONG: Trait((Role.WORKER, Role.PLACEMENT, Role.VAULT, Role.INGRESS), 4.0, 7.0, 3),
     Kind.DRAIN: Trait(_PROCESSES, 0, 0, 4),
     Kind.UPGRADE: Trait(_PROCESSES, 0, 0, 4),
-    Kind.PARTITION: Trait(_PROCESSES, 0.5, 6.0, 4),
-    Kind.CUT: Trait(_PROCESSES, 0, 0, 2),
+    Kind.PARTITION: Trait((*_PROCESSES, Role.CLIENT), 0.5, 6.0, 4),
+    Kind.CUT: Trait((*_PROCESSES, Role.CLIENT), 0, 0, 2),
     Kind.CLOCK: Trait(_PROCESSES, 2.0, 5.0, 2),
     Kind.FRAMES_LOST: Trait(_READERS, 1.5, 3.0, 2),
     Kind.FRAMES_DUPLICATED: Trait(_READERS, 1.5, 3.0, 2),
