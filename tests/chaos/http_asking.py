@@ -1,0 +1,241 @@
+"""Loop: one request over HTTP, as a load balancer and an SDK together would carry it, written down as the caller saw it.
+
+    refused (no connection, 429, 503)  ──▶ another ingress, a little later: nothing was promised yet
+    accepted, then the connection broke ──▶ another ingress with Last-Event-ID: the same stream goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import httpx
+
+from tests.chaos.behaviour import Behaviour
+from tests.chaos.cases import Case
+from tests.chaos.fleet import key_of
+from tests.chaos.history import End, Exchange, Piece, Transport
+
+Clock = Callable[[], float]
+
+PATIENCE_S = 40.0
+RETRY_S = 0.25
+LONGEST_RETRY_S = 1.0  # of what Retry-After says: a run has no time for more
+ROUTES = {
+    Transport.CHAT: "/v1/chat/completions",
+    Transport.COMPLETIONS: "/v1/completions",
+    Transport.GENERATE: "/generate",
+}
+_TIMEOUT = httpx.Timeout(PATIENCE_S, connect=1.0)
+
+
+class _Broke(Exception):
+    """The connection ended before the answer did."""
+
+
+class _Cut(Exception):
+    """It was the client that broke it."""
+
+
+class HttpClients:
+    """Shared by all HTTP clients of a run: the ingresses, and connections to them. Close it."""
+
+    def __init__(self, bases: Mapping[str, str], now: Clock) -> None:
+        self._bases = dict(bases)
+        self._turn = itertools.cycle(self._bases)
+        self._now = now
+        self._client = httpx.AsyncClient(
+            timeout=_TIMEOUT, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def ask(
+        self, case: Case, behaviour: Behaviour, exchange: Exchange, *, session: str = "", key: str | None = None
+    ) -> None:
+        """Until its end. `key`: an Idempotency-Key; with one, and with event ids, what broke is gone on with."""
+        body = case.http_body(exchange.turn, stream=not behaviour.whole, session=session)
+        headers = {"Authorization": f"Bearer {key_of(case.tenant)}"}
+        if key is not None:
+            headers["Idempotency-Key"] = key
+        caller = _Caller(exchange, case.transport, behaviour, self._now)
+        end = self._now() + PATIENCE_S
+        ingress = next(self._turn)
+        while not exchange.ends and exchange.left_at is None and self._now() < end:
+            wait_s = RETRY_S
+            try:
+                said = await self._once(ingress, case.transport, body, headers | caller.position(), caller)
+                if said is not None:
+                    wait_s = said
+            except _Cut:
+                wait_s = 0.05
+            except (_Broke, httpx.TransportError) as error:
+                if exchange.accepted_at is None or (behaviour.whole and not exchange.ends):
+                    exchange.refusals.append((self._now(), f"{ingress}: {type(error).__name__}"))
+                else:
+                    exchange.broken.append((self._now(), ingress))
+                    if not caller.may_return(key):
+                        break
+            ingress = next(self._turn)
+            if not exchange.ends and exchange.left_at is None:
+                await asyncio.sleep(wait_s)
+        exchange.done_at = self._now()
+
+    async def _once(
+        self, ingress: str, transport: Transport, body: dict[str, Any], headers: dict[str, str], caller: _Caller
+    ) -> float | None:
+        """One connection. Returns seconds to wait where it was refused. Raises _Broke, _Cut, httpx.TransportError."""
+        exchange = caller.exchange
+        url = self._bases[ingress] + ROUTES[transport]
+        async with self._client.stream("POST", url, json=body, headers=headers) as response:
+            if response.status_code in (409, 429, 503):
+                await response.aread()
+                code = response.json()["error"]["code"]
+                exchange.refusals.append((self._now(), f"{ingress}: {response.status_code} {code}"))
+                if response.status_code == 503 and "retry-after" not in response.headers:
+                    exchange.ends.append(End(self._now(), code, "503 without Retry-After"))
+                return min(float(response.headers.get("retry-after", RETRY_S)), LONGEST_RETRY_S)
+            if response.status_code != 200:
+                await response.aread()
+                exchange.ends.append(End(self._now(), str(response.status_code), response.text[:300]))
+                return None
+            at = self._now()
+            if exchange.accepted_at is None:
+                exchange.accepted_at = at
+            elif not caller.behaviour.whole:
+                exchange.resumed += 1
+            exchange.ingresses.append((at, ingress))
+            if worker := response.headers.get("x-kvfleet-worker"):
+                exchange.workers.append((at, worker))
+            if caller.behaviour.whole:
+                await response.aread()
+                caller.whole(response.json())
+                return None
+            async with contextlib.aclosing(_events(response)) as events:
+                async for event_id, data in events:
+                    caller.event(event_id, data)
+                    if exchange.left_at is not None:
+                        return None
+                    await caller.behaviour.pause()
+            if not exchange.ends:
+                raise _Broke
+            return None
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
+    """Id and data of each event."""
+    event_id = ""
+    async for line in response.aiter_lines():
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: "):
+            yield event_id, line[6:]
+
+
+class _Caller:
+    """What one caller has of its answer, over all its connections."""
+
+    def __init__(self, exchange: Exchange, transport: Transport, behaviour: Behaviour, now: Clock) -> None:
+        self.exchange = exchange
+        self.behaviour = behaviour
+        self._transport = transport
+        self._now = now
+        self._last_id = ""
+        self._events = 0
+        self._has_cut = False
+        self._finished = False
+
+    def position(self) -> dict[str, str]:
+        return {"Last-Event-ID": self._last_id} if self._last_id else {}
+
+    def may_return(self, key: str | None) -> bool:
+        return bool(self._last_id) or (key is not None and not self._events)
+
+    def event(self, event_id: str, data: str) -> None:
+        """One server-sent event. Raises _Cut where this client breaks its connection."""
+        exchange, at = self.exchange, self._now()
+        if exchange.ends:
+            exchange.after_end += 1
+        self._last_id = event_id or self._last_id
+        self._events += 1
+        if data == "[DONE]":
+            self._end(at)
+            return
+        value = json.loads(data)
+        if self._transport is Transport.GENERATE:
+            self._native(value, at)
+        else:
+            self._openai(value, at)
+        if self.behaviour.leaves_after is not None and self._events >= self.behaviour.leaves_after:
+            exchange.left_at = at
+        if self.behaviour.cuts_after == self._events and not self._has_cut and not exchange.ends and self._last_id:
+            self._has_cut = True
+            raise _Cut
+
+    def whole(self, value: dict[str, Any]) -> None:
+        """An answer that was not streamed."""
+        exchange, at = self.exchange, self._now()
+        if self._transport is Transport.GENERATE:
+            raise AssertionError("/generate always streams")
+        for choice in value["choices"]:
+            text = choice["message"]["content"] if self._transport is Transport.CHAT else choice["text"]
+            exchange.pieces.append(Piece(at, choice["index"], text))
+            exchange.reasons[choice["index"]] = choice["finish_reason"]
+            self._logprobs(choice)
+        exchange.cached_tokens = value["kvfleet"]["cached_tokens"]
+        exchange.request = value["kvfleet"]["request_id"]
+        exchange.ends.append(End(at, output_tokens=value["usage"]["completion_tokens"]))
+
+    def _native(self, value: dict[str, Any], at: float) -> None:
+        exchange, kind = self.exchange, value["type"]
+        if kind == "start":
+            exchange.request = value["request_id"]
+            exchange.cached_tokens = value["cached_tokens"]
+            exchange.workers.append((at, value["worker_id"]))
+        elif kind == "token":
+            exchange.pieces.append(Piece(at, 0, value["token"], (value["token_id"],)))
+            if "logprob" in value:
+                exchange.logprobs.setdefault(0, []).append(value["logprob"])
+        elif kind == "done":
+            exchange.reasons[0] = value["finish_reason"]
+            exchange.ends.append(End(at, output_tokens=value["tokens_generated"]))
+        else:
+            exchange.ends.append(End(at, value["code"], value["error"]))
+
+    def _openai(self, value: dict[str, Any], at: float) -> None:
+        exchange = self.exchange
+        if "error" in value:
+            exchange.ends.append(End(at, value["error"]["code"], value["error"]["message"]))
+            return
+        exchange.request = value["id"].partition("-")[2]
+        for choice in value["choices"]:
+            text = choice["delta"].get("content") if self._transport is Transport.CHAT else choice["text"]
+            if text:
+                exchange.pieces.append(Piece(at, choice["index"], text))
+            self._logprobs(choice)
+            if choice["finish_reason"] is not None:
+                if choice["index"] in exchange.reasons:
+                    exchange.after_end += 1
+                exchange.reasons[choice["index"]] = choice["finish_reason"]
+        if "kvfleet" in value:
+            exchange.cached_tokens = value["kvfleet"]["cached_tokens"]
+            exchange.workers.append((at, value["kvfleet"]["worker_id"]))
+            self._finished = True
+
+    def _logprobs(self, choice: dict[str, Any]) -> None:
+        said = choice.get("logprobs")
+        if not said:
+            return
+        values = [one["logprob"] for one in said["content"]] if "content" in said else list(said["token_logprobs"])
+        self.exchange.logprobs.setdefault(choice["index"], []).extend(values)
+
+    def _end(self, at: float) -> None:
+        if self._finished:
+            self.exchange.ends.append(End(at))
+        else:
+            self.exchange.ends.append(End(at, "done_without_finish", "[DONE] came before the answer's last chunk"))

@@ -1,0 +1,89 @@
+"""One process of a chaos fleet: a service as it is, started with what a test cannot reach from outside. Wiring.
+
+    python -m tests.chaos.member ROLE [--chaos-...=...] [flags of the service]
+
+--chaos-clock=FILE       its wall clock is ahead by the seconds (a double) in this file, from the moment they are there
+--chaos-version=N        the release that speaks wire version N, and N-1
+--chaos-data-plane=ADDR  others are told to reach its blocks there: a proxy
+--chaos-step-s=S         each step of the engine takes so much longer: streams that last, without a busy core
+
+A worker balances its books twice a second when idle, instead of every ten.
+"""
+
+from __future__ import annotations
+
+import mmap
+import runpy
+import struct
+import sys
+import time
+from collections.abc import Sequence
+
+OPTION = "--chaos-"
+
+
+def shift_clock(path: str) -> None:
+    """`time.time` alone: what is measured in a process is monotonic, and must not notice."""
+    with open(path, "rb") as file:
+        shared = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
+    real = time.time
+
+    def shifted() -> float:
+        return float(real() + struct.unpack("d", shared[:8])[0])
+
+    time.time = shifted
+
+
+def speak(version: int) -> None:
+    from kvproto import codec
+
+    codec.VERSION, codec.MIN_VERSION = version, max(1, version - 1)
+
+
+def advertise(address: str) -> None:
+    from kvservice import data_plane
+
+    def proxied(addresses: Sequence[str], settings: object) -> tuple[str, ...]:
+        return (address,)
+
+    data_plane.reachable = proxied  # type: ignore[assignment]
+
+
+def slow_down(step_s: float) -> None:
+    from services.worker.engine import Engine
+
+    step = Engine.step
+
+    def slow_step(self: Engine) -> object:
+        time.sleep(step_s)
+        return step(self)
+
+    Engine.step = slow_step  # type: ignore[method-assign, assignment]
+
+
+def check_often() -> None:
+    from services.worker import engine_thread
+
+    engine_thread.CHECK_PERIOD_S = 0.5
+
+
+def main(argv: list[str]) -> None:
+    role, *flags = argv
+    options = dict(flag.removeprefix(OPTION).split("=", 1) for flag in flags if flag.startswith(OPTION))
+    if "clock" in options:
+        shift_clock(options["clock"])
+    if "version" in options:
+        speak(int(options["version"]))
+    if "data-plane" in options:
+        advertise(options["data-plane"])
+    if "step-s" in options:
+        slow_down(float(options["step-s"]))
+    if role == "worker":
+        check_often()
+    module = f"services.{role}.main"
+    sys.argv = [module, *(flag for flag in flags if not flag.startswith(OPTION))]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
