@@ -32,8 +32,8 @@ class Pinger:
     async def ask(self, worker: str) -> Verdict:
         """Takes at most 50 ms.
 
-        Nobody can tell while our own connection is down or just back (the workers' are too), if the worker's record
-        changed meanwhile (it registered again), or while the same question is being asked already.
+        Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
+        record changed meanwhile (it registered again), or while the same question is being asked already.
         """
         known = self._view.workers.get(worker)
         if known is None or worker in self._asking:
@@ -62,6 +62,6 @@ class Pinger:
 
     def _is_steady(self) -> bool:
         connection = self._connection
-        if not connection.is_connected:
+        if not connection.is_connected or connection.is_silent:
             return False
         return connection.reconnects_total == 0 or connection.connected_for_s > RECONNECT_GRACE_S
