@@ -1,4 +1,4 @@
-"""A forward pass that is given up between two layers leaves nothing behind: the same prompt gives what it always gave."""
+"""A forward pass given up between two layers leaves nothing behind: the same prompt gives what it always gave."""
 
 from __future__ import annotations
 
