@@ -173,6 +173,3 @@ def _frame(message: Message, *, as_json: bool) -> dict[str, Any]:
         return {"type": "failed", "code": "no_responders"}
     found: dict[str, Any] = json.loads(message.data) if as_json else msgpack.unpackb(message.data)
     return found
-
-
-

@@ -1,6 +1,6 @@
 """Loop: carries out a schedule: each fault when its time has come and what its promise assumes is there.
 
-    waiting for its turn ──▶ broken (for so many seconds) ──▶ over ──▶ well: everybody is ready again
+waiting for its turn ──▶ broken (for so many seconds) ──▶ over ──▶ well: everybody is ready again
 """
 
 from __future__ import annotations

@@ -191,9 +191,13 @@ def _check_answer(exchange: Exchange, answer: Answer, verdict: Verdict) -> None:
     for choice, text in enumerate(answer.texts):
         ids, right = exchange.ids_of(choice), answer.ids[choice]
         if right and ids != right:
-            at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), min(len(ids), len(right)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), min(len(ids), len(right))
+            )
             verdict.mismatches.append(Mismatch(number, exchange.case, exchange.turn, choice, at, right, ids))
-            verdict.found("wrong", f"choice {choice} differs from token {at} on: {ids[at:][:5]} for {right[at:][:5]}", number)
+            verdict.found(
+                "wrong", f"choice {choice} differs from token {at} on: {ids[at:][:5]} for {right[at:][:5]}", number
+            )
             return
         if exchange.text_of(choice) != text:
             told = f"choice {choice}: text differs: {_apart(exchange.text_of(choice), text)}"

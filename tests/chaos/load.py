@@ -128,7 +128,10 @@ class Load:
             case = canary(random.Random(chance.getrandbits(32)), first, model)
             other = canary(random.Random(), second, model)
             found = []
-            for one in (case, Case(**{name: getattr(case, name) for name in case.__slots__} | {"tenant": other.tenant})):
+            for one in (
+                case,
+                Case(**{name: getattr(case, name) for name in case.__slots__} | {"tenant": other.tenant}),
+            ):
                 exchange = self._exchange(one, PLAIN, 0)
                 await self._ask(one, PLAIN, exchange, "")
                 found.append(exchange)

@@ -1,7 +1,7 @@
 """Loop: one member of a chaos fleet: its process, its way to NATS, its way to others' blocks, and its clock.
 
-    down ──start──▶ up ──kill, drain, its own end──▶ down (the supervisor starts it again, as Kubernetes would)
-                    └──stop──▶ stopped ──wake──▶ up
+down ──start──▶ up ──kill, drain, its own end──▶ down (the supervisor starts it again, as Kubernetes would)
+                └──stop──▶ stopped ──wake──▶ up
 """
 
 from __future__ import annotations

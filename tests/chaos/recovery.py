@@ -52,7 +52,10 @@ def rows(history: History, layout: Layout) -> list[Row]:
         role = "nats" if happened.fault.target == "nats" else layout.place(happened.fault.target).role.value
         found.setdefault((happened.fault.kind, role), []).append(felt(happened, history, layout))
     order = list(Kind)
-    return [_row(kind, role, some) for (kind, role), some in sorted(found.items(), key=lambda i: (order.index(i[0][0]), i[0][1]))]
+    return [
+        _row(kind, role, some)
+        for (kind, role), some in sorted(found.items(), key=lambda i: (order.index(i[0][0]), i[0][1]))
+    ]
 
 
 def _row(kind: Kind, role: str, some: Iterable[Felt]) -> Row:
@@ -82,7 +85,9 @@ def _concerns(happened: Happened, exchange: Exchange, layout: Layout) -> bool:
     if place.role is Role.WORKER:
         return exchange.worker_at(happened.began) == target
     if place.role is Role.INGRESS:
-        return bool(exchange.ingresses) and [name for at, name in exchange.ingresses if at <= happened.began][-1:] == [target]
+        return bool(exchange.ingresses) and [name for at, name in exchange.ingresses if at <= happened.began][-1:] == [
+            target
+        ]
     if place.role is Role.CLIENT:
         return exchange.transport.value == "client" and exchange.tenant == ("public", "acme")[int(target[1:])]
     return True

@@ -138,7 +138,9 @@ def tell(outcome: Outcome, most: int = 10) -> str:
         )
         for one in outcome.history.faults:
             if one.began <= exchange.until and one.until + 2.0 >= exchange.began:
-                lines.append(f"    {one.fault}: {one.began:.2f} to {one.over_at or 0:.2f}, well at {one.well_at or 0:.2f} s")
+                lines.append(
+                    f"    {one.fault}: {one.began:.2f} to {one.over_at or 0:.2f}, well at {one.well_at or 0:.2f} s"
+                )
     return "\n".join(lines)
 
 
@@ -167,7 +169,9 @@ def main(argv: list[str] | None = None) -> int:
         say(f"logs in {folder}")
         outcome = asyncio.run(run(plan, folder))
     say(tell(outcome) if outcome.verdict.violations else "every promise kept")
-    say(f"{dict(outcome.verdict.counts)} {outcome.history.counts} near ties {outcome.near_ties} in {outcome.took_s:.0f} s")
+    say(
+        f"{dict(outcome.verdict.counts)} {outcome.history.counts} near ties {outcome.near_ties} in {outcome.took_s:.0f} s"
+    )
     return 1 if outcome.verdict.violations else 0
 
 

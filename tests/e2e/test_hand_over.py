@@ -1,0 +1,189 @@
+"""Workers that are told to go while they work: under the roles of deploy/nats, as a rolling restart does it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import nats
+import pytest
+
+from kvproto.client import Client, Generation
+from kvproto.messages import Finished, Sampling, Tokens
+from kvproto.testing.fixtures import ConfiguredNats
+from tests.support.processes import KVFLEET, Deployment, free_port
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
+USERS = ("admin", "ingress", "placement", "worker", "vault", "producer-public", "sys")
+VARIABLES = {user: f"KVF_{user.upper()}_PASSWORD" for user in USERS} | {
+    "producer-public": "KVF_PRODUCER_public_PASSWORD"
+}
+BLOCK = 16
+TOKENS = 300
+PROMPT = tuple(range(100, 180))
+SAMPLING = Sampling(TOKENS, temperature=0.0, ignore_eos=True)
+DRAIN_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def fleet(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    passwords = {user: f"secret-of-{user}" for user in USERS}
+    server = nats_with_config(DEPLOY / "nats-server.conf", {VARIABLES[user]: passwords[user] for user in USERS})
+    fleet = Deployment(server.url, tmp_path_factory.mktemp("draining"), passwords)
+    fleet.init()
+    fleet.start("placement", "p0")
+    fleet.start("vault", "v0", "--max-bytes=67108864")
+    for worker in ("w0", "w1"):
+        start(fleet, worker)
+    fleet.start("ingress", "i0", f"--port={fleet.port}")
+    try:
+        fleet.wait_ready(2)
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+PORTS: dict[str, int] = {}
+
+
+def start(fleet: Deployment, worker: str) -> None:
+    PORTS[worker] = free_port()
+    fleet.start(
+        "worker", worker, "--runner=fake", "--fake-tokens-per-s=100", f"--drain-s={DRAIN_S}", "--workers-on-host=2",
+        f"--metrics-port={PORTS[worker]}", "--preload-s=0",
+    )  # fmt: skip
+
+
+def metric(worker: str, name: str) -> float:
+    text = httpx.get(f"http://127.0.0.1:{PORTS[worker]}/metrics").text
+    found = re.search(rf"^{name} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert found, name
+    return float(found.group(1))
+
+
+@asynccontextmanager
+async def opened(fleet: Deployment) -> AsyncIterator[Client]:
+    assert fleet.passwords is not None
+    async with await Client.open(
+        fleet.nats_url, user="producer-public", password=fleet.passwords["producer-public"]
+    ) as client:
+        yield client
+
+
+class Producer:
+    """A bare one: nats-py and JSON, and nothing of ours."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.kinds: list[str] = []
+        self.worker = ""
+        self.over = asyncio.Event()
+
+    async def ask(self, fleet: Deployment) -> None:
+        assert fleet.passwords is not None
+        user, prefix = "producer-public", b"_prd.public.bare"
+        self.nc = await nats.connect(fleet.nats_url, user=user, password=fleet.passwords[user], inbox_prefix=prefix)
+        inbox = self.nc.new_inbox()
+        await self.nc.subscribe(inbox, cb=self._hear)
+        body = {"prompt_ids": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        await self.nc.publish("kvf.generate.public.demo", json.dumps(body).encode(), reply=inbox, headers=headers)
+
+    async def _hear(self, message: Any) -> None:
+        frame = json.loads(message.data)
+        self.kinds.append(frame["type"])
+        self.worker = frame.get("worker") or self.worker
+        if frame["type"] == "tokens":
+            assert frame["index"] == len(self.ids), "every token once, in order"
+            self.ids += frame["ids"]
+        elif frame["type"] in ("finished", "failed", "moved"):
+            self.over.set()
+
+
+async def read(client: Client, ids: list[int], workers: list[str], tokens: int = TOKENS) -> None:
+    sampling = replace(SAMPLING, max_tokens=tokens)
+    async with client.generate(Generation("demo", sampling, prompt_ids=PROMPT)) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                ids += event.ids
+            elif isinstance(event, Finished):
+                workers.append(event.worker)
+
+
+async def until(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.02)
+
+
+async def test_nobody_notices_that_a_worker_goes(fleet: Deployment) -> None:
+    """A Client's streams and a bare producer's: all go on elsewhere, and hardly anything is computed again."""
+    async with opened(fleet) as client:
+        reference: list[int] = []
+        await read(client, reference, [])
+        ids: list[list[int]] = [[] for _ in range(6)]
+        ended: list[str] = []
+        streams = [asyncio.create_task(read(client, one, ended)) for one in ids]
+        producer = Producer()
+        await producer.ask(fleet)
+        await until(lambda: all(len(one) > 30 for one in ids) and len(producer.ids) > 30)
+        leaving = "w0" if producer.worker == "w0" else "w1"
+        staying = "w1" if leaving == "w0" else "w0"
+        before = metric(staying, "kvfleet_worker_recomputed_tokens_total")
+        moved = [s for s in client._streams.values() if s.worker == leaving]
+        began = time.monotonic()
+        fleet.services[leaving].process.terminate()
+        await asyncio.wait_for(asyncio.gather(*streams), 30)
+        await asyncio.wait_for(producer.over.wait(), 30)
+        assert await asyncio.to_thread(fleet.services[leaving].process.wait, 20) == 0
+        assert time.monotonic() - began < DRAIN_S + 10
+        assert all(one == reference for one in ids)
+        assert producer.ids == reference
+        assert producer.kinds.count("finished") == 1
+        assert not {"failed", "moved"} & set(producer.kinds)
+        assert ended == [staying] * len(ids) or len(moved) < len(ids)
+        recomputed = metric(staying, "kvfleet_worker_recomputed_tokens_total") - before
+        assert 0 < recomputed <= BLOCK * (len(moved) + 1), fleet.logs()
+        await producer.nc.close()
+
+
+async def test_without_a_successor_blocks_wait_in_a_vault(fleet: Deployment) -> None:
+    """The last worker of a model is drained by its operator, and another one comes."""
+    leaving, *others = [name for name in ("w0", "w1") if fleet.services[name].process.poll() is None]
+    for other in others:
+        assert fleet.services[other].stop() == 0
+    coming = "w2"
+    tokens = 2 * TOKENS
+    async with opened(fleet) as client:
+        ids: list[int] = []
+        ended: list[str] = []
+        stream = asyncio.create_task(read(client, ids, ended, tokens))
+        await until(lambda: len(ids) > 100)
+        drained = await asyncio.to_thread(
+            subprocess.run,
+            [KVFLEET, "drain", leaving, "--wait", "20"],
+            env={**os.environ, **fleet._env("admin")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert drained.returncode == 0, drained.stderr
+        assert fleet.services[leaving].process.wait(20) == 0
+        assert not stream.done(), "the stream was too short for this test"
+        start(fleet, coming)
+        await asyncio.wait_for(stream, 40)
+        assert ended == [coming]
+        assert len(ids) == tokens
+        assert metric(coming, "kvfleet_worker_recomputed_tokens_total") <= BLOCK, fleet.logs()
