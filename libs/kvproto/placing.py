@@ -72,6 +72,9 @@ class Placer:
 
     async def _ask(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
         begun = bool(stream.attempts or stream.assembly.tokens)  # what was accepted completes
+        policy, worker = _policy(generation), generation.worker
+        if policy == DIRECT and (stream.assembly.tokens or stream.assembly.started is not None):
+            policy, worker = None, None  # the worker that was named had it, and lost it
         question = PlaceRequest(
             request=stream.request,
             model=generation.model,
@@ -81,8 +84,8 @@ class Placer:
             attempt=stream.attempts,
             excluded=tuple(trials.excluded),
             max_tokens=generation.sampling.max_tokens * generation.sampling.n,
-            policy=_policy(generation),
-            worker=generation.worker,
+            policy=policy,
+            worker=worker,
             priority=generation.priority,
             max_wait_s=None if begun else generation.max_wait_s,
         )

@@ -71,15 +71,16 @@ async def test_a_request_and_its_repetition_from_the_cache(fleet: FakeFleet, cli
 
 
 async def test_a_killed_workers_stream_goes_on_elsewhere_with_the_same_tokens(fleet: FakeFleet, client: Client) -> None:
+    """Also one that was asked of this worker by name."""
     for worker in ("w0", "w1"):
         await fleet.start(worker, fake_tokens_per_s=200)
     await ready(client, 2)
-    for sampling in (SAMPLING, replace(SAMPLING, temperature=0.9, seed=7)):
+    for sampling, named in ((SAMPLING, "w0"), (replace(SAMPLING, temperature=0.9, seed=7), None)):
         expected, expected_text, *_ = await collect(client, Generation("demo", sampling, PROMPT))
         ids: list[int] = []
         text = ""
         killed = None
-        async with client.generate(Generation("demo", sampling, PROMPT)) as stream:
+        async with client.generate(Generation("demo", sampling, PROMPT, worker=named)) as stream:
             async for event in stream:
                 if isinstance(event, Tokens):
                     ids += event.ids
