@@ -161,6 +161,16 @@ def batch_inbox(prefix: str) -> str:
     return f"{prefix}.b"
 
 
+def receipt_inbox(prefix: str, number: int) -> str:
+    """Where a worker hears that nobody subscribes to an inbox it sent to."""
+    return f"{prefix}.l.{number}"
+
+
+def receipt_inboxes(prefix: str) -> str:
+    """All of them, to subscribe to."""
+    return f"{prefix}.l.*"
+
+
 def is_inbox(subject: str) -> bool:
     """Whether answers may be sent there: inboxes begin with `_`, so that no requester can choose a fleet subject."""
     if not subject.startswith("_") or len(subject) > MAX_INBOX or not subject.isprintable():

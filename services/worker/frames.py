@@ -3,7 +3,8 @@
 accepted ──▶ running (tokens collect) ──terminal──▶ finished ──30 s──▶ forgotten
 
 An attempt has one terminal frame however many choices it has: of several, each that ends says so (`ChoiceFinished`),
-the last one is followed by `Finished`, and one that fails ends the attempt.
+the last one is followed by `Finished`, and one that fails ends the attempt. It may have several readers, who come and
+leave; it runs for as long as there is one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvproto.errors import Unavailable
 from kvproto.messages import (
     ChoiceFinished,
-    Encoding,
     Failed,
     Finished,
     Frame,
@@ -28,6 +29,7 @@ from kvproto.messages import (
 )
 from services.worker.milestones import Course, MilestoneLog
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
+from services.worker.readers import Leases, Reader
 
 KEEP_FINISHED_S = 30.0
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
@@ -58,14 +60,14 @@ class Record:
 
     request: str
     attempt: int
-    inbox: str
-    encoding: Encoding
-    watcher_reply: str | None
+    readers: list[Reader]  # one at least; the last one stays until the end
+    watchers: list[str]  # who wants to see it end: placements, for bare producers
     course: Course
     tracks: list[Track]
     pending: set[int]
     tenant: str
     asked: GenerateRequest | None  # until it has ended
+    content: bytes  # digest of what was asked for
     started: Started | None = None
     terminal: Finished | Failed | Moved | None = None
     finished_at: float = 0.0
@@ -91,6 +93,7 @@ class FrameBook:
         self._records: dict[Key, Record] = {}
         self._finished: OrderedDict[Key, None] = OrderedDict()
         self._running: dict[Key, Record] = {}
+        self.leases = Leases()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -112,29 +115,75 @@ class FrameBook:
         """A running attempt."""
         return self._running.get((request, attempt))
 
-    def knows(self, request: str, attempt: int) -> bool:
-        return (request, attempt) in self._records
+    def known(self, request: str, attempt: int) -> Record | None:
+        """A running attempt, or one that ended a short while ago."""
+        return self._records.get((request, attempt))
 
     def attempts(self, request: str) -> list[int]:
         """Running attempts of a request."""
         return [attempt for name, attempt in self._running if name == request]
 
-    def open(self, request: GenerateRequest, reply: str, tenant: str, now: float) -> Record:
+    def open(self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b"") -> Record:
         """Accept an attempt that is not known yet."""
+        reader = Reader(request.inbox, request.encoding)
+        self.leases.hold(reader)
         record = Record(
             request.request,
             request.attempt,
-            request.inbox,
-            request.encoding,
-            reply if request.watcher else None,
+            [reader],
+            [reply] if request.watcher else [],
             self._milestones.accept(tenant, request.request, request.attempt, now),
             *_tracks(request),
             tenant,
             request,
+            content,
         )
         self._records[request.request, request.attempt] = record
         self._running[request.request, request.attempt] = record
         return record
+
+    def join(self, record: Record, request: GenerateRequest, reply: str) -> list[Frame]:
+        """One more reader of a known attempt; all that it is to be sent now, from the first token that it lacks.
+
+        What an inbox that reads already asks for once more was delivered twice, or only its acknowledgement was lost:
+        there is nothing to send. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
+        attempt was continued, from further on than this reader is.
+        """
+        here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
+        if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
+            raise Unavailable("this attempt goes on after tokens that are elsewhere: its beginning is not here")
+        if request.watcher and reply not in record.watchers:
+            record.watchers.append(reply)
+        if record.terminal is None:
+            if any(reader.inbox == request.inbox for reader in record.readers):
+                return []
+            reader = Reader(request.inbox, request.encoding)
+            record.readers.append(reader)
+            self.leases.hold(reader)
+        return self.repeat(record.request, record.attempt, 0, here)[1:]
+
+    def leave(self, record: Record, inbox: str = "") -> bool:
+        """A reader leaves a running attempt (all of them, without `inbox`). Whether it was the last: the attempt is to
+        be cancelled then, and its end is sent to whoever was there last."""
+        leaving = [reader for reader in record.readers if reader.inbox == inbox]
+        if not inbox or len(leaving) == len(record.readers):
+            return True
+        for reader in leaving:
+            record.readers.remove(reader)
+            self.leases.release(reader)
+        return False
+
+    def let_go(self, request: str, attempt: int, inbox: str) -> bool:
+        """A reader of an attempt that has moved goes on elsewhere. Whether all have."""
+        record = self._records.get((request, attempt))
+        if record is None or not isinstance(record.terminal, Moved):
+            return False
+        record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
+        return not record.readers
+
+    def read_at(self, inbox: str) -> list[Record]:
+        """Running attempts with a reader there."""
+        return [r for r in self._running.values() if any(reader.inbox == inbox for reader in r.readers)]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[Record, Frame]]:
         """The frames to send for one output of the engine; none for an attempt that has already ended."""
@@ -225,20 +274,30 @@ class FrameBook:
         record.terminal, record.finished_at = terminal, now
         record.pending.clear()
         record.asked = None
+        for reader in record.readers:
+            self.leases.release(reader)
         self._finished[record.request, record.attempt] = None
         self._running.pop((record.request, record.attempt), None)
         record.course.ended(terminal, now)
         return record, terminal
 
-    def repeat(self, request: str, attempt: int, from_index: int, from_indices: Sequence[int] = ()) -> list[Frame]:
-        """Everything from `from_index` on, and how far the attempt is. Empty for an unknown attempt.
+    def repeat(
+        self,
+        request: str,
+        attempt: int,
+        from_index: int,
+        from_indices: Sequence[int] = (),
+        *,
+        step_age_s: float = 0.0,
+    ) -> list[Frame]:
+        """How far the attempt is, and everything from `from_index` on. Empty for an unknown attempt.
 
         Choices that `from_indices` has an entry for are repeated from there.
         """
         record = self._records.get((request, attempt))
         if record is None:
             return []
-        frames: list[Frame] = [Progress(request, attempt, record.output_tokens)]
+        frames: list[Frame] = [Progress(request, attempt, record.output_tokens, step_age_s)]
         if record.started is not None:
             frames.append(record.started)
         for choice, track in enumerate(record.tracks):

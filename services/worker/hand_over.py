@@ -19,13 +19,14 @@ from dataclasses import replace
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Draining, KvfleetError, WorkerLost
-from kvproto.messages import Capsule, Continuation, Failed, Frame, GenerateRequest, Moved
+from kvproto.messages import Capsule, Continuation, Encoding, Failed, Frame, GenerateRequest, Moved
 from kvproto.subjects import Subjects
 from services.worker.broadcast import Broadcast
 from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook, Record
 from services.worker.outbox import Outbox
+from services.worker.readers import Reader
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ class HandOver:
         except KvfleetError as error:  # the engine is gone: what it told until now is all there is
             log.warning("blocks are not handed over: %s", error)
         self._broadcast.flush()  # who decides where they go on should know what is here
-        moved = [record for record in self._frames.running if record.watcher_reply is None]
-        watched = [record for record in self._frames.running if record.watcher_reply is not None]
+        moved = [record for record in self._frames.running if not record.watchers]
+        watched = [record for record in self._frames.running if record.watchers]
         now = loop.time()
         self._awaited = {(record.request, record.attempt) for record in moved}
         self._outbox.send_frames([self._end(record, now) for record in moved])
@@ -118,8 +119,9 @@ class HandOver:
         """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
         now = asyncio.get_running_loop().time()
         assert record.asked is not None
-        assert record.watcher_reply is not None
-        capsule = Capsule(record.tenant, self._worker, _carried(record, record.asked, self._worker, now))
+        carried = _cannot_resume(record.readers)
+        asked = replace(record.asked, inbox=carried.inbox, encoding=carried.encoding)
+        capsule = Capsule(record.tenant, self._worker, _carried(record, asked, self._worker, now))
         try:
             data = codec.encode(capsule)
             await self._connection.request(self._subjects.placement_capsules(), data, CAPSULE_S)
@@ -133,8 +135,20 @@ class HandOver:
             self._outbox.send_frames([self._frames.end(record, failed, now)])
             return False
         _, moved = self._end(record, now)
-        self._outbox.send(record.watcher_reply, codec.encode_frames([moved]))
+        for watcher in record.watchers:
+            self._outbox.send(watcher, codec.encode_frames([moved]))
+        late = Draining(f"worker {self._worker} is going, and the request goes on for another reader")
+        key = record.request, record.attempt
+        failed = Failed(*key, late.code, late.message, late.retryable, None, record.output_tokens)
+        for reader in record.readers:
+            if reader != carried:
+                self._outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else failed])
         return True
+
+
+def _cannot_resume(readers: list[Reader]) -> Reader:
+    """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
+    return next((reader for reader in readers if reader.encoding is not Encoding.FRAMES), readers[0])
 
 
 def _hand_over(engine: Engine, keys: Iterable[Key], *, keep: bool) -> None:

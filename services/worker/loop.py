@@ -30,7 +30,7 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
-from kvproto.subjects import Subjects
+from kvproto.subjects import Subjects, receipt_inboxes
 from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
@@ -86,7 +86,7 @@ class WorkerLoop:
         self.record = lease.record
         self.milestones = MilestoneLog(self.record.id, self.record.epoch)
         self.frames = FrameBook(self.record.id, self.milestones)
-        self.outbox = Outbox(connection)
+        self.outbox = Outbox(connection, self.frames.leases)
         self._broadcast = Broadcast(connection, self.outbox, subjects, self.record.id, publisher, self.milestones)
         roots = TenantRoots(
             self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
@@ -137,6 +137,7 @@ class WorkerLoop:
             (names.worker_cancel(me), self.requests.on_cancel),
             (names.worker_resend(me), self.requests.on_resend),
             (names.worker_pause(me), self.requests.on_pause),
+            (receipt_inboxes(self._connection.inbox_prefix), self.requests.on_unheard),
             (names.worker_admin(me), self.admin.on_admin),
             (names.blocks(me), self.admin.on_snapshot),
         ):
@@ -234,6 +235,7 @@ class WorkerLoop:
             await self._publish_heartbeat()
             now = asyncio.get_running_loop().time()
             self._end_overdue(now)
+            self.requests.tend_readers(now)
             self.frames.sweep(now)
             self._broadcast.wake()  # for those that ended, and for what waited for NATS
             await asyncio.sleep(HEARTBEAT_PERIOD_S)

@@ -1,7 +1,7 @@
 """Loop: sends a worker's frames, in order, from one task, so that no producer of frames ever waits for NATS.
 
-While NATS is away frames are dropped once the connection's buffer is full: the frame book still has them, and readers
-ask again.
+Now and then a message asks for a receipt, to learn whether anybody listens: `readers` says which. While NATS is away
+frames are dropped once the connection's buffer is full: the frame book still has them, and readers ask again.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from collections.abc import Iterable
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
+from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.messages import TERMINAL, Encoding, Frame
+from kvproto.subjects import receipt_inbox
 from services.worker.frames import Record
+from services.worker.readers import Leases, Reader
 
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 65_536
+NO_FRAMES = codec.encode_frames([])
 LARGEST_BATCH = 512 * 1024  # bytes; a NATS server takes 1 MiB unless told otherwise
 
 
 class Outbox:
     """Owned by the worker's event loop. `send` never blocks; `run` is the one task that publishes."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, leases: Leases) -> None:
         self._connection = connection
+        self._leases = leases
         self._backlog: deque[tuple[str, bytes]] = deque()
         self._wake = asyncio.Event()
         self.dropped_total = 0
@@ -43,15 +48,38 @@ class Outbox:
         """One message per batch inbox with everything for it; one message per frame for producers' inboxes."""
         batches: dict[str, list[Frame]] = {}
         for record, frame in framed:
-            if record.encoding is Encoding.FRAMES:
-                batches.setdefault(record.inbox, []).append(frame)
-            else:
-                as_json = record.encoding is Encoding.JSON
-                self.send(record.inbox, codec.encode_plain_frame(frame, as_json=as_json))
-            if record.watcher_reply is not None and isinstance(frame, TERMINAL):
-                self.send(record.watcher_reply, codec.encode_frames([frame]))
+            for reader in record.readers:
+                if reader.encoding is Encoding.FRAMES:
+                    batches.setdefault(reader.inbox, []).append(frame)
+                else:
+                    self._send_plain(reader, frame)
+            if record.watchers and isinstance(frame, TERMINAL):
+                for watcher in record.watchers:
+                    self.send(watcher, codec.encode_frames([frame]))
         for inbox, frames in batches.items():
             self._send_batch(inbox, frames)
+
+    def send_to(self, reader: Reader, frames: list[Frame]) -> None:
+        """What one reader lacks."""
+        if reader.encoding is Encoding.FRAMES:
+            self._send_batch(reader.inbox, frames)
+        else:
+            for frame in frames:
+                self._send_plain(reader, frame)
+
+    def ask_for_receipts(self, now: float) -> None:
+        """Where nothing was sent of late."""
+        for inbox in self._leases.due(now):
+            self.send(inbox, NO_FRAMES)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this connection is so old that others have had the time to come back to NATS too."""
+        nc = self._connection
+        return nc.is_connected and (not nc.reconnects_total or nc.connected_for_s > RECONNECT_GRACE_S)
+
+    def _send_plain(self, reader: Reader, frame: Frame) -> None:
+        self.send(reader.inbox, codec.encode_plain_frame(frame, as_json=reader.encoding is Encoding.JSON))
 
     def _send_batch(self, inbox: str, frames: list[Frame]) -> None:
         """In one message, or in as many as NATS takes: many streams with log probabilities are large."""
@@ -70,10 +98,13 @@ class Outbox:
             await self._flush()
 
     async def _flush(self) -> None:
+        clock = asyncio.get_running_loop().time
         while self._backlog:
             subject, data = self._backlog.popleft()
+            number = self._leases.receipt(subject, clock())
+            reply = "" if number is None else receipt_inbox(self._connection.inbox_prefix, number)
             try:
-                await self._connection.publish(subject, data)
+                await self._connection.publish(subject, data, reply=reply)
             except Unavailable as error:
                 self.dropped_total += 1
                 log.debug("frame for %s dropped: %s", subject, error)

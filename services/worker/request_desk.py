@@ -1,7 +1,8 @@
 """Loop: what readers ask a worker for: generate, cancel, pause, repeat. Owned by the worker's event loop.
 
 A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused to whoever
-waits for the acknowledgement. `loop` owns the worker's life and brings back what the engine makes of it.
+waits for the acknowledgement. One that is known already gets one more reader: that is how a repeat goes on reading, or
+has its result again. `loop` owns the worker's life and brings back what the engine makes of it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 
 from kvproto import codec
 from kvproto.block_hash import Root, chain
-from kvproto.connection import Message
-from kvproto.errors import CodecError, KvfleetError, WorkerLost
+from kvproto.connection import Message, is_no_responders
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
 from kvproto.messages import (
     Accepted,
     CancelRequest,
@@ -33,7 +34,8 @@ from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook
 from services.worker.outbox import Outbox
-from services.worker.request_intake import check_capacity, check_request, sequences_of
+from services.worker.readers import Reader
+from services.worker.request_intake import check_capacity, check_request, content_of, sequences_of
 from services.worker.tiers.base import Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.prospect import Prospect, names_of
@@ -86,7 +88,7 @@ class RequestDesk:
         self._state = state
         self._spawn = spawn
         self._remote = remote
-        self._tokenising: set[tuple[str, int]] = set()
+        self._tokenising: set[tuple[str, int, str]] = set()  # request, attempt, inbox
         self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
     def close(self) -> None:
@@ -105,17 +107,16 @@ class RequestDesk:
                 self._spawn(self._tokenise_aside(message, request, tenant))
                 return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
+            self._take(request, ids, tenant, message.reply)
         except KvfleetError as error:
             if isinstance(error, CodecError):
                 self.malformed_total += 1
             self.refused_total += 1
             await self._refuse(message, request, error)
-            return
-        self._accept(request, ids, tenant, message.reply)
 
     async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
         """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
-        key = (request.request, request.attempt)
+        key = request.request, request.attempt, request.inbox
         if key in self._tokenising:
             return
         self._tokenising.add(key)
@@ -126,23 +127,39 @@ class RequestDesk:
             ids = tuple(await encoded)
             if key in self._tokenising:  # else it was cancelled meanwhile
                 self._check(request)  # others came meanwhile
-                self._accept(request, ids, tenant, message.reply)
+                self._take(request, ids, tenant, message.reply)
         except KvfleetError as error:
             self.refused_total += 1
             await self._refuse(message, request, error)
         finally:
             self._tokenising.discard(key)
 
-    def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
-        if self._frames.knows(request.request, request.attempt):
-            return  # delivered twice: the first one runs
+    def _take(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
+        """Raises InvalidRequest or Unavailable if the attempt is known and this is no further reader of it."""
+        content = content_of(request, ids, tenant)
+        known = self._frames.known(request.request, request.attempt)
+        if known is None:
+            self._accept(request, ids, tenant, reply, content)
+            return
+        if known.content != content:
+            raise InvalidRequest("another request of this id runs here, or did a moment ago", field="request")
+        frames = self._frames.join(known, request, reply)
+        self._acknowledge(request, reply)
+        self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
+        if request.watcher and known.terminal is not None:
+            self._outbox.send(reply, codec.encode_frames([known.terminal]))
+
+    def _acknowledge(self, request: GenerateRequest, reply: str) -> None:
+        if is_inbox(reply):
+            accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
+            self._outbox.send(reply, codec.encode_frames([accepted]))
+
+    def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str, content: bytes) -> None:
         self.requests_total += 1
         now = asyncio.get_running_loop().time()
-        record = self._frames.open(request, reply, tenant, now)
+        record = self._frames.open(request, reply, tenant, now, content)
         self._broadcast.wake()
-        accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
-        if is_inbox(reply):
-            self._outbox.send(reply, codec.encode_frames([accepted]))
+        self._acknowledge(request, reply)
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
         if remaining is not None:
             record.deadline = now + remaining
@@ -195,8 +212,11 @@ class RequestDesk:
         return Prospect(names, finding, request.source, request.handed_over)
 
     def _check(self, request: GenerateRequest) -> None:
-        draining = self._state() is State.DRAINING
+        new = self._frames.known(request.request, request.attempt) is None
+        draining = new and self._state() is State.DRAINING
         check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
+        if not new:
+            return  # one more reader is no more work
         limit = self._limits.waiting + self._record.slots
         check_capacity(request, taken=self._frames.pending_sequences, limit=limit)
 
@@ -225,12 +245,42 @@ class RequestDesk:
             self._malformed(message, error)
             return
         self._tokenising -= {
-            key for key in self._tokenising if key[0] == cancel.request and cancel.attempt in (None, key[1])
+            (request, attempt, inbox)
+            for request, attempt, inbox in self._tokenising
+            if request == cancel.request
+            and cancel.attempt in (None, attempt)
+            and (not cancel.inbox or cancel.inbox == inbox)
         }
-        self.on_let_go(cancel.request, cancel.attempt)
-        running = self._frames.attempts(cancel.request)
-        for attempt in running if cancel.attempt is None else [a for a in running if a == cancel.attempt]:
-            self._engine.cancel(cancel.request, attempt)
+        if cancel.attempt is None or self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox):
+            self.on_let_go(cancel.request, cancel.attempt)
+        for attempt in self._frames.attempts(cancel.request):
+            if cancel.attempt in (None, attempt):
+                self._leave(cancel.request, attempt, cancel.inbox)
+
+    def _leave(self, request: str, attempt: int, inbox: str) -> None:
+        """A reader leaves, all of them without `inbox`; with the last one the attempt ends."""
+        record = self._frames.find(request, attempt)
+        if record is None:
+            return
+        if self._frames.leave(record, inbox):
+            self._engine.cancel(request, attempt)
+        elif record.paused_at is not None:  # it may have been the one who had it parked; who still wants that says so
+            record.paused_at = None
+            self._engine.resume(request, attempt)
+
+    async def on_unheard(self, message: Message) -> None:
+        """NATS has nobody to give a reader's frames to."""
+        number = message.subject.rsplit(".", 1)[-1]
+        if is_no_responders(message) and number.isdecimal():
+            self._frames.leases.on_notice(int(number), asyncio.get_running_loop().time())
+
+    def tend_readers(self, now: float) -> None:
+        """Call about twice a second: who is gone leaves, and the others are asked whether they are there."""
+        for inbox in self._frames.leases.gone(now, steady=self._outbox.is_steady):
+            log.info("nobody listens at %s any more: what is read there alone ends", inbox)
+            for record in self._frames.read_at(inbox):
+                self._leave(record.request, record.attempt, inbox)
+        self._outbox.ask_for_receipts(now)
 
     async def on_pause(self, message: Message) -> None:
         try:
@@ -255,7 +305,13 @@ class RequestDesk:
         except CodecError as error:
             self._malformed(message, error)
             return
-        frames = self._frames.repeat(asked.request, asked.attempt, asked.from_index, asked.from_indices)
+        frames = self._frames.repeat(
+            asked.request,
+            asked.attempt,
+            asked.from_index,
+            asked.from_indices,
+            step_age_s=self._engine.step_age_s,
+        )
         if not frames:
             lost = WorkerLost(f"worker {self._record.id} does not know this attempt")
             frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
-from kvproto.block_hash import Root
+from kvproto import codec
+from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import DeadlineExceeded, Draining, InvalidRequest, ModelNotFound, Unavailable
 from kvproto.messages import GenerateRequest
 from kvproto.subjects import is_inbox
@@ -26,6 +29,15 @@ def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_
         raise Draining("this worker is draining")
     if request.expires_unix_ms is not None and request.expires_unix_ms < unix_ms:
         raise DeadlineExceeded("the request arrived after its deadline", field="expires_unix_ms")
+
+
+def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> bytes:
+    """A digest of whose request this is and what it asks for: a repeat has the same one, whatever it knows already."""
+    bias = dict(sorted(request.sampling.logit_bias.items()))
+    asked = codec.encode(replace(request.sampling, logit_bias=bias))
+    digest = hashlib.blake2b(pack_ids(ids), digest_size=16)
+    digest.update(b"%s\0%d\0%s" % (tenant.encode(), request.exact, asked))
+    return digest.digest()
 
 
 def check_capacity(request: GenerateRequest, *, taken: int, limit: int) -> None:

@@ -49,7 +49,7 @@ def request(**changes: object) -> GenerateRequest:
 def test_life_of_an_attempt() -> None:
     book = make_book()
     book.open(request(), "_ing.x.r.r", "public", 0.0)
-    assert book.knows("r", 0)
+    assert book.known("r", 0) is not None
     ((_, sent),) = book.add(SequenceStarted("r", 0, 7, 5, 0, 0.25), 0.0)
     assert sent == Started("r", 0, "w0", 7, {"device": 5}, 0.25)
     book.add(SequenceTokens("r", 0, 0, (4, 5), ("a", "b")), 0.0)

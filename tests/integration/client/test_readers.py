@@ -1,0 +1,338 @@
+"""One attempt, several readers: they come, leave, and vanish, and the worker works for as long as there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvproto import codec
+from kvproto.client import Client, Generation
+from kvproto.connection import Connection, Message
+from kvproto.messages import (
+    Accepted,
+    CancelRequest,
+    Encoding,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Moved,
+    PauseRequest,
+    Progress,
+    Sampling,
+    Started,
+    Tokens,
+)
+from kvproto.subjects import Subjects
+from tests.support.fake_fleet import FakeFleet, FakeWorker
+
+SAMPLING = Sampling(max_tokens=60, temperature=0.8, seed=3, ignore_eos=True)
+ENDLESS = replace(SAMPLING, max_tokens=3000)
+PROMPT = tuple(range(100, 140))
+FREED_S = 5.0
+
+
+@pytest.fixture
+async def worker(fleet: FakeFleet) -> FakeWorker:
+    return await fleet.start("w0", fake_tokens_per_s=200)
+
+
+class Reader:
+    """A process of its own, as far as the worker can tell."""
+
+    def __init__(self, connection: Connection, subjects: Subjects, encoding: Encoding) -> None:
+        self.connection = connection
+        self.frames: list[Frame] = []
+        self._subjects = subjects
+        self._encoding = encoding
+        self.inbox = f"{connection.inbox_prefix}.b"
+
+    @classmethod
+    async def open(cls, url: str, subjects: Subjects, name: str, encoding: Encoding = Encoding.FRAMES) -> Reader:
+        self = cls(await Connection.open(url, name=name, inbox_prefix=f"_prd.public.{name}"), subjects, encoding)
+        await self.connection.subscribe(self.inbox, self._on_message)
+        await self.connection.subscribe(f"{self.connection.inbox_prefix}.r.>", self._on_reply)
+        await self.connection.synced()
+        return self
+
+    async def _on_message(self, message: Message) -> None:
+        if self._encoding is Encoding.FRAMES:
+            self.frames += codec.decode_frames(message.data)
+        else:
+            self.frames.append(codec.decode_plain_frame(message.data, as_json=self._encoding is Encoding.JSON))
+
+    async def _on_reply(self, message: Message) -> None:
+        self.frames += codec.decode_frames(message.data)
+
+    async def ask(self, request: str = "r1", tenant: str = "public", **changes: Any) -> None:
+        base = GenerateRequest(request, 0, "demo", SAMPLING, self.inbox, prompt_ids=PROMPT, encoding=self._encoding)
+        body = replace(base, **changes)
+        subject = self._subjects.worker_generate("w0", tenant)
+        reply = f"{self.connection.inbox_prefix}.r.{request}.{body.attempt}"
+        await self.connection.publish(subject, codec.encode(body), reply=reply)
+
+    async def leave(self, request: str = "r1", inbox: str | None = None) -> None:
+        message = CancelRequest(request, 0, self.inbox if inbox is None else inbox)
+        await self.connection.publish(self._subjects.worker_cancel("w0"), codec.encode(message))
+
+    async def until(self, kind: type, count: int = 1) -> Any:
+        async with asyncio.timeout(10):
+            while len(found := [frame for frame in self.frames if isinstance(frame, kind)]) < count:
+                await asyncio.sleep(0.005)
+        return found[-1]
+
+    @property
+    def ids(self) -> list[int]:
+        ids: list[int] = []
+        for frame in self.frames:
+            if isinstance(frame, Tokens):
+                assert frame.index == len(ids)
+                ids += frame.ids
+        return ids
+
+    def vanish(self) -> None:
+        vanish(self.connection)
+
+
+def vanish(connection: Connection) -> None:
+    """As SIGKILL: the socket closes, nobody says good-bye."""
+    connection._closing = True
+    if connection._watchdog is not None:
+        connection._watchdog.cancel()
+    connection.raw.options["allow_reconnect"] = False
+    connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+async def readers(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Any]:
+    opened: list[Reader] = []
+
+    async def open_reader(name: str, encoding: Encoding = Encoding.FRAMES) -> Reader:
+        opened.append(await Reader.open(nats_url, fleet_buckets, f"{fleet_buckets.namespace}-{name}", encoding))
+        return opened[-1]
+
+    yield open_reader
+    for reader in opened:
+        await reader.connection.close()
+
+
+async def until_idle(worker: FakeWorker, seconds: float = FREED_S) -> None:
+    async with asyncio.timeout(seconds):
+        while worker.loop.frames.running_count or worker.thread._engine.load().blocks_used:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_second_reader_gets_everything_from_the_first_token_on(worker: FakeWorker, readers: Any) -> None:
+    first, late, json = await readers("a"), await readers("b"), await readers("c", Encoding.JSON)
+    await first.ask()
+    await first.until(Tokens, 5)
+    await late.ask()
+    await json.ask()
+    for reader in (first, late, json):
+        finished = await reader.until(Finished)
+        assert finished.output_tokens == 60
+        assert len(reader.ids) == 60
+        kinds = [type(frame) for frame in reader.frames]
+        assert kinds[:2] == [Accepted, Started]
+        assert [kinds.count(kind) for kind in (Accepted, Started, Finished, Progress)] == [1, 1, 1, 0]
+    assert first.ids == late.ids == json.ids
+    assert worker.loop.requests.requests_total == 1
+    replayed = await readers("d")
+    await replayed.ask()
+    assert await replayed.until(Finished) == finished
+    assert replayed.ids == first.ids, "of what ended a moment ago there is still everything"
+    await first.ask()
+    await first.until(Finished, 2)
+    assert worker.loop.requests.requests_total == 1
+    assert len(worker.loop.frames.leases) == 0
+
+
+async def test_a_reader_that_has_some_gets_the_rest(worker: FakeWorker, readers: Any) -> None:
+    first, late = await readers("a"), await readers("b")
+    await first.ask()
+    await first.until(Tokens, 12)
+    await late.ask(output_ids=tuple(first.ids[:10]))
+    await late.until(Finished)
+    assert min(frame.index for frame in late.frames if isinstance(frame, Tokens)) == 10
+    assert sum(len(frame.ids) for frame in late.frames if isinstance(frame, Tokens)) == 50
+
+
+async def test_what_began_elsewhere_cannot_be_joined_at_its_beginning(worker: FakeWorker, readers: Any) -> None:
+    first, late = await readers("a"), await readers("b")
+    await first.ask(output_ids=(7, 8, 9))
+    await first.until(Tokens)
+    await late.ask()
+    refused = await late.until(Failed)
+    assert (refused.code, refused.retryable) == ("unavailable", True)
+    await late.ask(output_ids=(7, 8, 9))
+    await late.until(Finished)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_ids": (*PROMPT, 1)},
+        {"sampling": replace(SAMPLING, seed=4)},
+        {"tenant": "other"},
+        {"exact": True},
+    ],
+)
+async def test_another_request_of_the_same_id_is_refused(
+    worker: FakeWorker, readers: Any, changes: dict[str, Any]
+) -> None:
+    first, other = await readers("a"), await readers("b")
+    await first.ask()
+    await first.until(Tokens)
+    await other.ask(**changes)
+    refused = await other.until(Failed)
+    assert (refused.code, refused.field, refused.retryable) == ("invalid_request", "request", False)
+    assert other.frames == [refused]
+    await first.until(Finished)
+    assert len(first.ids) == 60
+
+
+async def test_an_attempt_runs_for_as_long_as_it_has_a_reader(worker: FakeWorker, readers: Any) -> None:
+    first, second = await readers("a"), await readers("b")
+    await first.ask(sampling=ENDLESS)
+    await first.until(Tokens, 3)
+    await second.ask(sampling=ENDLESS)
+    await second.until(Tokens, 3)
+    await first.leave(inbox="_prd.public.nobody.b")
+    await first.leave()
+    await first.leave()
+    had = len(second.ids)
+    await second.until(Tokens, 20)
+    seen = len(first.ids)
+    await asyncio.sleep(0.1)
+    assert len(first.ids) == seen, "who left is sent nothing more"
+    assert len(second.ids) > had
+    assert worker.loop.frames.running_count == 1
+    await second.leave()
+    failed = await second.until(Failed)
+    assert failed.code == "cancelled"
+    await until_idle(worker)
+    assert not any(isinstance(frame, Failed) for frame in first.frames)
+
+
+async def test_without_an_inbox_all_readers_leave(worker: FakeWorker, readers: Any) -> None:
+    first, second = await readers("a"), await readers("b")
+    for reader in (first, second):
+        await reader.ask(sampling=ENDLESS)
+        await reader.until(Tokens, 2)
+    await second.leave(inbox="")
+    for reader in (first, second):
+        assert (await reader.until(Failed)).code == "cancelled"
+    await until_idle(worker)
+
+
+async def test_who_parked_a_sequence_and_left_holds_nobody_up(worker: FakeWorker, readers: Any) -> None:
+    first, second = await readers("a"), await readers("b")
+    for reader in (first, second):
+        await reader.ask()
+        await reader.until(Tokens)
+    subject = first._subjects.worker_pause("w0")
+    await first.connection.publish(subject, codec.encode(PauseRequest("r1", 0, True)))
+    await first.leave()
+    await second.until(Finished)
+    assert len(second.ids) == 60
+
+
+async def test_every_reader_hears_that_a_request_moves(worker: FakeWorker, readers: Any) -> None:
+    first, second = await readers("a"), await readers("b")
+    for reader in (first, second):
+        await reader.ask(sampling=ENDLESS)
+        await reader.until(Tokens)
+    frames = worker.loop.frames
+    record = frames.running[0]
+    worker.thread.cancel("r1", 0)
+    worker.loop.outbox.send_frames([frames.end(record, Moved("r1", 0, record.output_tokens), 0.0)])
+    for reader in (first, second):
+        await reader.until(Moved)
+    assert not frames.let_go("r1", 0, first.inbox), "the second has not begun elsewhere yet"
+    assert frames.let_go("r1", 0, second.inbox)
+
+
+# ---------------------------------------------------------------------------------------------- leases
+
+
+CLIENT = """
+import asyncio, sys
+from kvproto.client import Client, Generation
+from kvproto.messages import Sampling
+
+async def main():
+    client = await Client.open(sys.argv[1], namespace=sys.argv[2])
+    sampling = Sampling(max_tokens=3000, ignore_eos=True)
+    streams = [client.generate(Generation("demo", sampling, tuple(range(i, i + 40)))) for i in range(4)]
+    for stream in streams:
+        while not stream.ids:
+            await stream.read()
+    print("streams", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_readers_that_vanish_free_their_blocks(worker: FakeWorker, readers: Any, nats_url: str) -> None:
+    """A client that is killed, readers of batches (one request runs, one is parked) and of single frames whose
+    connection ends: all at once. One that stays is not disturbed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, nats_url, worker.loop._subjects.namespace, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 20) == b"streams\n"
+        batch, plain, stays = await readers("a"), await readers("b", Encoding.MSGPACK), await readers("c")
+        await batch.ask("running", sampling=ENDLESS)
+        await batch.ask("paused", sampling=ENDLESS, prompt_ids=(*PROMPT, 1))
+        await plain.ask("plain", sampling=ENDLESS, prompt_ids=(*PROMPT, 2))
+        await stays.ask("stays", sampling=ENDLESS, prompt_ids=(*PROMPT, 3))
+        for reader, count in ((batch, 20), (plain, 5), (stays, 5)):
+            await reader.until(Tokens, count)
+        pause = codec.encode(PauseRequest("paused", 0, True))
+        await batch.connection.publish(batch._subjects.worker_pause("w0"), pause)
+        await batch.connection.synced()
+        assert worker.loop.frames.running_count == 8
+        process.kill()
+        batch.vanish()
+        plain.vanish()
+        async with asyncio.timeout(FREED_S):
+            while worker.loop.frames.running_count > 1 or worker.thread._engine.load().running > 1:
+                await asyncio.sleep(0.02)
+        had = len(stays.ids)
+        await asyncio.sleep(0.2)
+        assert len(stays.ids) > had
+        await stays.leave("stays")
+        await until_idle(worker)
+        assert len(worker.loop.frames.leases) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_reader_whose_connection_breaks_and_comes_back_keeps_its_streams(
+    fleet: FakeFleet, client: Client
+) -> None:
+    await fleet.start("w0", fake_tokens_per_s=100)
+    async with asyncio.timeout(10):
+        while not list(client.members.view.ready()):
+            await asyncio.sleep(0.02)
+    ids: list[int] = []
+    broken = False
+    async with client.generate(Generation("demo", replace(SAMPLING, max_tokens=300), PROMPT)) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                ids += event.ids
+                if len(ids) > 20 and not broken:
+                    broken = True
+                    client.connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
+    assert len(ids) == 300
+    assert stream.attempts == 1
