@@ -54,6 +54,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenOver:
+    """To the worker that handed a request over: it has an owner."""
+
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskStillRunning:
     """Ask a worker about a request that has been silent for long: its terminal notice may have been lost."""
 
@@ -104,6 +111,7 @@ Action = (
     | Fail
     | Forward
     | Cancel
+    | TakenOver
     | AskStillRunning
     | PingWorker
     | DropMember

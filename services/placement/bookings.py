@@ -105,14 +105,19 @@ class Bookings:
                 self._workloads.stayed(booking.column, now - booking.started_at, output_tokens)
             self.release(key, now)
 
-    def release(self, key: Key, now: float | None = None) -> None:
-        """Nothing happens if it was released before: each way out may call this. `now`: None for the latest known."""
-        booking = self._drop(key)
-        if booking is not None:
+    def release(self, key: Key, now: float | None = None, *, attempt: int | None = None) -> bool:
+        """Nothing happens if it was released before: each way out may call this. `now`: None for the latest known;
+        `attempt`: only this one. Returns whether a later attempt has nothing booked."""
+        booking = self._fresh.get(key) or self._accepted.get(key)
+        if booking is not None and attempt is not None and booking.attempt != attempt:
+            return False
+        if self._drop(key) is not None:
+            assert booking is not None
             left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
             when = self._workloads.now if now is None else now
             queued, priority = not booking.counted, booking.priority
             self._workloads.take(booking.column, left, when, queued=queued, priority=priority)
+        return True
 
     # ------------------------------------------------------------------ heartbeats and time
 

@@ -7,34 +7,18 @@ producers. Time is the caller's monotonic seconds and never goes back; chance is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import (
-    BookedBatch,
-    Milestone,
-    Milestones,
-    Passed,
-    PlacementStats,
-    PreloadRequest,
-    Tier,
-    WorkerRecord,
-)
-from services.placement.actions import (
-    Action,
-    Answer,
-    DropMember,
-    Explain,
-    Fail,
-    PingWorker,
-    Record,
-    Share,
-    failed_frame,
-)
+from kvproto.messages import Milestones, Passed, Placement, PlacementStats, PreloadRequest, Watches, WorkerRecord
+from services.placement.accounts import Accounts
+from services.placement.actions import Action, Answer, DropMember, Explain, Fail, PingWorker, Share, failed_frame
 from services.placement.bookings import Bookings
 from services.placement.decider import Decider
 from services.placement.events import (
     BlocksChanged,
     BookingsShared,
+    CapsuleHeard,
     Event,
     ExplainAsked,
     GenerateAsked,
@@ -48,6 +32,7 @@ from services.placement.events import (
     Tick,
     VaultJoined,
     VaultLeft,
+    WatchesHeard,
     WorkerAnswered,
     WorkerDisconnected,
     WorkerJoined,
@@ -66,11 +51,11 @@ from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
 from services.placement.preload import Preload
 from services.placement.promises import Promises
 from services.placement.prompts import Prompts
+from services.placement.repeats import Repeats
 from services.placement.victim import Survey
 from services.placement.workloads import Workloads
 
 MAX_FORWARDED = 65_536  # requests of bare producers watched at a time
-OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
 
 
@@ -78,7 +63,8 @@ class PlacementCore:
     """Owned by one loop. Raises InvalidRequest if `policy` is none of the known names.
 
     `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
-    are told of bookings. `keeps_hashes`: ended decisions come back as Records.
+    are told of bookings. `keeps_hashes`: ended decisions come back as Records. `max_wait_s`: how long a producer's
+    request that states no deadline may have to wait.
     """
 
     def __init__(
@@ -95,6 +81,7 @@ class PlacementCore:
         max_forwarded: int = MAX_FORWARDED,
         shares: bool = True,
         keeps_hashes: bool = False,
+        max_wait_s: float | None = None,
     ) -> None:
         self.placement = placement
         self._shares = shares
@@ -107,6 +94,10 @@ class PlacementCore:
         self.feedback = Feedback()
         self.metrics = MetricsAggregator(self.bookings.requests_at)
         self.ledger = Ledger(keeps_hashes=keeps_hashes)
+        self.repeats = Repeats()
+        self.accounts = Accounts(
+            placement, self.fleet, self.bookings, self.promises, self.feedback, self.ledger, self.repeats
+        )
         self.decider = Decider(
             placement,
             self.fleet,
@@ -120,12 +111,22 @@ class PlacementCore:
             policy,
         )
         self.forwarding = Forwarding(
-            placement, inbox_prefix, self.fleet, self._give_up, self.decider, limit=max_forwarded
+            placement,
+            inbox_prefix,
+            self.fleet,
+            self.accounts.give_up,
+            self.decider,
+            self.repeats,
+            limit=max_forwarded,
+            max_wait_s=max_wait_s,
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = self._handle(event, now)
         booked = self.decider.take_booked()
+        for one in booked:
+            if (worker := self.fleet.workers.get(one.worker)) is not None:
+                self.repeats.place((one.tenant, one.request), worker.id, worker.epoch, one.attempt, now)
         if booked and self._shares:
             actions.append(Share(booked))
         return actions
@@ -136,15 +137,19 @@ class PlacementCore:
                 return [self._place(event, now)]
             case GenerateAsked():
                 return self.forwarding.ask(event, now)
-            case WorkerAnswered(frame):
-                return self.forwarding.on_frame(frame, now)
-            case NobodyListens(request, attempt):
-                return self.forwarding.on_nobody_listens(request, attempt, now)
+            case WorkerAnswered(frame, reader):
+                return self.forwarding.on_frame(reader or frame.request, frame, now)
+            case NobodyListens(reader, attempt):
+                return self.forwarding.on_nobody_listens(reader, attempt, now)
+            case CapsuleHeard(reply, capsule):
+                return self.forwarding.carry_on(capsule, reply, now)
+            case WatchesHeard(watches):
+                return self._adopt(watches, now)
             case BlocksChanged(worker, changes):
                 self.indexer.on_changes(worker, changes, now)
                 return []
             case MilestonesHeard(milestones):
-                return self._pass(milestones, now)
+                return self._hear(milestones, now)
             case HeartbeatHeard(beat):
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
@@ -155,7 +160,7 @@ class PlacementCore:
                     self.indexer.on_heartbeat(beat, now, vault=True)
                 return []
             case BookingsShared(batch):
-                self._book_for_others(batch, now)
+                self.accounts.book(batch, now)
                 return []
             case SnapshotHeard(worker, part):
                 self.indexer.on_snapshot(worker, part, now)
@@ -171,7 +176,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
                 self._follow(record)
-                return self.forwarding.on_joined(record.id, record.epoch, now)
+                return self.forwarding.watching.on_joined(record.id, record.epoch, now)
             case WorkerUpdated(record):
                 if self.fleet.update(record, now):
                     self._forget(record.id)
@@ -181,7 +186,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, None, now)
                 self._follow(record)
-                self.forwarding.on_new_epoch(record.id, record.epoch, now)
+                self.forwarding.watching.on_new_epoch(record.id, record.epoch, now)
                 return []
             case WorkerLeft(worker):
                 self._forget(worker)
@@ -203,7 +208,7 @@ class PlacementCore:
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
-                self.forwarding.suspect(worker, now)
+                self.forwarding.watching.suspect(worker, now)
                 return [DropMember(worker)]
 
     def _tick(self, now: float) -> list[Action]:
@@ -211,8 +216,9 @@ class PlacementCore:
         for key in self.bookings.expire(now):
             self.promises.break_off(key)
         self.promises.tick(now)
+        self.repeats.tick(now)
         for worker, credit in self.feedback.tick(now).items():
-            self._trust(worker, credit)
+            self.accounts.trust(worker, credit)
         return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now)]
 
     def _follow(self, record: WorkerRecord) -> None:
@@ -223,69 +229,43 @@ class PlacementCore:
         """What a former life of the worker was given, and what was thought of it."""
         self.bookings.drop_worker(worker)
         self.promises.drop_worker(worker)
+        self.repeats.drop_worker(worker)
         self.feedback.forget(worker)
         self.metrics.leave(worker)
 
-    # ------------------------------------------------------------------ what became of what was placed
+    # ------------------------------------------------------------------ requests
 
-    def _pass(self, milestones: Milestones, now: float) -> list[Action]:
+    def _place(self, event: PlaceAsked, now: float) -> Action:
+        ask = event.ask
+        if ask.attempt:  # it was let in before
+            ask = replace(ask, max_wait_s=None)
+        known = self.repeats.find((event.tenant, ask.request))
+        if known is not None and ask.attempt <= known.attempt:
+            if known.is_there and known.worker not in ask.excluded:
+                why = "it has the request already"
+                there = Placement(ask.request, known.worker, known.attempt, why=why, placement=self.placement)
+                return Answer(event.reply, replace(there, attached=True))
+            ask = replace(ask, attempt=known.attempt + 1)
+        try:
+            return Answer(event.reply, self.decider.decide(event.tenant, ask, now))
+        except KvfleetError as error:
+            return Fail(event.reply, failed_frame(error, ask.request, ask.attempt))
+
+    def _hear(self, milestones: Milestones, now: float) -> list[Action]:
         worker = self.fleet.workers.get(milestones.worker)
         if worker is None or worker.epoch != milestones.epoch:
             return []
-        actions: list[Action] = []
         for one in milestones.items:
-            self._account(worker.id, one, now)
-            entry = self.ledger.on_milestone(worker.id, one)
-            if entry is None:
-                continue
-            if one.passed is Passed.STARTED:
-                # What vaults and peers brought, or did not, says nothing about this worker's own index.
-                found = sum(one.cached.get(tier, 0) for tier in OWN_TIERS)
-                self._trust(worker.id, self.feedback.observe(worker.id, entry.promised, found, now))
-            elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
-                actions.append(Record(entry.decision(), entry.hashes, entry.block_size))
+            if one.passed is Passed.ENDED:
+                self.forwarding.watching.on_ended(worker.id, one, self.forwarding.keys_of(one.request))
+        return self.accounts.hear(milestones, now)
+
+    def _adopt(self, watches: Watches, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for one in watches.items:
+            if not self.repeats.has_ended((one.tenant, one.request), one.attempt):
+                actions += self.forwarding.adopt(one, now)
         return actions
-
-    def _account(self, worker: str, one: Milestone, now: float) -> None:
-        """Its load, and the promise of its blocks."""
-        key = one.tenant, one.request
-        match one.passed:
-            case Passed.ACCEPTED:
-                self.bookings.accept(key, worker, one.attempt)
-            case Passed.STARTED:
-                feed = max(one.prompt_tokens - sum(one.cached.values()), 0)
-                self.bookings.start(key, worker, one.attempt, feed, now)
-            case Passed.FIRST_TOKEN:
-                self.bookings.prefill(key, worker, one.attempt)
-                self.promises.fulfil(key, worker, now)
-            case Passed.ENDED:
-                self.bookings.end(key, worker, one.attempt, now, one.output_tokens)
-                self.promises.fulfil(key, worker, now)
-
-    def _give_up(self, key: tuple[str, str]) -> None:
-        """A bare producer's request is over, in whatever way: each of them may say so."""
-        self.bookings.release(key)
-        self.promises.break_off(key)
-
-    def _trust(self, worker: str, credit: float) -> None:
-        known = self.fleet.workers.get(worker)
-        if known is not None:
-            self.workloads.trust(known.column, credit)
-
-    def _book_for_others(self, batch: BookedBatch, now: float) -> None:
-        if batch.placement == self.placement:
-            return
-        for one in batch.items:
-            worker = self.fleet.workers.get(one.worker)
-            if worker is not None:
-                key, column = (one.tenant, one.request), worker.column
-                self.bookings.book(key, one.attempt, worker.id, column, one.tokens, now, priority=one.priority)
-
-    def _place(self, event: PlaceAsked, now: float) -> Action:
-        try:
-            return Answer(event.reply, self.decider.decide(event.tenant, event.ask, now))
-        except KvfleetError as error:
-            return Fail(event.reply, failed_frame(error, event.ask.request, event.ask.attempt))
 
     def _ping_silent(self, now: float) -> list[Action]:
         """Ask whoever is silent instead of waiting for the members view to give up on it."""
@@ -339,6 +319,7 @@ class PlacementCore:
         self.workloads.check_integrity()
         self.bookings.check_integrity()
         self.promises.check_integrity()
+        self.repeats.check_integrity()
         self.ledger.check_integrity()
         self.forwarding.check_integrity()
         self.decider.heat.check_integrity()

@@ -4,7 +4,8 @@ requesters ──PlaceAsked, GenerateAsked──▶ ┐
 workers ──Worker…, MilestonesHeard──────▶ │
 workers, vaults ──Vault…, HeartbeatHeard, │
           BlocksChanged, Snapshot…───────▶├─▶ PlacementCore.handle(event, now) ─▶ actions
-replicas ──BookingsShared──▶              │
+draining ones ──CapsuleHeard────────────▶ │
+replicas ──BookingsShared, WatchesHeard──▶│
 the clock ──Tick──▶                       ┘
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from kvproto.messages import (
     BookedBatch,
+    Capsule,
     Encoding,
     Frame,
     Heartbeat,
@@ -21,6 +23,7 @@ from kvproto.messages import (
     PlaceRequest,
     ProducerRequest,
     Snapshot,
+    Watches,
     WorkerRecord,
 )
 from services.placement.index.changes import Changes
@@ -105,16 +108,18 @@ class PingUnanswered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswered:
-    """A frame on the inbox of a forwarded request: an answer to an offer, or the notice of its end."""
+    """A frame on the inbox of a forwarded request: an answer to an offer, or the notice of its end. `key` is of the
+    reader that it is about; "": the first one."""
 
     frame: Frame
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class NobodyListens:
-    """The server's 503 for one offer."""
+    """The server's 503 for one offer to the reader `key`."""
 
-    request: str
+    key: str
     attempt: int
 
 
@@ -172,6 +177,21 @@ class BookingsShared:
 
 
 @dataclass(frozen=True, slots=True)
+class CapsuleHeard:
+    """A draining worker lets go of a bare producer's request, and waits at `reply` for somebody to take it."""
+
+    reply: str
+    capsule: Capsule
+
+
+@dataclass(frozen=True, slots=True)
+class WatchesHeard:
+    """A replica that goes asks another one to go on watching."""
+
+    watches: Watches
+
+
+@dataclass(frozen=True, slots=True)
 class ExplainAsked:
     """Somebody wants to know why a request was placed as it was; `tenant`: only if it is this one's."""
 
@@ -204,6 +224,8 @@ Event = (
     | SnapshotRefused
     | MilestonesHeard
     | BookingsShared
+    | CapsuleHeard
+    | WatchesHeard
     | ExplainAsked
     | Tick
 )

@@ -1,317 +1,273 @@
-"""The life of a bare producer's request at placement: offered, accepted, watched to its end. Pure.
+"""How a bare producer's request comes to a worker: offered to one after the other until one accepts it. Pure.
 
-                      ┌─ 50 ms of silence, 503, retryable refusal: next ready worker, each at most once
-                      ▼                                          └─ nobody left ──▶ Failed(no_workers)
-    asked ──▶ offered to a worker ──refusal that no worker would lift──▶ passed on to the producer
-                      │
-                   Accepted
-                      ▼
-                  watched ──terminal notice (the worker told the producer itself)──▶ over
-                      │ ▲
-       worker left,   │ │ back within 0.1 s, same life
-       restarted or   ▼ │
-       silent       lost ──0.1 s──▶ Failed(worker_lost)
+               ┌─ 50 ms of silence, 503, retryable refusal: next ready worker, each at most once
+               ▼                                      └─ nobody left ──▶ Failed(no_workers)
+    asked ──▶ offered ──refusal that no worker would lift──▶ passed on to the producer
+      │        │   ▲
+      │        │   └──0.2 s, for up to 10 s── parked ◀── nobody is ready for what a draining worker handed over
+      │    Accepted
+      │        ▼
+      │     watched (`watching`) ──▶ ended by its worker, or Failed(worker_lost)
+      │
+      └── an id that is known (`repeats`) ──▶ offered to the worker that has it, as one more reader of that attempt
 
-The 50 ms grow with a long text, which the worker tokenises before it accepts. Every arrow to "over" or to a Failed
-ends the request here, so the producer gets at most one terminal frame from placement, and none once the worker's own
-was seen. Each offer is one attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it.
+The 50 ms grow with a long text, which the worker tokenises before it accepts. Every end of a request is one here, so
+the producer gets at most one terminal frame from placement, and none once the worker's own was seen. Each offer is one
+attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. With the successor's word the
+worker that handed a request over may let go of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from itertools import count
 
-from kvproto.errors import DeadlineExceeded, InvalidRequest, KvfleetError, NoWorkers, Unavailable, WorkerLost
-from kvproto.messages import (
-    TERMINAL,
-    Accepted,
-    CancelRequest,
-    Failed,
-    Frame,
-    GenerateRequest,
-    PlaceRequest,
-    Progress,
-    ResendRequest,
-    Sampling,
-)
-from kvproto.subjects import request_inbox
-from services.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, PingWorker, failed_frame
+from kvproto.errors import DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
+from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Watch
+from services.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
 from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
 from services.placement.fleet import Fleet
+from services.placement.forwarded import Forwarded, body_of, question_of
+from services.placement.repeats import Known, Repeats
+from services.placement.watching import Watching
 
 ACKNOWLEDGE_S = 0.05  # an offer not accepted by then goes to the next worker
+ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
-LOST_GRACE_S = 0.1  # a terminal notice may still be on its way when its worker is seen to leave
-ASK_AGAIN_S = 15.0  # a notice lost in an outage would be waited for for ever
-ASKS_LIMIT = 4
-ORPHANS_KEPT_S = 60.0  # a hung worker that wakes is told what to cancel
-NOTHING_TO_RESEND = 2**62  # from this index on: only the question "are you still there?"
-
-
-@dataclass(slots=True)
-class _Forwarded:
-    """One producer's request in flight. `attempt` counts offers from 0."""
-
-    asked: GenerateAsked
-    model: str
-    asked_at: float
-    tried: list[str] = field(default_factory=list)
-    due: float = 0.0  # of its present state: acknowledgement, next question, or end of the grace
-    epoch: str = ""  # the life of the worker that accepted
-    asks: int = 0  # questions since the worker's last word
-
-    @property
-    def attempt(self) -> int:
-        return len(self.tried) - 1
-
-    @property
-    def worker(self) -> str:
-        return self.tried[-1]
+CARRY_S = 10.0
+PARKED_S = 0.2
+NO_KEYS: tuple[str, ...] = ()
 
 
 class Forwarding:
-    """Owned by the core. Tables of watched and lost requests are ordered by `due`: each has one constant delay.
-
-    Offers are not, as their patience grows with the text; but they are few and live for milliseconds.
-    """
+    """Owned by the core. Offers are few and live for milliseconds, but for those that are parked."""
 
     def __init__(
         self,
         placement: str,
         inbox_prefix: str,
         fleet: Fleet,
-        give_up: Callable[[tuple[str, str]], None],
+        give_up: Callable[[tuple[str, str], int, bool], None],
         decider: Decider,
+        repeats: Repeats,
         limit: int,
+        max_wait_s: float | None,
     ) -> None:
         self.forwarded_total = 0  # accepted by a worker
         self.retried_offers_total = 0
         self.late_acceptances_total = 0
-        self.producer_failures_total = 0  # terminal failures sent to producers
-        self.workers_lost_total = 0  # of those, after acceptance
-        self.watches_abandoned_total = 0
+        self.attached_total = 0  # offers of a repeated request to the worker that has it
+        self.carried_total = 0  # requests that a draining worker handed over
+        self._failures = 0
         self._placement = placement
         self._inbox_prefix = inbox_prefix
         self._fleet = fleet
-        self._give_up = give_up  # what a request had booked
+        self._give_up = give_up  # what an attempt had booked
         self._decider = decider
+        self._repeats = repeats
         self._limit = limit
-        self._offered: dict[str, _Forwarded] = {}
-        self._watched: dict[str, _Forwarded] = {}
-        self._lost: dict[str, _Forwarded] = {}
-        self._orphans: dict[str, list[tuple[float, Cancel]]] = {}
+        self._max_wait_s = max_wait_s  # of a producer that states no deadline
+        self._offered: dict[str, Forwarded] = {}
+        self._parked: dict[str, Forwarded] = {}
+        self._keys: dict[str, list[str]] = {}  # of each request in flight; no empty entries
+        self._numbers = count(1)
+        self.watching = Watching(inbox_prefix, fleet, self._over)
 
     @property
     def in_flight(self) -> int:
-        return len(self._offered) + len(self._watched) + len(self._lost)
+        return len(self._offered) + len(self._parked) + len(self.watching)
+
+    @property
+    def producer_failures_total(self) -> int:
+        """Terminal failures sent to producers."""
+        return self._failures + self.watching.lost_total
 
     def is_in_flight(self, request: str) -> bool:
-        return request in self._offered or request in self._watched or request in self._lost
+        return request in self._keys
+
+    def keys_of(self, request: str) -> tuple[str, ...] | list[str]:
+        return self._keys.get(request, NO_KEYS)
 
     def wake_at(self) -> float | None:
-        """When the earliest offer or grace is due; questions are not urgent enough to count."""
+        """When the earliest offer or grace is due."""
         due = [offered.due for offered in self._offered.values()]
-        if self._lost:
-            due.append(next(iter(self._lost.values())).due)
+        if (lost := self.watching.due()) is not None:
+            due.append(lost)
         return min(due, default=None)
 
     # ------------------------------------------------------------------ a request comes
 
     def ask(self, event: GenerateAsked, now: float) -> list[Action]:
-        try:
-            forwarded = self._admit(event, now)
-        except KvfleetError as error:
-            return [self._failure(event, error, 0)]
+        known = self._repeats.find((event.tenant, event.request))
+        model = event.ask.model or self._fleet.name_of(event.model_token) or event.model_token
+        max_wait_s = self._max_wait_s if event.ask.deadline_ms is None else event.ask.deadline_ms / 1000
+        before = -1 if known is None else known.attempt
+        forwarded = Forwarded(
+            "", event.tenant, event.request, event.inbox, event.encoding, before,
+            body_of(event, model, self._placement), now, max_wait_s,
+        )  # fmt: skip
+        if self.in_flight >= self._limit:
+            return [self._failure(forwarded, Unavailable(f"placement watches {self._limit} requests already"))]
+        if known is not None and known.is_there:
+            return self._attach(forwarded, known, now)
+        self._enter(forwarded)
         return self._offer(forwarded, now)
 
-    def _admit(self, event: GenerateAsked, now: float) -> _Forwarded:
-        if self.is_in_flight(event.request):
-            raise InvalidRequest("a request of this id is running", field="request")
-        if self.in_flight >= self._limit:
-            raise Unavailable(f"placement watches {self._limit} requests already")
-        model = event.ask.model or self._fleet.name_of(event.model_token) or event.model_token
-        return _Forwarded(event, model, now)
+    def _attach(self, forwarded: Forwarded, known: Known, now: float) -> list[Action]:
+        """The worker checks that it is the same request, and repeats everything from the first frame on."""
+        self.attached_total += 1
+        assert forwarded.body is not None
+        body = replace(forwarded.body, attempt=known.attempt)
+        readers = [self._find(key) for key in self.keys_of(forwarded.request)]
+        if any(reader is not None and reader.inbox == forwarded.inbox for reader in readers):
+            return [Forward(known.worker, forwarded.tenant, body, "")]  # asked twice: one watch is enough
+        self._enter(forwarded)
+        forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
+        self._offered[forwarded.key] = forwarded
+        return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
 
-    def _offer(self, forwarded: _Forwarded, now: float) -> list[Action]:
-        """Offer to the next worker, or fail. `forwarded` is in no table."""
-        asked, ask = forwarded.asked, forwarded.asked.ask
-        left_ms = None if ask.deadline_ms is None else ask.deadline_ms - int((now - forwarded.asked_at) * 1000)
-        attempt = len(forwarded.tried)
+    def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
+        """Take over what a draining worker lets go of. Nobody is answered if there is no room for it here."""
+        body, source = capsule.request, capsule.worker
+        if self.in_flight >= self._limit:
+            return []
+        for key in list(self.keys_of(body.request)):
+            held = self.watching.get(key)
+            if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
+                self.watching.release(held)
+        self.carried_total += 1
+        forwarded = Forwarded(
+            "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
+            replace(body, watcher=self._placement, source=source, handed_over=True), now,
+            tried=[source], carried_until=now + CARRY_S,
+            let_go=Cancel(source, CancelRequest(body.request, body.attempt)),
+        )  # fmt: skip
+        self._enter(forwarded)
+        return [TakenOver(reply), *self._offer(forwarded, now)]
+
+    def adopt(self, watch: Watch, now: float) -> list[Action]:
+        """Go on watching what another replica watched."""
+        if self.in_flight >= self._limit:
+            return []
+        forwarded = Forwarded(
+            "", watch.tenant, watch.request, watch.inbox, watch.encoding, watch.attempt,
+            worker=watch.worker, epoch=watch.epoch,
+        )  # fmt: skip
+        self._enter(forwarded)
+        return self.watching.adopt(forwarded, now)
+
+    def _offer(self, forwarded: Forwarded, now: float) -> list[Action]:
+        """Offer to the next worker, park, or fail. `forwarded` is in no table."""
+        body = forwarded.body
+        assert body is not None
+        left_ms = None if body.deadline_ms is None else body.deadline_ms - int((now - forwarded.asked_at) * 1000)
+        attempt, is_first = forwarded.attempt + 1, not forwarded.tried
         try:
             if left_ms is not None and left_ms <= 0:
-                raise DeadlineExceeded(f"not accepted within {ask.deadline_ms} ms", field="deadline_ms")
-            ready = self._fleet.ready(forwarded.model).workers
-            if forwarded.tried and all(worker.id in forwarded.tried for worker in ready):
-                raise NoWorkers(f"none of {len(forwarded.tried)} workers took the request")
-            placement = self._decider.decide(
-                asked.tenant,
-                PlaceRequest(
-                    request=asked.request,
-                    model=forwarded.model,
-                    prompt_ids=ask.prompt_ids,
-                    prompt=ask.prompt,
-                    session=ask.session,
-                    attempt=attempt,
-                    excluded=tuple(forwarded.tried),
-                    max_tokens=ask.max_tokens * ask.n,
-                ),
-                now,
-            )
+                raise DeadlineExceeded(f"not accepted within {body.deadline_ms} ms", field="deadline_ms")
+            ready = self._fleet.ready(body.model).workers
+            if not is_first and all(worker.id in forwarded.tried for worker in ready):
+                many = f"none of {len(forwarded.tried)} workers took the request"
+                raise NoWorkers(many, retry_after_s=forwarded.retry_after_s)
+            question = question_of(body, attempt, tuple(forwarded.tried), forwarded.max_wait_s if is_first else None)
+            placement = self._decider.decide(forwarded.tenant, question, now)
         except KvfleetError as error:
+            if error.retryable and forwarded.carried_until is not None and now < forwarded.carried_until:
+                return self._park(forwarded, now)
             return self._fail(forwarded, error)
         forwarded.tried.append(placement.worker)
-        forwarded.due = now + ACKNOWLEDGE_S + TOKENISE_S * len(ask.prompt or "")
-        self._offered[asked.request] = forwarded
-        self.retried_offers_total += attempt > 0
-        request = GenerateRequest(
-            request=asked.request,
-            attempt=attempt,
-            model=forwarded.model,
-            sampling=Sampling(
-                max_tokens=ask.max_tokens,
-                temperature=ask.temperature,
-                top_p=ask.top_p,
-                top_k=ask.top_k,
-                seed=asked.seed,
-                stop=ask.stop,
-                ignore_eos=ask.ignore_eos,
-                n=ask.n,
-                min_p=ask.min_p,
-                presence_penalty=ask.presence_penalty,
-                frequency_penalty=ask.frequency_penalty,
-                repetition_penalty=ask.repetition_penalty,
-                logit_bias=ask.logit_bias,
-                logprobs=ask.logprobs,
-                min_tokens=ask.min_tokens,
-                overflow=ask.context_overflow,
-            ),
-            inbox=asked.inbox,
-            prompt_ids=ask.prompt_ids,
-            prompt=ask.prompt,
-            encoding=asked.encoding,
-            session=ask.session,
-            priority=ask.priority,
-            deadline_ms=left_ms,
-            expires_unix_ms=None if ask.deadline_ms is None else min(asked.unix_ms + ask.deadline_ms, 2**53),
-            traceparent=ask.traceparent,
-            watcher=self._placement,
-            source=placement.source,
-            source_tokens=placement.source_tokens,
-            exact=ask.exact,
-        )
-        return [Forward(placement.worker, asked.tenant, request, self._reply(forwarded))]
+        forwarded.worker, forwarded.attempt = placement.worker, attempt
+        forwarded.due = now + ACKNOWLEDGE_S + TOKENISE_S * len(body.prompt or "")
+        self._offered[forwarded.key] = forwarded
+        self.retried_offers_total += not is_first and forwarded.carried_until is None
+        offer = replace(body, attempt=attempt, deadline_ms=left_ms)
+        if not body.handed_over:
+            offer = replace(offer, source=placement.source, source_tokens=placement.source_tokens)
+        return [Forward(placement.worker, forwarded.tenant, offer, forwarded.reply(self._inbox_prefix))]
+
+    def _park(self, forwarded: Forwarded, now: float) -> list[Action]:
+        """Whoever refused it is asked again."""
+        forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
+        self._parked[forwarded.key] = forwarded
+        return []
 
     # ------------------------------------------------------------------ workers answer
 
-    def on_frame(self, frame: Frame, now: float) -> list[Action]:
-        request = frame.request
+    def on_frame(self, key: str, frame: Frame, now: float) -> list[Action]:
         if isinstance(frame, Accepted):
-            return self._on_accepted(frame, now)
-        offered = self._offered.get(request)
-        if offered is not None and offered.attempt == frame.attempt:
-            if isinstance(frame, Failed):
-                return self._on_refused(offered, frame, now)
-            if isinstance(frame, TERMINAL):
-                self._end(offered)
-            return []
-        held = self._watched.get(request) or self._lost.get(request)
-        if held is None or held.attempt != frame.attempt:
-            return []
-        if isinstance(frame, Failed) and frame.code == WorkerLost.code and held.asks:
-            return self._lose(held)  # the answer to our question: it forgot the request, so nobody else will end it
+            return self._on_accepted(key, frame, now)
+        offered = self._offered.get(key)
+        if offered is None or offered.attempt != frame.attempt:
+            return self.watching.on_frame(key, frame, now)
+        if isinstance(frame, Failed):
+            return self._on_refused(offered, frame, now)
         if isinstance(frame, TERMINAL):
-            self._end(held)
-        elif isinstance(frame, Progress) and request in self._watched:
-            self._watch(held, now)
+            self._end(offered)
+            return _let_go(offered)
         return []
 
-    def _on_accepted(self, frame: Accepted, now: float) -> list[Action]:
-        offered = self._offered.get(frame.request)
-        if offered is not None and (offered.attempt, offered.worker) == (frame.attempt, frame.worker):
-            self.forwarded_total += 1
-            offered.epoch = frame.epoch
-            self._watch(offered, now)
-            known = self._fleet.workers.get(frame.worker)
-            if known is not None and frame.epoch < known.epoch:
-                self._set_lost([offered], now)  # the last word of a life that is over
-            return []
-        held = self._watched.get(frame.request) or self._lost.get(frame.request)
+    def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
+        held = self._find(key)
         if held is not None and (held.attempt, held.worker) == (frame.attempt, frame.worker):
-            return []  # said twice
+            if self._offered.pop(key, None) is None and self._parked.pop(key, None) is None:
+                return []  # said twice
+            self.forwarded_total += 1
+            held.epoch = frame.epoch
+            self.watching.watch(held, now)
+            return [held.let_go] if held.let_go is not None else []
         self.late_acceptances_total += 1
-        return [Cancel(frame.worker, CancelRequest(frame.request, frame.attempt))]
+        if key != frame.request:
+            return []  # one more reader, who has left: what it read goes on
+        inbox = held.inbox if held is not None else ""
+        return [Cancel(frame.worker, CancelRequest(frame.request, frame.attempt, inbox))]
 
-    def _on_refused(self, offered: _Forwarded, refusal: Failed, now: float) -> list[Action]:
-        del self._offered[offered.asked.request]
-        if refusal.retryable:
+    def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
+        del self._offered[offered.key]
+        if refusal.retryable and not offered.attached:
+            if refusal.retry_after_s is not None:
+                least = offered.retry_after_s
+                offered.retry_after_s = refusal.retry_after_s if least is None else min(least, refusal.retry_after_s)
             return self._offer(offered, now)
-        self._end(offered)
-        self.producer_failures_total += 1
-        return [Fail(offered.asked.inbox, refusal, offered.asked.encoding)]
+        self._end(offered, failed=True)
+        self._failures += 1
+        return [offered.fail(refusal), *_let_go(offered)]
 
-    def on_nobody_listens(self, request: str, attempt: int, now: float) -> list[Action]:
+    def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
         """The next worker at once; and whoever is deaf to this request may be dead to all."""
-        offered = self._offered.get(request)
+        offered = self._offered.get(key)
         if offered is None or offered.attempt != attempt:
             return []
-        del self._offered[request]
-        return [*self._ping(offered.worker, now), *self._offer(offered, now)]
-
-    # ------------------------------------------------------------------ workers come and go
+        del self._offered[key]
+        return [*self._ping(offered.worker, now), *self._next(offered, now)]
 
     def on_left(self, worker: str, now: float) -> list[Action]:
         """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
-        self.suspect(worker, now)
+        self.watching.suspect(worker, now)
         actions: list[Action] = []
         for offered in [f for f in self._offered.values() if f.worker == worker]:
-            del self._offered[offered.asked.request]
-            actions += self._offer(offered, now)
+            del self._offered[offered.key]
+            actions += self._next(offered, now)
         return actions
-
-    def on_new_epoch(self, worker: str, epoch: str, now: float) -> None:
-        """What its former life accepted is lost; an offer may have met either life, so its answer decides."""
-        self._orphans.pop(worker, None)
-        self._set_lost([f for f in self._watched.values() if f.worker == worker and f.epoch != epoch], now)
-
-    def on_joined(self, worker: str, epoch: str, now: float) -> list[Action]:
-        """Back in the same life: requests still within their grace go on, those given up are cancelled."""
-        for back in [f for f in self._lost.values() if f.worker == worker and f.epoch == epoch]:
-            self._watch(back, now)
-        return [cancel for _, cancel in self._orphans.pop(worker, [])]
-
-    def suspect(self, worker: str, now: float) -> None:
-        """A worker did not answer: its requests are lost unless it shows up within the grace."""
-        self._set_lost([f for f in self._watched.values() if f.worker == worker], now)
 
     # ------------------------------------------------------------------ time passes
 
     def tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for unanswered in [offered for offered in self._offered.values() if offered.due <= now]:
-            del self._offered[unanswered.asked.request]
-            actions += self._offer(unanswered, now)
-        for lost in _due(self._lost, now):
-            actions += self._lose(lost, now)
-        for silent in _due(self._watched, now):
-            actions += self._ask_or_abandon(silent, now)
-        for name, orphans in list(self._orphans.items()):
-            if orphans[-1][0] + ORPHANS_KEPT_S < now:
-                del self._orphans[name]
-        return actions
+        for table, do in ((self._offered, self._next), (self._parked, self._offer)):
+            for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
+                del table[due.key]
+                actions += do(due, now)
+        return actions + self.watching.tick(now)
 
-    def _ask_or_abandon(self, silent: _Forwarded, now: float) -> list[Action]:
-        """A worker that answers no question keeps the request; only placement stops watching it."""
-        if silent.asks >= ASKS_LIMIT:
-            self.watches_abandoned_total += 1
-            self._end(silent)
-            return []
-        asks = silent.asks + 1
-        self._watch(silent, now)
-        silent.asks = asks
-        question = ResendRequest(silent.asked.request, silent.attempt, NOTHING_TO_RESEND, self._reply(silent))
-        return [AskStillRunning(silent.worker, question)]
+    def _next(self, unanswered: Forwarded, now: float) -> list[Action]:
+        """Who did not answer is passed over; but nobody else has what a repeat is to be attached to."""
+        if not unanswered.attached:
+            return self._offer(unanswered, now)
+        leave = CancelRequest(unanswered.request, unanswered.attempt, unanswered.inbox)
+        error = Unavailable(f"worker {unanswered.worker}, which has the request, did not answer")
+        return [*self._fail(unanswered, error), Cancel(unanswered.worker, leave)]
 
     def _ping(self, worker: str, now: float) -> list[Action]:
         known = self._fleet.workers.get(worker)
@@ -321,62 +277,50 @@ class Forwarding:
 
     # ------------------------------------------------------------------ states
 
-    def _watch(self, forwarded: _Forwarded, now: float) -> None:
-        self._remove(forwarded)
-        forwarded.due, forwarded.asks = now + ASK_AGAIN_S, 0
-        self._watched[forwarded.asked.request] = forwarded
+    def _find(self, key: str) -> Forwarded | None:
+        return self._offered.get(key) or self._parked.get(key) or self.watching.get(key)
 
-    def _set_lost(self, gone: list[_Forwarded], now: float) -> None:
-        for forwarded in gone:
-            self._remove(forwarded)
-            forwarded.due = now + LOST_GRACE_S
-            self._lost[forwarded.asked.request] = forwarded
+    def _enter(self, forwarded: Forwarded) -> None:
+        keys = self._keys.setdefault(forwarded.request, [])
+        is_free = forwarded.request not in keys
+        forwarded.key = forwarded.request if is_free else f"{forwarded.request}~{next(self._numbers)}"
+        keys.append(forwarded.key)
 
-    def _lose(self, lost: _Forwarded, gone_at: float | None = None) -> list[Action]:
-        """Tell the producer; with `gone_at`, a worker that hangs rather than died is told to stop, now or on waking."""
-        self.workers_lost_total += 1
-        cancel = Cancel(lost.worker, CancelRequest(lost.asked.request, lost.attempt))
-        if gone_at is not None:
-            self._orphans.setdefault(lost.worker, []).append((gone_at, cancel))
-        return [*self._fail(lost, WorkerLost(f"worker {lost.worker} was lost")), cancel]
+    def _fail(self, forwarded: Forwarded, error: KvfleetError) -> list[Action]:
+        self._end(forwarded, failed=True)
+        return [self._failure(forwarded, error), *_let_go(forwarded)]
 
-    def _fail(self, forwarded: _Forwarded, error: KvfleetError) -> list[Action]:
-        self._end(forwarded)
-        return [self._failure(forwarded.asked, error, max(forwarded.attempt, 0))]
+    def _failure(self, forwarded: Forwarded, error: KvfleetError) -> Fail:
+        self._failures += 1
+        return forwarded.fail(failed_frame(error, forwarded.request, max(forwarded.attempt, 0)))
 
-    def _failure(self, asked: GenerateAsked, error: KvfleetError, attempt: int) -> Fail:
-        self.producer_failures_total += 1
-        return Fail(asked.inbox, failed_frame(error, asked.request, attempt), asked.encoding)
+    def _end(self, forwarded: Forwarded, *, failed: bool = False) -> None:
+        """It is in no table any more, or among the offers."""
+        self._offered.pop(forwarded.key, None)
+        self._over(forwarded, failed)
 
-    def _end(self, forwarded: _Forwarded) -> None:
-        self._remove(forwarded)
-        self._give_up((forwarded.asked.tenant, forwarded.asked.request))
-
-    def _remove(self, forwarded: _Forwarded) -> None:
-        for table in (self._offered, self._watched, self._lost):
-            table.pop(forwarded.asked.request, None)
-
-    def _reply(self, forwarded: _Forwarded) -> str:
-        """Where the present worker answers. The attempt tells the server's 503s apart, which carry nothing else."""
-        return request_inbox(self._inbox_prefix, forwarded.asked.request, forwarded.attempt)
+    def _over(self, forwarded: Forwarded, failed: bool) -> None:
+        """`failed`: nobody has the request."""
+        keys = self._keys[forwarded.request]
+        keys.remove(forwarded.key)
+        if not keys:
+            del self._keys[forwarded.request]
+        if not forwarded.attached:
+            self._give_up((forwarded.tenant, forwarded.request), forwarded.attempt, failed)
 
     def check_integrity(self) -> None:
-        """Every request is in one state, offered to nobody twice; tables are in order. Raises AssertionError."""
-        tables = (self._offered, self._watched, self._lost)
-        assert len({*self._offered, *self._watched, *self._lost}) == self.in_flight
-        for table in tables[1:]:
-            dues = [f.due for f in table.values()]
-            assert dues == sorted(dues)
-        for table in tables:
-            assert all(f.tried and len(set(f.tried)) == len(f.tried) for f in table.values())
-        assert all(f.epoch for table in tables[1:] for f in table.values())
-        assert all(self._orphans.values())
+        """Every reader is in one state, offered to nobody twice. Raises AssertionError."""
+        self.watching.check_integrity()
+        keys = [key for listed in self._keys.values() for key in listed]
+        assert len(keys) == len(set(keys)) == self.in_flight
+        for key in keys:
+            found = self._find(key)
+            assert found is not None
+            assert key == found.key
+        assert all(f.tried or f.attached for f in self._offered.values())
+        assert all(len(set(f.tried)) == len(f.tried) for f in (*self._offered.values(), *self._parked.values()))
+        assert all(f.carried_until is not None for f in self._parked.values())
 
 
-def _due(table: dict[str, _Forwarded], now: float) -> list[_Forwarded]:
-    due = []
-    for forwarded in table.values():
-        if forwarded.due > now:
-            break
-        due.append(forwarded)
-    return due
+def _let_go(forwarded: Forwarded) -> list[Action]:
+    return [forwarded.let_go] if forwarded.let_go is not None else []

@@ -6,15 +6,16 @@ only: a requester that named a fleet subject as its reply could make a worker pu
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 from kvproto import codec, subjects
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import is_token, model_token
-from kvproto.messages import Encoding, Frame, PlaceRequest, ProducerRequest
+from kvproto.messages import Capsule, Encoding, Frame, PlaceRequest, ProducerRequest, Watches
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, WORKER_INBOX
 from services.placement.actions import Fail, failed_frame
-from services.placement.events import GenerateAsked, PlaceAsked
+from services.placement.events import CapsuleHeard, GenerateAsked, PlaceAsked, WatchesHeard
 
 WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 
@@ -49,7 +50,8 @@ def read_generate(
 ) -> GenerateAsked | Fail:
     """`<namespace>.generate.<tenant>.<model>` with a ProducerRequest; answered in the encoding it came in.
 
-    `new_request` and `new_seed` stand in where the producer gives none.
+    `new_request` and `new_seed` stand in where the producer gives none; the seed of a request that has an id of the
+    producer's is made of that, so that it is the same when it is asked again.
     """
     encoding = Encoding.JSON if as_json else Encoding.MSGPACK
     request = ""
@@ -64,7 +66,7 @@ def read_generate(
             _check_model(ask.model, token)
     except KvfleetError as error:
         return Fail(reply, failed_frame(error, request), encoding)
-    seed = new_seed if ask.seed is None else ask.seed
+    seed = ask.seed if ask.seed is not None else new_seed if ask.request is None else _seed_of(tenant, request)
     return GenerateAsked(reply, encoding, tenant, token, request, seed, unix_ms, ask)
 
 
@@ -79,6 +81,25 @@ def read_answer(data: bytes) -> list[Frame]:
         raise CodecError("not a frame") from None
 
 
+def read_capsule(reply: str, data: bytes) -> CapsuleHeard:
+    """Raises InvalidRequest, CodecError among them."""
+    capsule = codec.decode(Capsule, data)
+    if not is_inbox(reply, of_worker=True):
+        raise InvalidRequest("must be an inbox", field="reply")
+    _check_taken_over(capsule.tenant, capsule.request.request, capsule.worker, capsule.request.inbox)
+    return CapsuleHeard(reply, capsule)
+
+
+def read_watches(data: bytes) -> WatchesHeard:
+    """Raises InvalidRequest, CodecError among them."""
+    watches = codec.decode(Watches, data)
+    for one in watches.items:
+        _check_taken_over(one.tenant, one.request, one.worker, one.inbox)
+        if not one.epoch:
+            raise InvalidRequest("must not be empty", field="epoch")
+    return WatchesHeard(watches)
+
+
 def read_disconnect(data: bytes) -> str | None:
     """The worker whose connection a server's `$SYS.ACCOUNT.*.DISCONNECT` notice is about, if any."""
     try:
@@ -91,12 +112,25 @@ def read_disconnect(data: bytes) -> str | None:
     return worker if is_token(worker) else None
 
 
+def _check_taken_over(tenant: str, request: str, worker: str, inbox: str) -> None:
+    """As strictly as what comes from producers: subjects are made of these."""
+    for name, value in (("tenant", tenant), ("request", request), ("worker", worker)):
+        if not is_token(value):
+            raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field=name)
+    if not is_inbox(inbox, of_producer=True):
+        raise InvalidRequest("must be a producer's inbox", field="inbox")
+
+
 def _tenant_and_model(subject: str) -> tuple[str, str]:
     tenant, token = subject.split(".")[-2:]
     for name, value in (("tenant", tenant), ("model", token)):
         if not is_token(value):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ - in the subject", field=name)
     return tenant, token
+
+
+def _seed_of(tenant: str, request: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{tenant}.{request}".encode(), digest_size=8).digest(), "little")
 
 
 def _check_model(name: str, token: str) -> None:

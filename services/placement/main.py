@@ -77,6 +77,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         indexer=KvIndexer(settings.index_blocks, settings.max_workers),
         ledger_file=ledger_file,
         system=system,
+        max_wait_s=settings.max_wait_s,
         on_fenced=lambda error: life.fatal(str(error)),
     )
     await loop.start()

@@ -62,7 +62,7 @@ def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
         Reading(
             "kvfleet_placement_workers_lost_total",
             "bare requests whose worker was lost after it accepted",
-            lambda: core.forwarding.workers_lost_total,
+            lambda: core.forwarding.watching.lost_total,
         ),
         Reading(
             "kvfleet_placement_offers_retried_total",
@@ -73,6 +73,21 @@ def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
             "kvfleet_placement_late_acceptances_total",
             "acceptances by workers that had been given up on",
             lambda: core.forwarding.late_acceptances_total,
+        ),
+        Reading(
+            "kvfleet_placement_attached_total",
+            "repeated bare requests offered to the worker that has them",
+            lambda: core.forwarding.attached_total,
+        ),
+        Reading(
+            "kvfleet_placement_carried_total",
+            "bare requests taken over from draining workers",
+            lambda: core.forwarding.carried_total,
+        ),
+        Reading(
+            "kvfleet_placement_overloaded_total",
+            "requests refused because they would have had to wait for too long",
+            lambda: core.decider.turned_away.refused_total,
         ),
         Reading("kvfleet_placement_internal_errors_total", "faults of ours", lambda: loop.internal_errors_total),
         Reading("kvfleet_placement_booked_requests", "requests booked at workers", lambda: loop.booked),

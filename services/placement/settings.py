@@ -21,4 +21,7 @@ class PlacementSettings(ServiceSettings):
     ledger_file: Path | None = Field(None, description="append ended decisions here, for kvfleet simulate")
     system_user: str | None = Field(None, description="user of NATS's system account: dead workers are seen at once")
     system_password: str | None = Field(None, description="its password")
+    max_wait_s: float = Field(
+        60.0, ge=0, description="longest wait that a bare producer's request without a deadline is let in for"
+    )
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

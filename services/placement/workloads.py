@@ -75,7 +75,7 @@ class View:
         rates = values[rows.RATE][values[rows.RATE] > 0]
         stays = values[rows.STAY] / np.maximum(values[rows.SLOTS], 1.0)
         prefill = tokens / float(rates.mean()) if len(rates) else 0.0
-        return float(prefill + float(stays.mean())) / max(int(values.shape[1]), 1)
+        return (prefill + float(stays.mean())) / max(len(stays), 1)
 
     @property
     def requests(self) -> Floats:

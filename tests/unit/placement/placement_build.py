@@ -83,10 +83,11 @@ def a_generate(
     token: str = MODEL,
     encoding: Encoding = Encoding.MSGPACK,
     unix_ms: int = 1_000_000,
+    inbox: str = INBOX,
     **fields: object,
 ) -> GenerateAsked:
     ask = ProducerRequest(**({"prompt": "hello"} | fields))  # type: ignore[arg-type]
-    return GenerateAsked(INBOX, encoding, tenant, token, request, 7, unix_ms, ask)
+    return GenerateAsked(inbox, encoding, tenant, token, request, 7, unix_ms, ask)
 
 
 def accepted(request: str, attempt: int, worker: str, epoch: str = "e1") -> Accepted:

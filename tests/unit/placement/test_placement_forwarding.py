@@ -22,14 +22,8 @@ from services.placement.events import (
     WorkerUpdated,
 )
 from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
-from services.placement.forwarding import (
-    ACKNOWLEDGE_S,
-    ASK_AGAIN_S,
-    ASKS_LIMIT,
-    LOST_GRACE_S,
-    ORPHANS_KEPT_S,
-    TOKENISE_S,
-)
+from services.placement.forwarding import ACKNOWLEDGE_S, TOKENISE_S
+from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S
 
 REPLY = f"{PREFIX}.r.r1"
 
@@ -104,14 +98,6 @@ class TestOffer:
             Encoding.JSON,
         )
         assert is_over(core)
-
-    def test_an_id_that_runs_is_refused_and_the_running_one_goes_on(self) -> None:
-        core = a_core("w1")
-        forward = offer(core)
-        (fail,) = failures(core.handle(a_generate(), 1.01))
-        assert (fail.failed.code, fail.failed.field) == ("invalid_request", "request")
-        core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), 1.02)
-        assert core.forwarding.in_flight == 1
 
     def test_more_than_the_limit_is_refused_as_retryable(self) -> None:
         core = a_core("w1", limit=2)
@@ -375,7 +361,7 @@ class TestLostNotices:
         actions = self.beats_until(core, 1.5, 5 + (ASKS_LIMIT + 1) * ASK_AGAIN_S)
         assert [type(a) for a in actions] == [AskStillRunning] * ASKS_LIMIT
         assert is_over(core)
-        assert core.forwarding.watches_abandoned_total == 1
+        assert core.forwarding.watching.abandoned_total == 1
 
 
 def test_a_draining_worker_finishes_what_it_accepted() -> None:

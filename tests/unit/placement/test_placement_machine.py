@@ -14,6 +14,7 @@ from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_a
 from kvproto.messages import (
     Booked,
     BookedBatch,
+    Capsule,
     Milestone,
     Milestones,
     Passed,
@@ -22,11 +23,14 @@ from kvproto.messages import (
     Snapshot,
     State,
     Tier,
+    Watch,
+    Watches,
 )
-from services.placement.actions import Action, Answer, Fail, Forward
+from services.placement.actions import Action, Answer, Fail, Forward, TakenOver
 from services.placement.events import (
     BlocksChanged,
     BookingsShared,
+    CapsuleHeard,
     Event,
     HeartbeatHeard,
     MilestonesHeard,
@@ -38,6 +42,7 @@ from services.placement.events import (
     Tick,
     VaultJoined,
     VaultLeft,
+    WatchesHeard,
     WorkerAnswered,
     WorkerDisconnected,
     WorkerJoined,
@@ -63,22 +68,30 @@ class Placement(RuleBasedStateMachine):
         self.now = 0.0
         self.lives: dict[str, int] = {}
         self.offers: list[Forward] = []
-        self.producers: list[str] = []
+        self.readers: dict[str, str] = {}  # inbox -> request: one may be asked for again, by somebody else
         self.ended_by_placement: Counter[str] = Counter()
-        self.ended_by_worker: set[str] = set()
+        self.ended_otherwise: Counter[str] = Counter()  # by the worker, or nobody watches any more
         self.places = 0
         self.answers = 0
 
     def tell(self, event: Event) -> list[Action]:
+        before = self.in_flight()
         actions = self.core.handle(event, self.now)
+        told = {action.inbox for action in actions if isinstance(action, Fail)}
+        self.ended_otherwise.update(before - self.in_flight() - told)
         for action in actions:
             if isinstance(action, Forward):
                 self.offers.append(action)
             elif isinstance(action, Answer) or (isinstance(action, Fail) and action.inbox == PLACED):
                 self.answers += 1
             elif isinstance(action, Fail):
-                self.ended_by_placement[action.failed.request] += 1
+                self.ended_by_placement[action.inbox] += 1
         return actions
+
+    def in_flight(self) -> set[str]:
+        forwarding = self.core.forwarding
+        found = [forwarding._find(key) for keys in forwarding._keys.values() for key in keys]
+        return {one.inbox for one in found if one is not None}
 
     def epoch(self, worker: str) -> str:
         return f"e{self.lives.setdefault(worker, 1):04}"
@@ -151,16 +164,44 @@ class Placement(RuleBasedStateMachine):
         ask = an_ask(f"p{request}", policy=policy, excluded=tuple(excluded), worker=worker, model=model)
         self.places += 1
         (action,) = self.tell(PlaceAsked(PLACED, "public", ask))
-        if isinstance(action, Answer) and policy != "direct":
+        if isinstance(action, Answer) and action.placement.attached:
+            assert action.placement.worker in self.core.fleet.workers
+            assert action.placement.worker not in excluded
+        elif isinstance(action, Answer) and policy != "direct":
             ready = {w.id for w in self.core.fleet.ready("demo").workers}
             assert action.placement.worker in ready
             assert action.placement.worker not in excluded or ready <= set(excluded)
 
-    @rule(deadline_ms=st.none() | st.integers(0, 200))
-    def produce(self, deadline_ms: int | None) -> None:
-        request = f"g{len(self.producers)}"
-        self.producers.append(request)
-        self.tell(a_generate(request, deadline_ms=deadline_ms))
+    @rule(deadline_ms=st.none() | st.integers(0, 200), again=st.booleans(), tenant=st.sampled_from(["public", "acme"]))
+    def produce(self, deadline_ms: int | None, again: bool, tenant: str) -> None:
+        inbox = f"_INBOX.{len(self.readers)}"
+        request = f"g{len(self.readers) - (again and len(self.readers) > 0)}"
+        self.readers[inbox] = request
+        self.tell(a_generate(request, deadline_ms=deadline_ms, inbox=inbox, tenant=tenant))
+
+    @precondition(lambda self: self.offers)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        """A draining worker lets go of what it has accepted, as far as this replica knows."""
+        offer = data.draw(st.sampled_from(self.offers[-8:]))
+        watched = self.core.forwarding.watching._watched.values()
+        if any(
+            (w.inbox, w.attempt, w.worker) == (offer.request.inbox, offer.request.attempt, offer.worker)
+            for w in watched
+        ):
+            request = replace(offer.request, output_ids=(1, 2), prompt_ids=(1, 2, 3), prompt=None, deadline_ms=None)
+            actions = self.tell(CapsuleHeard("_wrk.x", Capsule(offer.tenant, offer.worker, request)))
+            assert actions[0] == TakenOver("_wrk.x")
+            assert offer.request.inbox in self.in_flight()
+
+    @rule(worker=WORKERS, request=st.integers(0, 3), life=st.sampled_from(["e0000", "e0001"]))
+    def adopt(self, worker: str, request: int, life: str) -> None:
+        inbox = f"_INBOX.{len(self.readers)}"
+        before = self.core.forwarding.in_flight
+        watch = Watch("public", f"g{request}", 0, worker, life, inbox)
+        self.tell(WatchesHeard(Watches("p2", (watch,))))
+        if self.core.forwarding.in_flight > before:
+            self.readers[inbox] = watch.request
 
     @precondition(lambda self: self.offers)
     @rule(
@@ -173,22 +214,21 @@ class Placement(RuleBasedStateMachine):
         """Any offer may be answered, old ones and twice too."""
         offer = data.draw(st.sampled_from(self.offers[-8:]))
         request, attempt = offer.request.request, offer.request.attempt
-        before = self.core.forwarding.is_in_flight(request)
-        event: Event = {
-            "accept": WorkerAnswered(accepted(request, attempt, offer.worker, self.epoch(offer.worker))),
-            "old life": WorkerAnswered(accepted(request, attempt, offer.worker, "e0000")),
-            "503": NobodyListens(request, attempt),
-            "refuse": WorkerAnswered(failed(request, attempt, "out_of_memory", retryable=True)),
-            "give back": WorkerAnswered(failed(request, attempt, "context_length_exceeded", retryable=False)),
-            "finish": WorkerAnswered(finished(request, attempt)),
-            "fail": WorkerAnswered(failed(request, attempt, "engine_failure", retryable=True)),
-            "forgot": WorkerAnswered(failed(request, attempt, "worker_lost", retryable=True)),
-            "progress": WorkerAnswered(Progress(request, attempt, 3)),
+        key = (offer.reply.split(".") or [""])[-2] if offer.reply else request
+        if what == "503":
+            self.tell(NobodyListens(key, attempt))
+            return
+        frame = {
+            "accept": accepted(request, attempt, offer.worker, self.epoch(offer.worker)),
+            "old life": accepted(request, attempt, offer.worker, "e0000"),
+            "refuse": failed(request, attempt, "out_of_memory", retryable=True),
+            "give back": failed(request, attempt, "context_length_exceeded", retryable=False),
+            "finish": finished(request, attempt),
+            "fail": failed(request, attempt, "engine_failure", retryable=True),
+            "forgot": failed(request, attempt, "worker_lost", retryable=True),
+            "progress": Progress(request, attempt, 3),
         }[what]
-        told = self.ended_by_placement[request]
-        self.tell(event)
-        if before and not self.core.forwarding.is_in_flight(request) and self.ended_by_placement[request] == told:
-            self.ended_by_worker.add(request)
+        self.tell(WorkerAnswered(frame, key))
 
     @rule(seconds=st.sampled_from([0.0, 0.001, 0.05, 0.1, 0.6, 3.1, 16.0]))
     def wait(self, seconds: float) -> None:
@@ -200,19 +240,27 @@ class Placement(RuleBasedStateMachine):
     @rule(
         worker=WORKERS,
         request=st.integers(0, 5),
+        kind=st.sampled_from("pg"),
         attempt=st.integers(0, 1),
         passed=st.lists(st.sampled_from(list(Passed)), min_size=1, max_size=4),
         cached=st.integers(0, 9),
         stale=st.booleans(),
+        code=st.sampled_from([None, "cancelled"]),
     )
     def milestones(
-        self, worker: str, request: int, attempt: int, passed: list[Passed], cached: int, stale: bool
+        self,
+        worker: str,
+        request: int,
+        kind: str,
+        attempt: int,
+        passed: list[Passed],
+        cached: int,
+        stale: bool,
+        code: str | None,
     ) -> None:
         """In any order, of requests that it may never have been given."""
-        items = tuple(
-            Milestone("public", f"p{request}", attempt, one, 1.0, 3, {"device": cached} if cached else {})
-            for one in passed
-        )
+        found = {"device": cached} if cached else {}
+        items = tuple(Milestone("public", f"{kind}{request}", attempt, one, 1.0, 3, found, code=code) for one in passed)
         self.tell(MilestonesHeard(Milestones(worker, "e0000" if stale else self.epoch(worker), items)))
 
     @rule(worker=WORKERS, request=st.integers(0, 5), placement=st.sampled_from(["p1", "p2"]))
@@ -243,12 +291,11 @@ class Placement(RuleBasedStateMachine):
         assert self.answers == self.places
 
     @invariant()
-    def every_request_is_running_or_ended_once(self) -> None:
-        for request in self.producers:
-            ends = self.ended_by_placement[request] + (request in self.ended_by_worker)
-            if not self.core.forwarding.is_in_flight(request):
-                ends += self.core.forwarding.watches_abandoned_total > 0 and not ends
-            assert ends == (not self.core.forwarding.is_in_flight(request)), request
+    def every_reader_is_in_flight_or_was_told_once(self) -> None:
+        in_flight = self.in_flight()
+        for inbox, request in self.readers.items():
+            ends = self.ended_by_placement[inbox] + self.ended_otherwise[inbox]
+            assert ends == (inbox not in in_flight), (inbox, request)
 
     def teardown(self) -> None:
         """Everybody leaves, time passes: nothing may be left."""
@@ -256,15 +303,16 @@ class Placement(RuleBasedStateMachine):
             self.tell(WorkerLeft(worker))
         for vault in list(self.core.vaults):
             self.tell(VaultLeft(vault))
-        for _ in range(8):
+        for _ in range(40):
             self.now += 1.0
             self.tell(Tick())
         self.books_balance()
-        self.every_request_is_running_or_ended_once()
+        self.every_reader_is_in_flight_or_was_told_once()
         assert self.core.forwarding.in_flight == 0
         assert self.core.stats().booked == 0
         assert self.core.bookings.running == 0
         assert len(self.core.promises) == 0
+        assert len(self.core.repeats) == 0
         assert len(self.core.indexer.index) == 0
         assert self.core.wake_at() is None
 

@@ -1,0 +1,95 @@
+"""What became of requests that were placed, here or by other replicas: their load, the promise of their blocks, what
+they found, and where they can be had again. Pure.
+"""
+
+from __future__ import annotations
+
+from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, Tier
+from services.placement.actions import Action, Record
+from services.placement.bookings import Bookings
+from services.placement.feedback import Feedback
+from services.placement.fleet import Fleet
+from services.placement.ledger import Ledger
+from services.placement.promises import Promises
+from services.placement.repeats import Repeats
+
+OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
+
+
+class Accounts:
+    """Owned by the core, which owns the books too."""
+
+    def __init__(
+        self,
+        placement: str,
+        fleet: Fleet,
+        bookings: Bookings,
+        promises: Promises,
+        feedback: Feedback,
+        ledger: Ledger,
+        repeats: Repeats,
+    ) -> None:
+        self._placement = placement
+        self._fleet = fleet
+        self._bookings = bookings
+        self._promises = promises
+        self._feedback = feedback
+        self._ledger = ledger
+        self._repeats = repeats
+
+    def hear(self, milestones: Milestones, now: float) -> list[Action]:
+        """Of a worker's present life."""
+        worker = milestones.worker
+        actions: list[Action] = []
+        for one in milestones.items:
+            self._account(worker, one, now)
+            self._repeats.on_milestone(worker, milestones.epoch, one, now)
+            entry = self._ledger.on_milestone(worker, one)
+            if entry is None:
+                continue
+            if one.passed is Passed.STARTED:
+                # What vaults and peers brought, or did not, says nothing about this worker's own index.
+                found = sum(one.cached.get(tier, 0) for tier in OWN_TIERS)
+                self.trust(worker, self._feedback.observe(worker, entry.promised, found, now))
+            elif one.passed is Passed.ENDED and self._ledger.keeps_hashes:
+                actions.append(Record(entry.decision(), entry.hashes, entry.block_size))
+        return actions
+
+    def _account(self, worker: str, one: Milestone, now: float) -> None:
+        """Its load, and the promise of its blocks."""
+        key = one.tenant, one.request
+        match one.passed:
+            case Passed.ACCEPTED:
+                self._bookings.accept(key, worker, one.attempt)
+            case Passed.STARTED:
+                feed = max(one.prompt_tokens - sum(one.cached.values()), 0)
+                self._bookings.start(key, worker, one.attempt, feed, now)
+            case Passed.FIRST_TOKEN:
+                self._bookings.prefill(key, worker, one.attempt)
+                self._promises.fulfil(key, worker, now)
+            case Passed.ENDED:
+                self._bookings.end(key, worker, one.attempt, now, one.output_tokens)
+                self._promises.fulfil(key, worker, now)
+
+    def book(self, batch: BookedBatch, now: float) -> None:
+        """What other replicas placed."""
+        if batch.placement == self._placement:
+            return
+        for one in batch.items:
+            worker = self._fleet.workers.get(one.worker)
+            if worker is not None:
+                key, column = (one.tenant, one.request), worker.column
+                self._bookings.book(key, one.attempt, worker.id, column, one.tokens, now, priority=one.priority)
+                self._repeats.place(key, worker.id, worker.epoch, one.attempt, now)
+
+    def give_up(self, key: tuple[str, str], attempt: int, failed: bool) -> None:
+        """A bare producer's attempt is over, in whatever way: each of them may say so. `failed`: nobody has it."""
+        if failed:
+            self._repeats.give_up(key, attempt)
+        if self._bookings.release(key, attempt=attempt):
+            self._promises.break_off(key)
+
+    def trust(self, worker: str, credit: float) -> None:
+        known = self._fleet.workers.get(worker)
+        if known is not None:
+            self._fleet.workloads.trust(known.column, credit)

@@ -1,0 +1,175 @@
+"""Carries out what the core wants done, over NATS. Loop: owns the bookings that are still to be shared."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch
+from kvproto.messages import Booked, BookedBatch, Encoding, Explanation, Failed, GenerateRequest, Role, Watch, Watches
+from kvproto.subjects import Subjects
+from services.placement.actions import (
+    Action,
+    Answer,
+    AskStillRunning,
+    Cancel,
+    DropMember,
+    Explain,
+    Fail,
+    Forward,
+    PingWorker,
+    Record,
+    Share,
+    TakenOver,
+    failed_frame,
+)
+from services.placement.events import Event, PingUnanswered, WorkerAnswered
+from services.placement.hearing import Hearing
+from services.placement.index.kv_indexer import PullSnapshot
+from services.placement.ledger_file import LedgerFile
+from services.placement.pinger import Pinger, Verdict
+
+log = logging.getLogger(__name__)
+
+MAX_SHARED = 4096
+SHARE_S = 0.002  # bookings of so long go to the other replicas in one message
+WATCHES_PER_MESSAGE = 512  # with ids of the longest kind 0.6 MB
+TAKEN = b"taken"
+
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+
+
+class Courier:
+    """Owned by the placement loop. `handle` has the core decide on what comes of it; tasks are `spawn`'s to end."""
+
+    def __init__(
+        self,
+        placement: str,
+        connection: Connection,
+        subjects: Subjects,
+        hearing: Hearing,
+        handle: Callable[[Event], list[Action]],
+        spawn: Spawn,
+        ledger_file: LedgerFile | None,
+    ) -> None:
+        self.unsent_total = 0  # what NATS did not take from us
+        self._placement = placement
+        self._connection = connection
+        self._subjects = subjects
+        self._hearing = hearing
+        self._handle = handle
+        self._spawn = spawn
+        self._ledger_file = ledger_file
+        self._pinger = Pinger(connection, subjects, hearing.members.view)
+        self._booked: deque[Booked] = deque(maxlen=MAX_SHARED)  # to be shared
+
+    async def carry_out(self, actions: Iterable[Action]) -> None:
+        publish, subjects = self._connection.publish, self._subjects
+        waiting = deque(actions)
+        while waiting:
+            action = waiting.popleft()
+            try:
+                match action:
+                    case Answer(reply, placement):
+                        await publish(reply, codec.encode(placement))
+                    case Fail(inbox, failed, encoding):
+                        await publish(inbox, _encode_failed(failed, encoding))
+                    case Forward(worker, tenant, request, reply):
+                        data = self._encode_offer(worker, request)
+                        await publish(subjects.worker_generate(worker, tenant), data, reply=reply)
+                    case Cancel(worker, cancel):
+                        await publish(subjects.worker_cancel(worker), codec.encode(cancel))
+                    case TakenOver(reply):
+                        await publish(reply, TAKEN)
+                    case AskStillRunning(worker, question):
+                        await publish(subjects.worker_resend(worker), codec.encode(question))
+                    case Share(booked):
+                        self._share(booked)
+                    case PullSnapshot(worker, epoch):
+                        await self._hearing.pull(worker, epoch)
+                    case Explain(reply, decisions):
+                        await publish(reply, codec.encode(Explanation(self._placement, decisions)))
+                    case Record():
+                        if self._ledger_file is not None:
+                            self._ledger_file.write(action)
+                    case PingWorker(worker):
+                        self._spawn(self._ping(worker))
+                    case DropMember(worker):
+                        log.info("placement: worker %s is gone, deleting its record", worker)
+                        self._spawn(self._drop(worker))
+            except KvfleetError as error:
+                self.unsent_total += 1
+                log.warning("placement: %s not carried out: %s", type(action).__name__, error)
+                if isinstance(action, Forward) and action.reply:
+                    # As if the worker had refused: the next one, or the producer hears.
+                    refusal = failed_frame(error, action.request.request, action.request.attempt)
+                    waiting.extend(self._handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
+
+    def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
+        """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
+        view = self._hearing.members.view.workers.get(worker)
+        try:
+            version = codec.common_version(view.record.versions if view else ())
+        except VersionMismatch as error:
+            raise Unavailable(f"worker {worker}: {error}") from None
+        data = codec.encode(request, version)
+        if len(data) > self._connection.max_payload:
+            raise PayloadTooLarge(f"{len(data)} bytes, NATS carries {self._connection.max_payload}", field="prompt")
+        return data
+
+    async def _ping(self, worker: str) -> None:
+        verdict = await self._pinger.ask(worker)
+        if verdict is not Verdict.NO_DOUBT_OF_LIFE:
+            log.info("placement: worker %s does not answer a ping: %s", worker, verdict.value)
+            await self.carry_out(self._handle(PingUnanswered(worker, verdict is Verdict.NOBODY_LISTENS)))
+
+    async def _drop(self, worker: str) -> None:
+        try:
+            await self._hearing.members.drop(worker)
+        except KvfleetError as error:
+            log.warning("placement: record of worker %s not deleted: %s", worker, error)
+
+    # ------------------------------------------------------------------ the other replicas
+
+    def has_others(self) -> bool:
+        own = self._placement
+        return any(role is Role.PLACEMENT and member != own for role, member in self._hearing.members.view.members)
+
+    def _share(self, booked: tuple[Booked, ...]) -> None:
+        """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
+        is what a replica that is only just starting was not told."""
+        if not self.has_others():  # NATS would bring it back to nobody but us
+            return
+        if not self._booked:
+            asyncio.get_running_loop().call_later(SHARE_S, lambda: self._spawn(self._publish_booked()))
+        self._booked += booked
+
+    async def _publish_booked(self) -> None:
+        batch = BookedBatch(self._placement, tuple(self._booked))
+        self._booked.clear()
+        try:
+            await self._connection.publish(self._subjects.placement_bookings(), codec.encode(batch))
+        except KvfleetError as error:
+            self.unsent_total += 1
+            log.debug("placement: bookings not shared: %s", error)
+
+    async def hand_on(self, watches: tuple[Watch, ...]) -> None:
+        """Have another replica go on watching. Never raises: nobody else is there to do it."""
+        for start in range(0, len(watches), WATCHES_PER_MESSAGE):
+            message = Watches(self._placement, watches[start : start + WATCHES_PER_MESSAGE])
+            try:
+                await self._connection.publish(self._subjects.placement_watches(), codec.encode(message))
+            except KvfleetError as error:
+                self.unsent_total += 1
+                log.warning("placement: %d watches not handed on: %s", len(message.items), error)
+
+
+def _encode_failed(failed: Failed, encoding: Encoding) -> bytes:
+    if encoding is Encoding.FRAMES:
+        return codec.encode_frames([failed])
+    return codec.encode_plain_frame(failed, as_json=encoding is Encoding.JSON)

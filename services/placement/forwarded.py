@@ -1,0 +1,105 @@
+"""One reader of a bare producer's request, on its way to a worker or at one, and what a worker is sent for it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvproto.messages import Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
+from kvproto.subjects import request_inbox
+from services.placement.actions import Cancel, Fail
+from services.placement.events import GenerateAsked
+
+
+@dataclass(slots=True)
+class Forwarded:
+    """`key` tells readers of one request apart: the first one's is the request's id, further ones' have more to it.
+
+    `attempt` and `worker` are those of the present offer, or of what was accepted. `body` is what the next offer is
+    made of; None: nobody here will make one.
+    """
+
+    key: str
+    tenant: str
+    request: str
+    inbox: str
+    encoding: Encoding
+    attempt: int
+    body: GenerateRequest | None = None
+    asked_at: float = 0.0
+    max_wait_s: float | None = None
+    worker: str = ""
+    tried: list[str] = field(default_factory=list)
+    attached: bool = False  # to what another reader's request began
+    due: float = 0.0  # of its present state: acknowledgement, next question, or end of the grace
+    epoch: str = ""  # the life of the worker that accepted
+    asks: int = 0  # questions since the worker's last word
+    retry_after_s: float | None = None  # the least that a worker which refused has said
+    carried_until: float | None = None  # a capsule's: for so long a successor is looked for
+    let_go: Cancel | None = None  # what the worker that handed it over is waiting for
+
+    def reply(self, inbox_prefix: str) -> str:
+        """Where the present worker answers. The attempt tells the server's 503s apart, which carry nothing else."""
+        return request_inbox(inbox_prefix, self.key, self.attempt)
+
+    def fail(self, failed: Failed) -> Fail:
+        return Fail(self.inbox, failed, self.encoding)
+
+    def watch(self) -> Watch:
+        return Watch(self.tenant, self.request, self.attempt, self.worker, self.epoch, self.inbox, self.encoding)
+
+
+def body_of(asked: GenerateAsked, model: str, watcher: str) -> GenerateRequest:
+    """All but the attempt, what is left of the deadline, and whom to pull from."""
+    ask = asked.ask
+    return GenerateRequest(
+        request=asked.request,
+        attempt=0,
+        model=model,
+        sampling=Sampling(
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            top_k=ask.top_k,
+            seed=asked.seed,
+            stop=ask.stop,
+            ignore_eos=ask.ignore_eos,
+            n=ask.n,
+            min_p=ask.min_p,
+            presence_penalty=ask.presence_penalty,
+            frequency_penalty=ask.frequency_penalty,
+            repetition_penalty=ask.repetition_penalty,
+            logit_bias=ask.logit_bias,
+            logprobs=ask.logprobs,
+            min_tokens=ask.min_tokens,
+            overflow=ask.context_overflow,
+        ),
+        inbox=asked.inbox,
+        prompt_ids=ask.prompt_ids,
+        prompt=ask.prompt,
+        encoding=asked.encoding,
+        session=ask.session,
+        priority=ask.priority,
+        deadline_ms=ask.deadline_ms,
+        expires_unix_ms=None if ask.deadline_ms is None else min(asked.unix_ms + ask.deadline_ms, 2**53),
+        traceparent=ask.traceparent,
+        watcher=watcher,
+        exact=ask.exact,
+    )
+
+
+def question_of(
+    body: GenerateRequest, attempt: int, excluded: tuple[str, ...], max_wait_s: float | None
+) -> PlaceRequest:
+    """Who should do this, with what was generated already as a part of the prompt?"""
+    return PlaceRequest(
+        request=body.request,
+        model=body.model,
+        prompt_ids=body.prompt_ids + body.output_ids if body.prompt_ids else (),
+        prompt=body.prompt,
+        session=body.session,
+        attempt=attempt,
+        excluded=excluded,
+        max_tokens=body.sampling.max_tokens * body.sampling.n,
+        priority=body.priority,
+        max_wait_s=max_wait_s,
+    )

@@ -1,0 +1,117 @@
+"""Which worker has, or just had, each request: so that one which is asked for again is not done again. Pure.
+
+    placed, here or by another replica ──5 s without a word──▶ forgotten
+        │
+        └──any milestone of any worker──▶ running ──its end──▶ ended ──30 s, while its worker can repeat it──▶ forgotten
+
+Every replica hears all of this, so it does not matter which one is asked. What ended otherwise than finished is done
+anew, as a later attempt: frames of the former one cannot be taken for its.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvproto.messages import Milestone, Passed
+
+PLACED_S = 5.0
+ENDED_S = 30.0  # a worker keeps the frames of what finished for so long
+MAX_KEPT = 65_536  # in each state
+
+Key = tuple[str, str]  # tenant, request
+
+
+@dataclass(slots=True)
+class Known:
+    """An attempt and the life of the worker that has it. `is_there`: whoever asks can have it there."""
+
+    worker: str
+    epoch: str
+    attempt: int
+    at: float = 0.0  # when it came into its present state
+    is_there: bool = True
+
+
+class Repeats:
+    """Owned by the core; `now` never goes back."""
+
+    def __init__(self, max_kept: int = MAX_KEPT) -> None:
+        self._max_kept = max_kept
+        self._now = 0.0  # the latest time heard of
+        self._placed: OrderedDict[Key, Known] = OrderedDict()  # oldest first, as the others
+        self._running: OrderedDict[Key, Known] = OrderedDict()
+        self._ended: OrderedDict[Key, Known] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._placed) + len(self._running) + len(self._ended)
+
+    def find(self, key: Key) -> Known | None:
+        return self._placed.get(key) or self._running.get(key) or self._ended.get(key)
+
+    def place(self, key: Key, worker: str, epoch: str, attempt: int, now: float) -> None:
+        before = self.find(key)
+        if before is None or attempt > before.attempt:
+            self._put(self._placed, key, Known(worker, epoch, attempt), now)
+
+    def give_up(self, key: Key, attempt: int) -> None:
+        """No worker has it, or whoever did is lost: it takes a later attempt."""
+        known = self._placed.get(key) or self._running.get(key)
+        if known is not None and known.attempt == attempt:
+            known.is_there = False
+            self._put(self._ended, key, known, self._now)
+
+    def on_milestone(self, worker: str, epoch: str, one: Milestone, now: float) -> None:
+        key = one.tenant, one.request
+        before = self.find(key)
+        if before is not None and one.attempt < before.attempt:
+            return  # what it was before it was placed again
+        known = before
+        if known is None or (known.worker, known.epoch, known.attempt) != (worker, epoch, one.attempt):
+            known = Known(worker, epoch, one.attempt)
+        if one.passed is Passed.ENDED:
+            known.is_there = one.code is None
+            self._put(self._ended, key, known, now)
+        elif key not in self._running or before is not known:
+            known.is_there = True
+            self._put(self._running, key, known, now)
+
+    def has_ended(self, key: Key, attempt: int) -> bool:
+        """This attempt of it, or one before a later one."""
+        known = self.find(key)
+        return known is not None and (known.attempt > attempt or (known.attempt == attempt and key in self._ended))
+
+    def drop_worker(self, worker: str) -> None:
+        """It is gone, or in another life."""
+        for table in (self._placed, self._running, self._ended):
+            for key in [key for key, known in table.items() if known.worker == worker]:
+                table[key].is_there = False
+                if table is not self._ended:
+                    self.give_up(key, table[key].attempt)
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        for table, limit in ((self._placed, PLACED_S), (self._ended, ENDED_S)):
+            while table:
+                key, known = next(iter(table.items()))
+                if now - known.at <= limit:
+                    break
+                del table[key]
+
+    def _put(self, table: OrderedDict[Key, Known], key: Key, known: Known, now: float) -> None:
+        for one in (self._placed, self._running, self._ended):
+            one.pop(key, None)
+        known.at = self._now = max(now, self._now)
+        table[key] = known
+        if len(table) > self._max_kept:
+            table.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        tables = (self._placed, self._running, self._ended)
+        assert len({key for table in tables for key in table}) == len(self)
+        for table in tables:
+            assert len(table) <= self._max_kept
+            times = [known.at for known in table.values()]
+            assert times == sorted(times)
+        assert all(known.is_there for table in tables[:2] for known in table.values())

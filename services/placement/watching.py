@@ -1,0 +1,188 @@
+"""Requests of bare producers that a worker has accepted, watched to their end. Pure.
+
+    watched ──terminal notice, or the worker's milestone (it told the producer itself)──▶ over
+      │ ▲
+      │ │ back within 0.1 s, same life
+      ▼ │ worker left, restarted or silent
+     lost ──0.1 s──▶ Failed(worker_lost)
+
+A watch that a replica which goes hands on goes on here: the worker is asked at once, as its notices went to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvproto.errors import WorkerLost
+from kvproto.messages import TERMINAL, CancelRequest, Failed, Frame, Milestone, Progress, ResendRequest, Watch
+from services.placement.actions import Action, AskStillRunning, Cancel, failed_frame
+from services.placement.fleet import Fleet
+from services.placement.forwarded import Forwarded
+
+LOST_GRACE_S = 0.1  # a terminal notice may still be on its way when its worker is seen to leave
+ASK_AGAIN_S = 15.0  # a notice lost in an outage would be waited for for ever
+ASKS_LIMIT = 4
+ORPHANS_KEPT_S = 60.0  # a hung worker that wakes is told what to cancel
+MAX_ORPHANS = 65_536  # of one worker
+NOTHING_TO_RESEND = 2**62  # from this index on: only the question "are you still there?"
+
+
+class Watching:
+    """Owned by the core. Both tables are ordered by `due`: each has one constant delay."""
+
+    def __init__(self, inbox_prefix: str, fleet: Fleet, over: Callable[[Forwarded, bool], None]) -> None:
+        self.lost_total = 0
+        self.abandoned_total = 0
+        self._inbox_prefix = inbox_prefix
+        self._fleet = fleet
+        self._over = over  # is told of each that ends, and whether it is lost
+        self._watched: dict[str, Forwarded] = {}
+        self._lost: dict[str, Forwarded] = {}
+        self._orphans: dict[str, list[tuple[float, Cancel]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._watched) + len(self._lost)
+
+    def get(self, key: str) -> Forwarded | None:
+        return self._watched.get(key) or self._lost.get(key)
+
+    def due(self) -> float | None:
+        """When the earliest grace ends; questions are not urgent enough to count."""
+        return next(iter(self._lost.values())).due if self._lost else None
+
+    # ------------------------------------------------------------------ begin and end
+
+    def watch(self, forwarded: Forwarded, now: float) -> None:
+        self._remove(forwarded)
+        forwarded.due, forwarded.asks, forwarded.body = now + ASK_AGAIN_S, 0, None  # it can be large
+        self._watched[forwarded.key] = forwarded
+        known = self._fleet.workers.get(forwarded.worker)
+        if known is not None and forwarded.epoch < known.epoch:
+            self._set_lost([forwarded], now)  # the last word of a life that is over
+
+    def adopt(self, forwarded: Forwarded, now: float) -> list[Action]:
+        """What another replica was watching."""
+        self.watch(forwarded, now)
+        if forwarded.worker not in self._fleet.workers:
+            self._set_lost([forwarded], now)
+        return [self._ask(forwarded)]
+
+    def release(self, forwarded: Forwarded) -> None:
+        """Somebody else watches it from now on."""
+        self._end(forwarded)
+
+    def watches(self) -> tuple[Watch, ...]:
+        return tuple(forwarded.watch() for table in (self._lost, self._watched) for forwarded in table.values())
+
+    # ------------------------------------------------------------------ workers speak
+
+    def on_frame(self, key: str, frame: Frame, now: float) -> list[Action]:
+        held = self.get(key)
+        if held is None or held.attempt != frame.attempt:
+            return []
+        if isinstance(frame, Failed) and frame.code == WorkerLost.code and held.asks:
+            return self._lose(held)  # the answer to our question: it forgot the request, so nobody else will end it
+        if isinstance(frame, TERMINAL):
+            self._end(held)
+        elif isinstance(frame, Progress) and key in self._watched:
+            self.watch(held, now)
+        return []
+
+    def on_ended(self, worker: str, one: Milestone, keys: Iterable[str]) -> None:
+        """All readers of an attempt have been told how it ended. Notices go to whoever was watching first."""
+        for key in list(keys):
+            held = self.get(key)
+            if held is not None and (held.tenant, held.worker, held.attempt) == (one.tenant, worker, one.attempt):
+                self._end(held)
+
+    # ------------------------------------------------------------------ workers come and go
+
+    def on_new_epoch(self, worker: str, epoch: str, now: float) -> None:
+        """What its former life accepted is lost."""
+        self._orphans.pop(worker, None)
+        self._set_lost([f for f in self._watched.values() if f.worker == worker and f.epoch != epoch], now)
+
+    def on_joined(self, worker: str, epoch: str, now: float) -> list[Action]:
+        """Back in the same life: requests still within their grace go on, those given up are cancelled."""
+        for back in [f for f in self._lost.values() if f.worker == worker and f.epoch == epoch]:
+            self.watch(back, now)
+        return [cancel for _, cancel in self._orphans.pop(worker, [])]
+
+    def suspect(self, worker: str, now: float) -> None:
+        """A worker did not answer: its requests are lost unless it shows up within the grace."""
+        self._set_lost([f for f in self._watched.values() if f.worker == worker], now)
+
+    # ------------------------------------------------------------------ time passes
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for lost in _due(self._lost, now):
+            actions += self._lose(lost, now)
+        for silent in _due(self._watched, now):
+            actions += self._ask_or_abandon(silent, now)
+        for name, orphans in list(self._orphans.items()):
+            if orphans[-1][0] + ORPHANS_KEPT_S < now:
+                del self._orphans[name]
+        return actions
+
+    def _ask_or_abandon(self, silent: Forwarded, now: float) -> list[Action]:
+        """A worker that answers no question keeps the request; only placement stops watching it."""
+        if silent.asks >= ASKS_LIMIT:
+            self.abandoned_total += 1
+            self._end(silent)
+            return []
+        asks = silent.asks
+        self.watch(silent, now)
+        silent.asks = asks
+        return [self._ask(silent)]
+
+    def _ask(self, silent: Forwarded) -> AskStillRunning:
+        silent.asks += 1
+        reply = silent.reply(self._inbox_prefix)
+        return AskStillRunning(silent.worker, ResendRequest(silent.request, silent.attempt, NOTHING_TO_RESEND, reply))
+
+    # ------------------------------------------------------------------ states
+
+    def _set_lost(self, gone: list[Forwarded], now: float) -> None:
+        for forwarded in gone:
+            self._remove(forwarded)
+            forwarded.due = now + LOST_GRACE_S
+            self._lost[forwarded.key] = forwarded
+
+    def _lose(self, lost: Forwarded, gone_at: float | None = None) -> list[Action]:
+        """Tell the producer; with `gone_at`, a worker that hangs rather than died is told to stop, now or on waking."""
+        self.lost_total += 1
+        cancel = Cancel(lost.worker, CancelRequest(lost.request, lost.attempt, lost.inbox))
+        if gone_at is not None:
+            orphans = self._orphans.setdefault(lost.worker, [])
+            orphans.append((gone_at, cancel))
+            del orphans[:-MAX_ORPHANS]
+        self._end(lost, lost=True)
+        error = WorkerLost(f"worker {lost.worker} was lost")
+        return [lost.fail(failed_frame(error, lost.request, lost.attempt)), cancel]
+
+    def _end(self, forwarded: Forwarded, *, lost: bool = False) -> None:
+        self._remove(forwarded)
+        self._over(forwarded, lost)
+
+    def _remove(self, forwarded: Forwarded) -> None:
+        for table in (self._watched, self._lost):
+            table.pop(forwarded.key, None)
+
+    def check_integrity(self) -> None:
+        """Every request is in one state, and the tables are in order. Raises AssertionError."""
+        assert not self._watched.keys() & self._lost.keys()
+        for table in (self._watched, self._lost):
+            dues = [f.due for f in table.values()]
+            assert dues == sorted(dues)
+            assert all(key == f.key and f.epoch and f.worker and f.body is None for key, f in table.items())
+        assert all(self._orphans.values())
+
+
+def _due(table: dict[str, Forwarded], now: float) -> list[Forwarded]:
+    due = []
+    for forwarded in table.values():
+        if forwarded.due > now:
+            break
+        due.append(forwarded)
+    return due
