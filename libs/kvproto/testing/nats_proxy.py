@@ -50,7 +50,9 @@ class Mangling:
 
 def _subject_pattern(subject: str) -> bytes:
     """`*` is one token, `>` at the end any number of them."""
-    tokens = ["[^. ]+" if token == "*" else "[^ ]+" if token == ">" else re.escape(token) for token in subject.split(".")]
+    tokens = [
+        "[^. ]+" if token == "*" else "[^ ]+" if token == ">" else re.escape(token) for token in subject.split(".")
+    ]
     return rf"(?:{'[.]'.join(tokens)})\Z".encode()
 
 

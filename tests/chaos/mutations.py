@@ -1,0 +1,63 @@
+"""Switches off, in this process alone, what keeps a stream whole: each must turn the suite red, or the suite is blind.
+
+Patches sit around the functions, not in them, so that they mean the same however those are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from kvproto.messages import Frame, Tokens
+from kvproto.request_driver import RequestDriver
+from kvproto.stream import Stream
+from kvproto.stream_assembly import StreamAssembly
+
+Mutation = Callable[[], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def none() -> Iterator[None]:
+    """The product as it is."""
+    yield
+
+
+@contextlib.contextmanager
+def without_fencing() -> Iterator[None]:
+    """Frames of an old attempt pass as the present one's."""
+    original = Stream.on_frame
+
+    def on_frame(self: Stream, frame: Frame) -> None:
+        original(self, replace(frame, attempt=self.assembly.attempt))
+
+    with mock.patch.object(Stream, "on_frame", on_frame):
+        yield
+
+
+@contextlib.contextmanager
+def without_duplicate_removal() -> Iterator[None]:
+    """Tokens that are there already are delivered again."""
+    original = StreamAssembly.accept
+
+    def accept(self: StreamAssembly, frame: Frame) -> list[Frame]:
+        if isinstance(frame, Tokens) and frame.index + len(frame.ids) <= len(self.choices[frame.choice].ids):
+            return [frame]
+        return original(self, frame)
+
+    with mock.patch.object(StreamAssembly, "accept", accept):
+        yield
+
+
+@contextlib.contextmanager
+def without_resend() -> Iterator[None]:
+    """Nobody asks for frames that were lost."""
+
+    async def say_nothing(self: RequestDriver, *arguments: Any) -> None:
+        pass
+
+    with mock.patch.object(RequestDriver, "_ask_again", say_nothing):
+        yield

@@ -1,0 +1,135 @@
+"""The suite sees what it looks for: with fencing, duplicate removal or resend switched off it turns red, else green."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvproto.buckets import ensure_buckets
+from kvproto.client import Client
+from kvproto.connection import Connection
+from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix
+from kvproto.testing.fixtures import ProcessFactory
+from kvproto.testing.nats_proxy import Mangling, NatsProxy
+from tests.chaos import mutations
+from tests.chaos.asking import ask_client
+from tests.chaos.behaviour import PLAIN
+from tests.chaos.cases import Case
+from tests.chaos.checker import Verdict, check
+from tests.chaos.history import Exchange, History, Transport
+from tests.chaos.load import answer_of
+from tests.support.fake_fleet import FakeFleet
+
+CASE = Case("scene", Transport.CLIENT, "demo", "public", 280, {"temperature": 0.0, "ignore_eos": True}, tuple(range(9, 60)))
+STREAMS = 2
+PARTITION_S = 4.5  # longer than a record lives, so that the stream goes on elsewhere meanwhile
+
+
+class Stage:
+    """Two fake workers and a client, each with a network of its own to break."""
+
+    def __init__(self, url: str) -> None:
+        self.subjects = Subjects()
+        self.client_way = NatsProxy(url)
+        self.worker_ways = {name: NatsProxy(url) for name in ("w0", "w1")}
+        self._url = url
+        self._fleets = [FakeFleet("", self.subjects) for _ in self.worker_ways]
+        self.client: Client
+
+    async def __aenter__(self) -> Stage:
+        admin = await Connection.open(self._url, name="chaos", inbox_prefix="_adm.chaos")
+        await ensure_buckets(admin, self.subjects)
+        await admin.close()
+        await self.client_way.start()
+        for (name, way), fleet in zip(self.worker_ways.items(), self._fleets, strict=True):
+            await way.start()
+            fleet.nats_url = way.url
+            await fleet.start(name, fake_tokens_per_s=110.0, host_bytes=0)
+        prefix = inbox_prefix(f"{PRODUCER_INBOX}.public", f"chaos{os.urandom(4).hex()}")
+        connection = await Connection.open(self.client_way.url, name=prefix, inbox_prefix=prefix)
+        self.client = await Client.over(connection, self.subjects)
+        async with asyncio.timeout(10):
+            while len(list(self.client.members.view.ready())) < 2:
+                await asyncio.sleep(0.02)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        await self.client.connection.close()
+        for fleet in self._fleets:
+            await fleet.stop()
+        for way in (self.client_way, *self.worker_ways.values()):
+            await way.close()
+
+    async def ask(self, history: History, break_it: Callable[[], Awaitable[None]] | None) -> None:
+        now = asyncio.get_running_loop().time
+        count = STREAMS if break_it else 1
+        some = [Exchange(n, CASE.transport, CASE.name, CASE.model, CASE.tenant, "plain", now()) for n in range(count)]
+        asking = [asyncio.create_task(ask_client(self.client, CASE, PLAIN, one, now)) for one in some]
+        if break_it is not None:
+            async with asyncio.timeout(10):
+                while not all(one.pieces for one in some):
+                    await asyncio.sleep(0.01)
+            self.serving = some[0].worker_at(now()) or ""
+            await break_it()
+            history.exchanges += some
+        done, running = await asyncio.wait(asking, timeout=20)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if break_it is None:
+            history.answers[CASE.name, 0] = answer_of(some[0], CASE)
+
+    async def frames_of_old_attempts(self) -> None:
+        """Its worker is cut off, the stream goes on elsewhere; then the old worker is heard again."""
+        way = self.worker_ways[self.serving]
+        way.partition()
+        await asyncio.sleep(PARTITION_S)
+        way.heal()
+
+    async def repeated_frames(self) -> None:
+        self.client_way.mangling = Mangling(duplicated=0.5, seed=1)
+
+    async def lost_frames(self) -> None:
+        self.client_way.mangling = Mangling(lost=0.3, seed=1)
+        await asyncio.sleep(1.0)
+        self.client_way.mangling = None
+
+
+Scene = Callable[[Stage], Awaitable[None]]
+
+
+@pytest.fixture
+async def stage(nats_process: ProcessFactory, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with Stage(nats_process().url) as made:
+        yield made
+
+
+async def judged(stage: Stage, scene: Scene, mutation: mutations.Mutation) -> Verdict:
+    history = History()
+    await stage.ask(history, None)
+    with mutation():
+        await stage.ask(history, lambda: scene(stage))
+    return check(history)
+
+
+@pytest.mark.parametrize(
+    ("scene", "mutation", "seen"),
+    [
+        (Stage.frames_of_old_attempts, mutations.without_fencing, {"error", "wrong", "duplicated", "lost"}),
+        (Stage.repeated_frames, mutations.without_duplicate_removal, {"duplicated", "wrong"}),
+        (Stage.lost_frames, mutations.without_resend, {"lost", "error", "wrong"}),
+    ],
+)
+async def test_what_is_switched_off_is_seen(
+    stage: Stage, scene: Scene, mutation: mutations.Mutation, seen: set[str]
+) -> None:
+    as_it_is = await judged(stage, scene, mutations.none)
+    assert not as_it_is.violations
+    broken = await judged(stage, scene, mutation)
+    assert broken.violations, "the suite does not see it"
+    assert {one.what for one in broken.violations} <= seen
