@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 LEASE_PERIOD_S = 1.0
 SWEEP_PERIOD_S = 0.2
 LATE_S = 1.0
+WATCH_SILENT_S, WATCH_SILENT_MOST_S = 3.0, 60.0  # records are written every second, unless nobody is there
 
 
 class Fenced(KvfleetError):
@@ -146,6 +147,8 @@ class Members:
         self._listed = asyncio.Event()
         self._subscription: Any = None
         self._watching: asyncio.Task[None] | None = None
+        self._watch_heard_at = 0.0
+        self._watch_patience_s = WATCH_SILENT_S
         self._rings: dict[str, tuple[int, HashRing]] = {}
 
     async def start(self, timeout_s: float = 10.0) -> None:
@@ -154,7 +157,7 @@ class Members:
             self._subscription = await self._connection.subscribe(self._subjects.heartbeat_all(), self._heartbeat)
         self._connection.on_disconnect.append(self.view.on_disconnected)
         self._connection.on_reconnect.append(self._rewatch)
-        self._watching = asyncio.create_task(self._follow(), name="members-watch")
+        self._begin_watching()
         self._tasks.append(asyncio.create_task(self._sweep(), name="members-sweep"))
         try:
             await asyncio.wait_for(self._listed.wait(), timeout_s)
@@ -219,9 +222,19 @@ class Members:
     async def _rewatch(self) -> None:
         """After a reconnect the old watch is blind: list everything again."""
         self.view.on_reconnected(self._now())
+        self._begin_watching()
+
+    def _begin_watching(self) -> None:
+        self._watch_heard_at = self._now()
         if self._watching is not None:
             self._watching.cancel()
         self._watching = asyncio.create_task(self._follow(), name="members-watch")
+
+    def _watch_again_if_silent(self) -> None:
+        """A cluster that lost the server of this watch's consumer says nothing of it; an idle fleet is asked seldom."""
+        if self._connection.is_connected and self._now() - self._watch_heard_at > self._watch_patience_s:
+            self._watch_patience_s = min(2 * self._watch_patience_s, WATCH_SILENT_MOST_S)
+            self._begin_watching()
 
     async def _follow(self) -> None:
         while True:
@@ -244,7 +257,8 @@ class Members:
 
     def _apply(self, entry: Entry) -> None:
         role, _, member = entry.key.partition(".")
-        now = self._now()
+        now = self._watch_heard_at = self._now()
+        self._watch_patience_s = WATCH_SILENT_S
         try:
             if role == Role.WORKER:
                 if entry.value is None:
@@ -290,6 +304,7 @@ class Members:
                 self.view.on_disconnected()
             elif was_silent and self._connection.is_connected and not silent:
                 self.view.on_reconnected(self._now())
+            self._watch_again_if_silent()
             for worker in self.view.sweep(self._now()):
                 self._tell(Change.LEFT, worker)
             for gone in self.view.sweep_members(self._now()):

@@ -1,4 +1,4 @@
-"""A fleet under NATS trouble: real workers, placement and client in this loop, servers as processes that tests break."""
+"""A fleet under NATS trouble: real workers, placement and client in this loop, servers as processes to be broken."""
 
 from __future__ import annotations
 
@@ -113,8 +113,10 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet_over(servers: str | Sequence[str], *, workers: int = 2, replicas: int = 1) -> AsyncIterator[Fleet]:
-    """A fleet that serves, over servers that run."""
+async def fleet_over(
+    servers: str | Sequence[str], *, workers: int = 2, replicas: int = 1, system_user: str | None = None
+) -> AsyncIterator[Fleet]:
+    """A fleet that serves, over servers that run; `system_user`, its own password: placement hears of disconnects."""
     url = servers if isinstance(servers, str) else ",".join(servers)
     subjects = Subjects()
     setup = await Connection.open(url, name="setup", inbox_prefix="_adm.t")
@@ -125,7 +127,13 @@ async def fleet_over(servers: str | Sequence[str], *, workers: int = 2, replicas
     connection = await Connection.open(
         url, name=f"placement-{member}", inbox_prefix=inbox_prefix(PLACEMENT_INBOX, member)
     )
-    placement = PlacementLoop(connection, subjects, member_record(Role.PLACEMENT, member), chance=random.random)
+    system = None
+    if system_user is not None:
+        credentials = {"user": system_user, "password": system_user}
+        prefix = inbox_prefix(PLACEMENT_INBOX, f"sys-{member}")
+        system = await Connection.open(url, name=f"placement-sys-{member}", inbox_prefix=prefix, **credentials)
+    record = member_record(Role.PLACEMENT, member)
+    placement = PlacementLoop(connection, subjects, record, chance=random.random, system=system)
     client = None
     try:
         for number in range(workers):
@@ -140,4 +148,6 @@ async def fleet_over(servers: str | Sequence[str], *, workers: int = 2, replicas
             await client.close()
         await placement.stop(grace_s=0)
         await connection.close()
+        if system is not None:
+            await system.close()
         await started.stop()

@@ -120,6 +120,23 @@ def long_streams(
         process.terminate()
 
 
+@pytest.fixture(scope="session")
+def cluster_trouble(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """Three servers and their trouble, in a process of its own. Begun by the session's first test."""
+    folder = tmp_path_factory.mktemp("cluster-trouble")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.nats.cluster_trouble", str(folder)],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield process
+        process.terminate()
+
+
 @pytest_asyncio.fixture
 async def connect_as(roles: Roles) -> AsyncIterator[ConnectAs]:
     """`await connect_as(user)`: a new connection, closed after the test."""
