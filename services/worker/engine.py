@@ -184,6 +184,9 @@ class Engine:
             return None
         for sequence in self.tiers.tend():
             self.scheduler.requeue(sequence)
+        if self.tiers.protector is not None:
+            rate = self._rates.prefill_tokens_per_s
+            self.tiers.protector.tend(self._clock(), self._sequences.values(), rate)
         device, below = self.pool.take_changes(), self.tiers.take_changes()
         if not (below or device.stored or device.removed):
             return None

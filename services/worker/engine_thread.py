@@ -117,6 +117,12 @@ class EngineThread:
         return self._engine.steps_aborted_total
 
     @property
+    def protected_blocks_total(self) -> int:
+        """Blocks of running sequences that went to vaults so that a crash costs less."""
+        tiers = self._engine.tiers
+        return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
+
+    @property
     def step_age_s(self) -> float:
         """How long the engine has been in its present step; 0 between steps."""
         began = self._step_began

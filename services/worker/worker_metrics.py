@@ -71,7 +71,7 @@ def _tier_readings(loads: Callable[[], Mapping[str, TierLoad]]) -> list[Reading]
     ]
 
 
-def _cancel_readings(engine: EngineThread) -> list[Reading]:
+def _engine_readings(engine: EngineThread) -> list[Reading]:
     times = engine.cancel_to_free
     return [
         Reading(
@@ -85,6 +85,11 @@ def _cancel_readings(engine: EngineThread) -> list[Reading]:
             "steps given up because all they computed for was cancelled",
             lambda: engine.steps_aborted_total,
         ),
+        Reading(
+            "kvfleet_worker_protected_blocks_total",
+            "blocks of running sequences given to vaults so that a crash costs less",
+            lambda: engine.protected_blocks_total,
+        ),
     ]
 
 
@@ -97,7 +102,7 @@ def readings(worker: WorkerLoop, connection: Connection, engine: EngineThread) -
     return [
         *out,
         *_tier_readings(lambda: worker.heartbeat().load.tiers),
-        *_cancel_readings(engine),
+        *_engine_readings(engine),
         Reading(
             "kvfleet_worker_prefill_tokens_per_second",
             "measured",

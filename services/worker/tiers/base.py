@@ -88,6 +88,11 @@ class Remote(Protocol):
         `on_done`, which is called in any case. False, and nothing happens, if the queue is full or there is no
         vault."""
 
+    @property
+    def losses(self) -> int:
+        """Grows whenever vaults may not have what they were given: a vault came, went or began anew, or blocks did not
+        get through to one."""
+
     def erase(self, names: Sequence[BlockName]) -> None:
         """Have vaults forget these blocks, those excepted that others continue; also what waits to be offloaded."""
 

@@ -19,6 +19,7 @@ from functools import partial
 from kvproto.block_hash import Root, pack_ids, parent_of
 from kvproto.dataplane.block import RUN_BLOCKS
 from services.worker.block_pool import BlockPool
+from services.worker.content_index import depth_of
 from services.worker.model.base import BlockMemory
 from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Remote
@@ -62,9 +63,10 @@ class _Batch:
 
 
 class _VaultHold:
-    """Slots held until the vault's writer has done with all blocks of a batch."""
+    """Slots held until the vault's writer has done with all blocks of a batch of the chain that ends with `last`."""
 
-    def __init__(self, slots: list[int], blocks: int, on_last: Callable[[_VaultHold], None]) -> None:
+    def __init__(self, last: bytes, slots: list[int], blocks: int, on_last: Callable[[_VaultHold], None]) -> None:
+        self.last = last
         self.slots = slots
         self._left = blocks
         self._on_last = on_last
@@ -255,7 +257,7 @@ class Offloader:
             self._host.pool.release(batch.host)
             self._later.append(replace(chain, end=batch.end, done=batch.start))
             return
-        hold = _VaultHold(batch.host[: batch.end], size, self._on_hold_done)
+        hold = _VaultHold(chain.last, batch.host[: batch.end], size, self._on_hold_done)
         self._holds.add(hold)
         self._holding += len(hold.slots)
         self._host.pool.release(batch.host[batch.end :])
@@ -284,6 +286,10 @@ class Offloader:
         for block_hash in hashes:
             self._vaulted.pop(block_hash, None)
 
+    def doubt(self) -> None:
+        """Nobody knows what vaults have of what they were given: all of it is offered again when its chain is."""
+        self._vaulted.clear()
+
     def forget(self, hashes: Sequence[bytes]) -> None:
         """These were erased: nothing of chains with one of them goes down any more."""
         gone = set(hashes)
@@ -299,6 +305,19 @@ class Offloader:
             self._vaulted.pop(block_hash, None)
 
     # ------------------------------------------------------------------ queries
+
+    def vaulted(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain vaults were given."""
+        return depth_of(hashes, self._vaulted.__contains__)
+
+    def carries(self, last: bytes) -> bool:
+        """Whether some of the chain that ends with this block is on its way down, or waits for its turn."""
+        return (
+            last in self._queue
+            or (self._batch is not None and self._batch.chain.last == last)
+            or any(hold.last == last for hold in self._holds)
+            or any(chain.last == last for chain in self._later)
+        )
 
     def carried(self) -> list[bytes]:
         """Last blocks of chains on their way down, and so held."""

@@ -75,6 +75,7 @@ class RemoteTiers(Remote):
         self._strays: OrderedDict[bytes, str] = OrderedDict()  # block hash -> vault, not the owner, that has it
         self._ending: list[threading.Thread] = []
         self._closed = False
+        self._vault_changes = 0
         self._counts = RemoteCounts()
         self._deadlines = Deadlines()
         self._intake = Intake(
@@ -89,7 +90,9 @@ class RemoteTiers(Remote):
         with self._lock:
             if self._closed:
                 return
+            before = [one.address for one in self._vaults.values()]
             leaving = self._replace(Tier.VAULT, self._vaults, {one.id: one for one in addresses})
+            self._vault_changes += before != [one.address for one in self._vaults.values()]
             self._ring = self._ring.with_vaults(self._vaults)
             for vault in self._vaults.values():
                 vault.start()
@@ -252,6 +255,10 @@ class RemoteTiers(Remote):
         if write_behind is None or not allowed or payload.nbytes != self._settings.shape.raw_bytes:
             return False
         return write_behind.offer(name, payload, lossy=lossy, on_done=on_done)
+
+    @property
+    def losses(self) -> int:
+        return self._vault_changes + self._counts.not_offloaded
 
     def erase(self, names: Sequence[BlockName]) -> None:
         with self._lock:

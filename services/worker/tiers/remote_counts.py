@@ -35,6 +35,13 @@ class RemoteCounts:
         with self._lock:
             self._failures[tier][reason] += count
 
+    @property
+    def not_offloaded(self) -> int:
+        """Blocks that were given to be written to a vault, and were not."""
+        with self._lock:
+            reasons = self._failures[Tier.VAULT].items()
+            return sum(count for reason, count in reasons if reason.startswith(("put_", "offload_")))
+
     def loads(self) -> dict[str, TierLoad]:
         with self._lock:
             return {

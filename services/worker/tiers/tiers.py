@@ -20,6 +20,7 @@ from services.worker.tiers.copier import Copier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.offloader import Offloader
 from services.worker.tiers.prospect import names_of, own_root
+from services.worker.tiers.protection import Protector
 from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
@@ -64,6 +65,9 @@ class Tiers:
         self.offloader = (
             Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
         )
+        self.protector: Protector | None = None
+        if host is not None and self.offloader is not None and remote is not None:
+            self.protector = Protector(pool, host, self.offloader, self.copier, remote)
         if host is not None:
             self._probe(host)
 

@@ -35,6 +35,7 @@ class MemoryRemote:
         self.block_bytes = block_bytes
         self.bytes_per_s = 1e9
         self.fetched = 0
+        self.losses = 0
         self.distrusted: list[str] = []
         self._chance = random.Random(seed)
         self._faults = faults or Faults()

@@ -1,7 +1,7 @@
 """Random schedules as in test_random_schedules, with tiers below the device: tiny ones, with every fault there is.
 
-Every token is still what a fresh computation gives, every book balances after every step, and in the end nobody holds
-anything on device or host.
+Running sequences are protected as fast as copies go. Every token is still what a fresh computation gives, every book
+balances after every step, and in the end nobody holds anything on device or host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvproto.messages import Tier
 from services.worker.engine import Engine
 from services.worker.outputs import StepResult
 from services.worker.sequence import SequenceSpec
+from services.worker.tiers import protection
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.tiers import Tiers
@@ -64,6 +65,8 @@ class TieredSchedule(Schedule):
         self.engine.check_integrity()
         self.check_announced(result)
         self.obey()
+        if self.remote is not None and self.chance.random() < 0.01:
+            self.remote.losses += 1
         if not result.sequences:
             time.sleep(0.0005)
 
@@ -121,16 +124,19 @@ class TieredSchedule(Schedule):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_schedules(part: int) -> None:
-    restored = 0
+def test_random_schedules(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, value in (("PERIOD_S", 0.0), ("PROTECT_S", 0.0), ("DOUBT_S", 0.0), ("SHARE", 1e6)):
+        monkeypatch.setattr(protection, limit, value)
+    restored = protected = 0
     for seed in range(part, SCHEDULES, 4):
         schedule = TieredSchedule(seed)
         try:
             schedule.run()
             schedule.check()
             restored += sum(schedule.tiers.restorer.tokens_total.values())
+            protected += schedule.tiers.protector.protected_total if schedule.tiers.protector is not None else 0
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
         finally:
             schedule.close()
-    assert restored > 50  # else this tests nothing
+    assert min(restored, protected) > 50  # else this tests nothing

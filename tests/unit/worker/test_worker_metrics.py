@@ -34,7 +34,9 @@ class Shown:
         connection: Any = SimpleNamespace(reconnects_total=0)
         self.registry = CollectorRegistry()
         self.cancel_to_free = Durations()
-        engine: Any = SimpleNamespace(cancel_to_free=self.cancel_to_free, steps_aborted_total=0, step_age_s=0.0)
+        engine: Any = SimpleNamespace(
+            cancel_to_free=self.cancel_to_free, steps_aborted_total=0, protected_blocks_total=0, step_age_s=0.0
+        )
         self.registry.register(LiveCollector(readings(worker, connection, engine)))
 
     def heartbeat(self) -> Heartbeat:
@@ -83,6 +85,7 @@ def test_cancels_are_a_histogram_from_the_start() -> None:
     assert f'{name}_bucket{{le="0.001"}} 0.0' in lines
     assert "kvfleet_worker_cancel_to_free_max_seconds 0.0" in lines
     assert "kvfleet_worker_steps_aborted_total 0.0" in lines
+    assert "kvfleet_worker_protected_blocks_total 0.0" in lines
     for seconds in (0.0005, 0.001, 0.02, 7.0):
         shown.cancel_to_free.observe(seconds)
     lines = shown.lines()

@@ -1,0 +1,128 @@
+"""What of running sequences goes to vaults while they run, so that a crash computes little again.
+
+    about once a second:  the sequence that would take longest to compute again, for what no vault has of it
+                              ├─ PROTECT_S or less ──▶ nothing: computing that is cheaper than carrying it
+                              └─ longer ──▶ as many of its blocks as SHARE of the time since then copies
+
+Whatever the reuse watch thinks of them: a crash is reuse that nobody could have seen coming. `choose` is pure; the
+`Protector` carries it out. The engine's thread owns it, and nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvproto.messages import Tier
+from services.worker.block_pool import BlockPool
+from services.worker.sequence import Sequence, State
+from services.worker.tiers.base import Remote
+from services.worker.tiers.break_even import SURE
+from services.worker.tiers.copier import Copier
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.offloader import Chain, Offloader
+
+PERIOD_S = 1.0
+PROTECT_S = 0.25  # of computing
+SHARE = 0.05  # of the time is spent on copies for this, at most
+SAVED_UP_S = 10.0  # of time without any that count for later ones
+DOUBT_S = 10.0  # between two times that everything is carried again because a vault may have lost it
+
+
+class Exposed(NamedTuple):
+    """A chain of `end` computed blocks, of which leading ones are on the host, and in vaults."""
+
+    sequence: Sequence
+    end: int
+    on_host: int
+    vaulted: int
+
+
+def choose(
+    chains: Iterable[Exposed], budget_s: float, *, compute_s: float, copy_s: float, carry_s: float
+) -> tuple[Exposed, int, float] | None:
+    """The chain to be protected next, up to which block, and the seconds that this takes; None if there is none.
+
+    For one block: `compute_s` to compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back.
+    """
+    worst = max(chains, key=lambda chain: chain.end - chain.vaulted, default=None)
+    if worst is None or (worst.end - worst.vaulted) * compute_s <= PROTECT_S:
+        return None
+    if SURE * carry_s >= compute_s:  # nobody would bring it back
+        return None
+    again_s = max(0, worst.vaulted - worst.on_host) * copy_s  # the host must have what comes before
+    each_s = copy_s + carry_s
+    blocks = int((budget_s - again_s) / each_s) if each_s else worst.end
+    if blocks < 1:
+        return None
+    end = min(worst.end, worst.vaulted + blocks)
+    return worst, end, again_s + (end - worst.vaulted) * each_s
+
+
+class Protector:
+    """One chain at a time: the next one is chosen when vaults have said what they take of the last."""
+
+    def __init__(self, pool: BlockPool, host: HostTier, offloader: Offloader, copier: Copier, remote: Remote) -> None:
+        self.protected_total = 0  # blocks that vaults were given
+        self._pool = pool
+        self._host = host
+        self._offloader = offloader
+        self._copier = copier
+        self._remote = remote
+        self._tended_at = float("-inf")
+        self._budget_s = 0.0
+        self._on_its_way: tuple[Chain, int] | None = None  # and how much of it vaults had before
+        self._losses = remote.losses
+        self._doubted_at = float("-inf")
+
+    def tend(self, now: float, sequences: Iterable[Sequence], prefill_tokens_per_s: float) -> None:
+        """Called between steps, as often as there are any."""
+        since = now - self._tended_at
+        if since < PERIOD_S:
+            return
+        self._tended_at = now
+        self._doubt(now)
+        speed = self._remote.speed(Tier.VAULT)
+        if not prefill_tokens_per_s or speed is None or speed.bytes_per_s <= 0:
+            return
+        copy_s = self._copier.speed_out.seconds(self._host.block_bytes)
+        carry_s = self._host.block_bytes / speed.bytes_per_s
+        most_s = max(SHARE * SAVED_UP_S, copy_s + carry_s)  # a block, however slow the way
+        self._budget_s = min(self._budget_s + SHARE * since, most_s)
+        if not self._arrived():
+            return
+        compute_s = self._pool.block_size / prefill_tokens_per_s
+        chains = [self._exposed(one) for one in sequences if one.started and not one.private]
+        chosen = choose(chains, self._budget_s, compute_s=compute_s, copy_s=copy_s, carry_s=carry_s)
+        if chosen is None:
+            return
+        worst, end, seconds = chosen
+        self._budget_s -= seconds
+        chain = Chain(worst.sequence.root, worst.sequence.hashes, end, worst.vaulted)
+        self._on_its_way = chain, worst.vaulted
+        self._offloader.offer_chain(chain)
+
+    def _arrived(self) -> bool:
+        """Whether nothing is on its way any more."""
+        if self._on_its_way is not None:
+            chain, before = self._on_its_way
+            if self._offloader.carries(chain.last):
+                return False
+            self.protected_total += max(0, self._offloader.vaulted(chain.hashes[: chain.end]) - before)
+            self._on_its_way = None
+        return True
+
+    def _exposed(self, sequence: Sequence) -> Exposed:
+        hashes = sequence.hashes
+        end = min(sequence.filled, len(hashes))
+        on_host = self._host.pool.depth(hashes)
+        if sequence.state is not State.RUNNING:  # what it has computed is nobody's now, but not yet gone
+            end = max(self._pool.depth(hashes), on_host)
+        return Exposed(sequence, end, min(on_host, end), min(self._offloader.vaulted(hashes), end))
+
+    def _doubt(self, now: float) -> None:
+        """Vaults may not have what they were given: one began anew, or a block did not get through."""
+        losses = self._remote.losses
+        if losses != self._losses and now - self._doubted_at >= DOUBT_S:
+            self._losses, self._doubted_at = losses, now
+            self._offloader.doubt()
