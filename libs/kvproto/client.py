@@ -30,10 +30,10 @@ from kvproto.messages import AdminCommand, AdminRequest, Bundle, Decision, Sampl
 from kvproto.placing import read_placement
 from kvproto.request_driver import RequestDriver
 from kvproto.schema import read_map, to_map
+from kvproto.silence import LEAST_S, Ear, Verdict, judge
 from kvproto.stream import Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix
 
-SILENCE_S = 1.0
 GAP_S = 0.02
 WATCH_PERIOD_S = 0.05
 PAUSED_LIMIT_S = 60.0
@@ -55,6 +55,7 @@ class Client:
         self._streams: dict[str, Stream] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._owns_connection = False
+        self._ear = Ear(self.now())
 
     @classmethod
     async def open(
@@ -150,21 +151,41 @@ class Client:
         """One timer for all streams: gaps, silence, readers that stopped reading."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            if not self.connection.is_connected:
-                continue
             now = self.now()
+            listens = self.connection.is_connected and not self.connection.is_silent
+            if not self._ear.tick(now, listens=listens):
+                continue
             for stream in list(self._streams.values()):
                 if not stream.accepted:
                     continue
-                quiet = now - stream.last_probe_at
                 if stream.paused_since is not None:
                     if now - stream.paused_since > PAUSED_LIMIT_S:
                         stream.fail(LimitExceeded(f"the client did not read for {PAUSED_LIMIT_S:.0f} s"))
                         stream.signal(Signal.CANCELLED)
-                elif stream.gap_since is not None and now - stream.gap_since > GAP_S and quiet > 10 * GAP_S:
-                    stream.signal(Signal.GAP)
-                elif now - stream.last_frame_at > SILENCE_S and quiet > SILENCE_S:
+                    continue
+                verdict = self._judge(stream, now) if now - stream.last_frame_at > LEAST_S else Verdict.WAIT
+                if verdict is Verdict.ASK:
                     stream.signal(Signal.SILENT)
+                elif verdict is not Verdict.WAIT:
+                    stream.lose(verdict.value)
+                elif stream.has_gap(now, GAP_S) and now - stream.last_probe_at > 10 * GAP_S:
+                    stream.signal(Signal.GAP)
+
+    def _judge(self, stream: Stream, now: float) -> Verdict:
+        view = self.members.view.workers.get(str(stream.worker))
+        beat = view.heartbeat if view is not None else None
+        return judge(
+            now,
+            self._ear,
+            heard_at=stream.last_frame_at,
+            asked_at=stream.asked_at,
+            probed_at=stream.last_probe_at,
+            answers=stream.answers,
+            step_age_s=stream.step_age_s,
+            step_s=beat.rates.step_s if beat is not None else 0.0,
+            beat_at=view.heartbeat_at if view is not None else -1e9,
+            server_at=self.connection.heard_at,
+        )
 
     def _on_member(self, change: Change, view: WorkerView) -> None:
         for stream in self._streams.values():
@@ -177,6 +198,7 @@ class Client:
 
     async def _on_reconnect(self) -> None:
         """Frames sent while this process was away are lost: ask every worker at once how far it is."""
+        self._ear.tick(self.now(), listens=False)
         for stream in list(self._streams.values()):
             if stream.accepted:
                 stream.last_frame_at = self.now()

@@ -191,6 +191,11 @@ class Connection:
         return self.is_connected and asyncio.get_running_loop().time() - self._heard_at > SILENT_S
 
     @property
+    def heard_at(self) -> float:
+        """When this connection's server was last seen to live, by the loop's clock."""
+        return self._heard_at
+
+    @property
     def max_payload(self) -> int:
         return int(self._nc.max_payload)
 

@@ -48,7 +48,6 @@ from kvproto.trials import Trials
 log = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 2.0
-DEAF_S = 10.0  # a worker that heartbeats but answers no question for this long is given up
 MOVED_WAIT_S = 0.3  # for the last tokens of an attempt that has moved; they are generated again otherwise
 RELEASE_POLL_S = 0.25  # the first tokens of a successor wake nobody
 
@@ -171,7 +170,6 @@ class RequestDriver:
         """Until the attempt's terminal frame is here. Raises what makes it not worth waiting for."""
         assembly = stream.assembly
         published_at, tokens_before = self.now(), assembly.tokens
-        first_probe_at: float | None = None
         settle_at = float("inf")
         while assembly.terminal is None:
             wait = deadline - self.now()
@@ -191,6 +189,7 @@ class RequestDriver:
             elif signal is None and not stream.accepted:
                 if (
                     self.connection.is_connected
+                    and not self.connection.is_silent
                     and self.now() - max(published_at, self._connected_at()) > ACK_TIMEOUT_S
                 ):
                     raise WorkerLost(f"worker {worker} did not accept within {ACK_TIMEOUT_S} s")
@@ -198,15 +197,11 @@ class RequestDriver:
                 if not stream.accepted or not self._placer.in_grace():
                     raise WorkerLost(f"worker {worker} is not there")
             elif signal is Signal.WORKER_LOST:
-                raise WorkerLost(f"worker {worker} is gone")
+                raise WorkerLost(f"worker {worker} {stream.lost_why or 'is gone'}")
             elif signal is Signal.MOVING:
                 settle_at = self.now() + MOVED_WAIT_S
                 await self._ask_again(stream, worker)
             elif signal is Signal.SILENT or signal is Signal.GAP:
-                if stream.last_frame_at >= stream.last_probe_at or first_probe_at is None:
-                    first_probe_at = self.now()
-                if self.connection.is_connected and self.now() - max(first_probe_at, self._connected_at()) > DEAF_S:
-                    raise WorkerLost(f"worker {worker} does not answer")
                 await self._ask_again(stream, worker)
                 if stream.was_paused:  # the message that let it go on may be what was lost
                     await self._pause(stream, worker, paused=False)
@@ -226,7 +221,7 @@ class RequestDriver:
 
     async def _ask_again(self, stream: Stream, worker: str) -> None:
         self.counters.resends_total += 1
-        stream.last_probe_at = self.now()
+        stream.asks()
         assembly = stream.assembly
         inbox = self.inbox.of(stream.request, assembly.attempt)
         first, *others = indices = assembly.next_indices

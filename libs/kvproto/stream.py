@@ -73,6 +73,11 @@ class Stream:
         self.attempts = 0
         self.last_frame_at = clock()
         self.last_probe_at = self.last_frame_at
+        self.asked_at = self.last_frame_at  # the first question since a frame came
+        self.answers = 0  # since the last token
+        self.lost_why = ""
+        self._step_age_s = 0.0  # as the last answer said, and what was here then
+        self._answered_tokens = -1
         self.gap_since: float | None = None
         self.paused_since: float | None = None
         self.was_paused = False  # in this attempt
@@ -154,8 +159,7 @@ class Stream:
                 self.accepted, self.worker_epoch = True, frame.epoch
                 self.signal(Signal.ACCEPTED)
         elif isinstance(frame, Progress):
-            if frame.next_index > self.assembly.tokens and self.gap_since is None:
-                self.gap_since = self.last_frame_at
+            self._answered(frame)
         else:
             if not isinstance(frame, Failed):  # that may be a refusal
                 self.accepted = True  # an acknowledgement may be lost, a frame proves as much
@@ -164,6 +168,18 @@ class Stream:
                 self.signal(Signal.STARTED)
             elif isinstance(frame, Moved) and self.assembly.is_moving:
                 self.signal(Signal.MOVING)
+
+    def _answered(self, frame: Progress) -> None:
+        tokens = self.assembly.tokens
+        if frame.next_index > tokens and self.gap_since is None:
+            self.gap_since = self.last_frame_at
+        self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
+        self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
+
+    @property
+    def step_age_s(self) -> float:
+        """How long its worker has been in one step, if it said so and no token came since."""
+        return self._step_age_s if self._answered_tokens == self.assembly.tokens else 0.0
 
     def on_no_responders(self, attempt: int) -> None:
         if attempt == self.assembly.attempt:
@@ -207,6 +223,21 @@ class Stream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def has_gap(self, now: float, seconds: float) -> bool:
+        """Whether something has been missing for so long."""
+        return self.gap_since is not None and now - self.gap_since > seconds
+
+    def asks(self) -> None:
+        """Its worker is being asked whether it is there, and for what is missing."""
+        self.last_probe_at = self._clock()
+        if self.asked_at <= self.last_frame_at:
+            self.asked_at = self.last_probe_at
+
+    def lose(self, why: str) -> None:
+        """Its worker is given up."""
+        self.lost_why = why
+        self.signal(Signal.WORKER_LOST)
+
     async def next_signal(self, timeout_s: float | None = None) -> Signal | None:
         """The next signal, or None when none comes within the timeout."""
         if not self._signals:
@@ -227,6 +258,7 @@ class Stream:
         self.gap_since = self.paused_since = None
         self.was_paused = False
         self.last_frame_at = self._clock()
+        self.answers, self._answered_tokens, self.lost_why = 0, -1, ""
         self.assembly.begin(attempt)
         cancelled = Signal.CANCELLED in self._signals
         self._signals.clear()

@@ -32,6 +32,14 @@ class FakeWorker:
     thread: EngineThread
     fatal: list[str] = field(default_factory=list)
     dead: bool = False
+    frozen: bool = False
+
+    async def freeze(self) -> None:
+        """As SIGSTOP: it stays connected and subscribed, and says nothing any more."""
+        self.dead = self.frozen = True
+        for task in list(self.loop._tasks):
+            task.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
 
     async def kill(self) -> None:
         """As SIGKILL: the socket closes, the record stays until it expires."""
@@ -47,6 +55,8 @@ class FakeWorker:
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
 
     async def stop(self) -> None:
+        if self.frozen:
+            await self.connection.close()
         if self.dead:
             return
         self.dead = True

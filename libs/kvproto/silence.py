@@ -1,0 +1,90 @@
+"""When a stream that says nothing is in trouble, and when its worker is lost. Pure: times and what was heard come in.
+
+    tokens ──nothing for a few steps──▶ ask ──answered: it works on──▶ ask again, ever more rarely
+                                         │
+                                         └─nothing for 1 s, heartbeats late too──▶ gone
+                                           (heartbeats come: 10 s)                  deaf
+
+Steps are the worker's own, as its heartbeats measure them, so a slow worker is not a silent one; one that queues or
+prefills answers. One that answers that it has been in one step for far longer than steps take hangs. What this process
+could not hear, because it stood still itself or NATS was away, is held against nobody.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvproto.fleet_view import RECONNECT_GRACE_S
+
+LEAST_S = 0.3
+STEPS = 6
+RARELY_S = 5.0  # between questions to a worker that goes on answering
+ANSWER_S = 1.0
+SERVER_S = 0.6  # after a question NATS must have been heard, for no answer to mean anything
+BEAT_LATE_S = 1.2  # of a heartbeat every 0.5 s
+DEAF_S = 10.0
+HUNG_S, HUNG_STEPS = 3.0, 20
+UNMEASURED_S = 30.0  # the first step of all may take long
+LATE_S = 0.25  # a timer that is so late says that this process stood still
+
+
+class Verdict(Enum):
+    WAIT = "wait"
+    ASK = "ask"
+    GONE = "is gone: no answer and no heartbeat"
+    DEAF = "answers nothing"
+    HUNG = "hangs in a step"
+
+
+class Ear:
+    """Since when this process hears what is said. One per client; `tick` several times a second."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.sure_from = now  # everybody else hears again, too
+        self._ticked_at = now
+
+    def tick(self, now: float, *, listens: bool = True) -> bool:
+        """`listens`: NATS is there. Returns the same."""
+        if not listens:
+            self.since, self.sure_from = now, now + RECONNECT_GRACE_S
+        elif now - self._ticked_at > LATE_S:
+            self.since = now
+        self._ticked_at = now
+        return listens
+
+
+def judge(
+    now: float,
+    ear: Ear,
+    *,
+    heard_at: float,
+    asked_at: float,
+    probed_at: float,
+    answers: int,
+    step_age_s: float,
+    step_s: float,
+    beat_at: float,
+    server_at: float,
+) -> Verdict:
+    """One attempt, by what was heard of it last: a frame or an answer at `heard_at`. It was asked at `asked_at` and not
+    answered since, if that is later, the last time at `probed_at`; `answers` came since its last token, the last of
+    which said `step_age_s`. Of its worker: steps take `step_s` (0: not measured), the last heartbeat came at `beat_at`;
+    NATS itself was last heard at `server_at`.
+    """
+    if step_age_s > (max(HUNG_S, HUNG_STEPS * step_s) if step_s else UNMEASURED_S):
+        return Verdict.HUNG
+    beat_late = now - max(beat_at, ear.since) > BEAT_LATE_S
+    unanswered = asked_at > heard_at
+    if unanswered:
+        asked_at = max(asked_at, ear.since, ear.sure_from)
+        if beat_late and now - asked_at > ANSWER_S and server_at > asked_at + SERVER_S:
+            return Verdict.GONE
+        if now - asked_at > DEAF_S:
+            return Verdict.DEAF
+    least = LEAST_S if beat_late else max(LEAST_S, STEPS * step_s)
+    if now - max(heard_at, ear.since) < least:
+        return Verdict.WAIT
+    eager = unanswered or beat_late or step_age_s > LEAST_S
+    pause_s = least if eager else min(least * 2.0 ** min(answers, 16), max(least, RARELY_S))
+    return Verdict.ASK if now - probed_at >= pause_s else Verdict.WAIT
