@@ -26,7 +26,7 @@ from kvproto.generation import Counters, Generation, draw_seed
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_request_id
 from kvproto.inbox import Inbox
 from kvproto.members import Members
-from kvproto.messages import AdminCommand, AdminRequest, Bundle, Decision, Sampling
+from kvproto.messages import AdminCommand, AdminRequest, Bundle, Continuation, Decision, Sampling
 from kvproto.placing import read_placement
 from kvproto.request_driver import RequestDriver
 from kvproto.schema import read_map, to_map
@@ -123,8 +123,9 @@ class Client:
 
     # ------------------------------------------------------------------ one request
 
-    def generate(self, generation: Generation) -> Stream:
-        """Start a request. Errors are raised by the stream's reader."""
+    def generate(self, generation: Generation, before: Sequence[Continuation] = ()) -> Stream:
+        """Start a request; with `before` one that goes on after what the caller has of each choice. Errors are raised
+        by the stream's reader."""
         if bool(generation.prompt_ids) == (generation.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
         _check_text_and_ids(generation)
@@ -138,6 +139,7 @@ class Client:
         choices = generation.sampling.n
         limit = min(generation.sampling.max_tokens * choices, BUFFER_TOKENS)
         stream = Stream(request, limit, self.now, choices)
+        stream.assembly.resume(before)
         self._streams[request] = stream
         self.inbox.register(request, stream)
         self.counters.requests_total += 1

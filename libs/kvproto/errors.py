@@ -13,6 +13,7 @@ KvfleetError
 │   └── SessionNotFound       404
 ├── SessionBusy               409  another turn of this session is running
 ├── PayloadTooLarge           413
+├── RequestMismatch           422  a request id or Idempotency-Key that was used for another request
 ├── LimitExceeded             429  a tenant's own limit; Retry-After says when
 ├── Cancelled                 499  the client asked for it or left
 ├── UnsupportedModel          501  the model has a feature the engine would compute wrongly
@@ -102,6 +103,11 @@ class SessionBusy(KvfleetError):
 class PayloadTooLarge(KvfleetError):
     code = "payload_too_large"
     http_status = 413
+
+
+class RequestMismatch(KvfleetError):
+    code = "request_mismatch"
+    http_status = 422
 
 
 class LimitExceeded(KvfleetError):

@@ -717,7 +717,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SessionHead:
-    """Head of a session; its token ids lie in chunks of 4,096 u32 beside it. Written by compare-and-set only."""
+    """Head of a session; its token ids lie in chunks of 4,096 u32 beside it. Written by compare-and-set only.
+
+    A repeat of the turn `last_request` finds by `last_start`, where that turn's prompt begins, what was before it.
+    """
 
     seq_id: Annotated[str, MaxLength(1024)]
     model: Name
@@ -728,6 +731,9 @@ class SessionHead:
     worker: Name = ""  # where the last turn ran
     turn: Turn | None = None
     generation: Name = ""  # which set of chunks is current
+    last_request: Name = ""  # whose turn was committed last
+    last_start: Count = 0
+    left_request: Name = ""  # whose turn was cut since then
 
 
 # ---------------------------------------------------------------------------------------------- placement

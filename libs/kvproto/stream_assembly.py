@@ -13,6 +13,7 @@ order by itself:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvproto.messages import ChoiceFinished, Continuation, Failed, Finished, Frame, Moved, Started, Tokens
@@ -77,6 +78,12 @@ class StreamAssembly:
             Continuation(tuple(choice.ids), choice.chars, choice.ended.reason if choice.ended else None)
             for choice in self.choices
         )
+
+    def resume(self, before: Sequence[Continuation]) -> None:
+        """Go on after what a caller has already."""
+        for at, one in enumerate(before):
+            ended = ChoiceFinished("", 0, at, one.finished, len(one.output_ids)) if one.finished else None
+            self.choices[at] = Choice(list(one.output_ids), one.text_sent, ended)
 
     def begin(self, attempt: int) -> None:
         """A new attempt: whatever an older one still sends is fenced off."""

@@ -29,23 +29,32 @@ class Admission:
 
     max_concurrent: int
     running: int = 0
+    repeats: int = 0  # of those that run
     draining: bool = False
     refused_total: int = 0
     _usage: dict[str, _Usage] = field(default_factory=dict)
 
-    def admit(self, key: ApiKey, now: float) -> None:
-        """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry."""
+    def admit(self, key: ApiKey, now: float, *, repeat: bool = False) -> None:
+        """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry.
+
+        A `repeat` of a request that is here already is not one more of the key's: its client may be back before the
+        loss of its connection was noticed.
+        """
         try:
-            self._admit(key, now)
+            self._admit(key, now, repeat)
         except (LimitExceeded, Unavailable):
             self.refused_total += 1
             raise
 
-    def _admit(self, key: ApiKey, now: float) -> None:
+    def _admit(self, key: ApiKey, now: float, repeat: bool) -> None:
         if self.draining:
             raise Draining("this ingress is shutting down", retry_after_s=1.0)
         if self.running >= self.max_concurrent:
             raise Unavailable(f"{self.max_concurrent} requests are running, the most served at once", retry_after_s=1.0)
+        if repeat:
+            self.running += 1
+            self.repeats += 1
+            return
         usage = self._usage.get(key.name)
         if usage is None:
             usage = self._usage[key.name] = _Usage(allowance=_burst(key), refilled_at=now)
@@ -64,14 +73,17 @@ class Admission:
         usage.running += 1
         self.running += 1
 
-    def release(self, key: ApiKey) -> None:
+    def release(self, key: ApiKey, *, repeat: bool = False) -> None:
         """The request has ended, whatever way."""
-        self._usage[key.name].running -= 1
         self.running -= 1
+        if repeat:
+            self.repeats -= 1
+        else:
+            self._usage[key.name].running -= 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the counts do not add up."""
-        assert self.running == sum(usage.running for usage in self._usage.values())
+        assert self.running == self.repeats + sum(usage.running for usage in self._usage.values())
         assert all(usage.running >= 0 and usage.allowance >= 0 for usage in self._usage.values())
 
 

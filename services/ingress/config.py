@@ -20,6 +20,16 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class RunLimits:
+    """How long what a request brought is kept once it has ended or its clients have left; `replay_s` for requests with
+    an Idempotency-Key. `bytes` bound the memory of such: the oldest give way."""
+
+    grace_s: float = 60.0
+    replay_s: float = 600.0
+    bytes: int = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
 class IngressConfig:
     """One ingress process. `id` is its member id: turns of sessions are leased in its name."""
 
@@ -30,8 +40,10 @@ class IngressConfig:
     keepalive_s: float = 5.0
     request_deadline_s: float = 600.0
     patience_s: float = 10.0
+    max_wait_s: float = 60.0  # a request that would wait longer for its start is refused, with a time to retry
     splice_bytes: int = 64 * 1024 * 1024
     tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)
     tokenizer_threads: int = 2
     default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
+    runs: RunLimits = RunLimits()

@@ -6,7 +6,7 @@ import math
 
 import orjson
 
-from kvproto.errors import KvfleetError
+from kvproto.errors import Draining, KvfleetError
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -36,10 +36,17 @@ def error_body(error: KvfleetError) -> bytes:
 
 
 def error_headers(error: KvfleetError) -> Headers:
-    """Retry-After in whole seconds where trying again makes sense."""
+    """Retry-After in whole seconds where trying again makes sense, and whether it does in the words that OpenAI's
+    clients obey: they would repeat everything from 500 up. A connection to somebody who drains is closed."""
     status = status_of(error)
     if status == 401:
         return [(b"www-authenticate", b"Bearer")]
-    if status in (429, 503) or error.retry_after_s is not None:
-        return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1.0)))]
-    return []
+    headers: Headers = []
+    again = status in (429, 503) or error.retry_after_s is not None
+    if again:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1.0))))
+    if again or status >= 500:
+        headers.append((b"x-should-retry", b"true" if again else b"false"))
+    if isinstance(error, Draining):
+        headers.append((b"connection", b"close"))
+    return headers

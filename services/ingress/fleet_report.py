@@ -62,11 +62,14 @@ def members_of(view: FleetView, role: Role) -> int:
 
 
 def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:
-    """Field by field, and tier by tier where a rate has one for each."""
+    """Field by field, and tier by tier where a rate has one for each; of the times of a step the longest."""
     restore = [one.restore_bytes_per_s for one in rates]
     by_tier = {tier: sum(one.get(tier, 0.0) for one in restore) for tier in sorted(set[str]().union(*restore))}
-    plain = (f.name for f in fields(Rates) if f.name != "restore_bytes_per_s")
-    return {name: sum(getattr(one, name) for one in rates) for name in plain} | {"restore_bytes_per_s": by_tier}
+    plain = (f.name for f in fields(Rates) if f.name not in ("restore_bytes_per_s", "step_s"))
+    return {name: sum(getattr(one, name) for one in rates) for name in plain} | {
+        "restore_bytes_per_s": by_tier,
+        "step_s": max((one.step_s for one in rates), default=0.0),
+    }
 
 
 def _sum_tiers(loads: Sequence[Mapping[str, TierLoad]]) -> dict[str, dict[str, Any]]:

@@ -105,6 +105,12 @@ class Exchange:
         self.ended = True
         await self._send({"type": "http.response.body", "body": body})
 
+    async def respond_empty(self) -> None:
+        """Status 204: there is nothing (more) to be had."""
+        await self._start(204, [])
+        self.ended = True
+        await self._send({"type": "http.response.body"})
+
     async def refuse(self, error: KvfleetError) -> None:
         """The error as the whole answer, or as the last event of a stream that has begun."""
         if self.started:

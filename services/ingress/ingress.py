@@ -22,6 +22,7 @@ from services.ingress.metrics import IngressMetrics, Reading
 from services.ingress.models import Models
 from services.ingress.prompts import Prompts
 from services.ingress.request_flow import RequestFlow
+from services.ingress.runs import Runs
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Sessions
 from services.ingress.tenancy import Tenancy
@@ -38,6 +39,7 @@ class Ingress:
         self._client = client
         self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[Any]] = []
+        self.unready = False  # set before a drain: load balancers look elsewhere, requests are still served
         self.admission = Admission(config.max_concurrent)
         self.metrics = IngressMetrics(registry)
         self.models = Models(client, client.members.view, self._executor)
@@ -46,6 +48,7 @@ class Ingress:
             bucket, config.id, config.sessions, unix_ms=unix_ms, is_ingress_alive=self._is_ingress_alive
         )
         self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms=unix_ms)
+        self.runs = Runs(config.runs, client.now)
         self._id = config.id
         self.flow = RequestFlow(
             client,
@@ -56,6 +59,7 @@ class Ingress:
             prompts=Prompts(self.splices, self._executor, config.tokenize_inline_chars),
             sessions=self.sessions,
             session_index=self.session_index,
+            runs=self.runs,
             metrics=self.metrics,
         )
         self.routes = FleetRoutes(
@@ -66,7 +70,7 @@ class Ingress:
             sessions=self.sessions,
             session_index=self.session_index,
             metrics=self.metrics,
-            is_draining=lambda: self.admission.draining,
+            is_draining=lambda: self.unready or self.admission.draining,
         )
         self.metrics.read_also(self._readings())
 
@@ -86,6 +90,7 @@ class Ingress:
         self.models.start()
         self._tasks.append(asyncio.create_task(self.sessions.run(), name="session-leases"))
         self._tasks.append(asyncio.create_task(self.session_index.run(), name="session-index"))
+        self._tasks.append(asyncio.create_task(self.runs.run(), name="runs"))
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False if some is still running after the timeout."""
@@ -121,6 +126,7 @@ class Ingress:
 
     def _readings(self) -> tuple[Reading, ...]:
         counters, inbox, view = self._client.counters, self._client.inbox, self._client.members.view
+        runs = self.runs
         return (
             Reading(
                 "running_requests", "Requests admitted and not yet ended.", "gauge", lambda: self.admission.running
@@ -140,6 +146,11 @@ class Ingress:
             Reading("splice_hits", "Chats whose history was known.", "counter", lambda: self.splices.hits_total),
             Reading("splice_misses", "Chats whose history was not.", "counter", lambda: self.splices.misses_total),
             Reading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
+            Reading("kept_runs", "Ended and cut requests that may be asked for again.", "gauge", lambda: runs.kept),
+            Reading("kept_run_bytes", "Memory of them.", "gauge", lambda: runs.kept_bytes),
+            Reading("attached", "Repeats that joined a running request.", "counter", lambda: runs.attached_total),
+            Reading("resumed", "Repeats that went on with a cut request.", "counter", lambda: runs.resumed_total),
+            Reading("replayed", "Repeats of finished requests.", "counter", lambda: runs.replayed_total),
             Reading("sessions", "Sessions of all tenants.", "gauge", lambda: self.session_index.table.total),
             Reading("running_turns", "Session turns running here.", "gauge", lambda: self.sessions.running),
             Reading("ready_workers", "Workers that take new work.", "gauge", lambda: sum(1 for _ in view.ready())),

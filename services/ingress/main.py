@@ -11,7 +11,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvproto.client import Client
-from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, Subjects
@@ -20,7 +20,7 @@ from kvservice.membership import member_record, open_bucket
 from kvservice.nats_connection import connect
 from kvservice.settings import load
 from services.ingress.app import create_app
-from services.ingress.config import IngressConfig, SessionLimits
+from services.ingress.config import IngressConfig, RunLimits, SessionLimits
 from services.ingress.ingress import Ingress
 from services.ingress.settings import IngressSettings
 from services.ingress.tenancy import Tenancy, parse_keys
@@ -35,12 +35,14 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
         max_concurrent=settings.max_streams,
         default_max_tokens=settings.default_max_tokens,
         request_deadline_s=settings.request_deadline_s,
+        max_wait_s=settings.max_wait_s,
         splice_bytes=settings.splice_memory_bytes,
         sessions=SessionLimits(
             idle_expiry_s=settings.session_ttl_s,
             per_tenant=settings.max_sessions_per_tenant,
             max_tokens=settings.max_session_tokens,
         ),
+        runs=RunLimits(settings.resume_grace_s, settings.replay_s, settings.resume_memory_bytes),
     )
 
 
@@ -89,13 +91,17 @@ async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.L
     serving = life.spawn(server.serve(sockets), "http")
 
     async def close() -> None:
+        ingress.unready = True
+        await asyncio.sleep(settings.unready_s)
         if not await ingress.drain(settings.drain_s):
-            ingress.end_streams(Unavailable("this ingress is shutting down", retry_after_s=1.0))
+            ingress.end_streams(
+                Draining("this ingress is shutting down: send the request again, with Last-Event-ID to go on from here")
+            )
             await ingress.drain(1.0)
         server.should_exit = True
         await asyncio.wait([serving])
 
-    life.closing("http", close, settings.drain_s + 3.0)
+    life.closing("http", close, settings.unready_s + settings.drain_s + 3.0)
     log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
 
 

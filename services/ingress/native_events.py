@@ -2,75 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, Started, Tokens
+from kvproto.messages import ChoiceFinished, Finished, Started
+from services.ingress.event_ids import START, EventIds, Position
 from services.ingress.openai_events import cached_tokens, usage_map
 from services.ingress.openai_logprobs import native_logprobs
-from services.ingress.sse import Transcript
 from services.ingress.token_spelling import TokenSpelling
+from services.ingress.transcript import ChoiceTranscript, Transcript
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+@dataclass(frozen=True, slots=True)
+class NativeForm:
+    """What every reader of one answer gets. With `spelling`, that of the model's tokens, events have the tokens' log
+    probabilities."""
+
+    request: str
+    seq_id: str
+    prompt: str
+    spelling: TokenSpelling | None = None
+
+    def writer(self, at: Position = START) -> NativeEvents:
+        """Raises InvalidRequest for a position that this answer cannot have."""
+        return NativeEvents(self, at)
 
 
 class NativeEvents:
-    """Writer of one stream. Every generated token is one event, also one whose text is held back (empty).
+    """Writer for one reader. Every generated token is one event, also one whose text is held back (empty)."""
 
-    With `spelling`, that of the model's tokens, an event has the token's log probabilities.
-    """
-
-    def __init__(self, request: str, seq_id: str, prompt: str, spelling: TokenSpelling | None = None) -> None:
-        self._request = request
-        self._seq_id = seq_id
-        self._prompt = prompt
-        self._spelling = spelling
+    def __init__(self, form: NativeForm, at: Position) -> None:
+        self._form = form
+        self.ids = EventIds(form.request, 1, at)
 
     def started(self, started: Started, out: list[bytes]) -> None:
-        out.append(
-            _event(
-                {
-                    "type": "start",
-                    "seq_id": self._seq_id,
-                    "prompt": self._prompt,
-                    "cached_tokens": started.cached_tokens,
-                    "worker_id": started.worker,
-                    "request_id": self._request,
-                }
-            )
-        )
-
-    def tokens(self, tokens: Tokens, out: list[bytes], dumps: Any = orjson.dumps) -> None:
-        if tokens.logprobs and self._spelling is not None:
-            for token, piece, scores in zip(tokens.ids, tokens.text, tokens.logprobs, strict=True):
-                event = {"type": "token", "token": piece, "token_id": token}
-                out.append(_event({**event, **native_logprobs(self._spelling, scores)}))
+        if self.ids.begun:
             return
-        for token, piece in zip(tokens.ids, tokens.text, strict=True):
-            out.append(b'data: {"type":"token","token":%b,"token_id":%d}\n\n' % (dumps(piece), token))
+        value = {
+            "type": "start",
+            "seq_id": self._form.seq_id,
+            "prompt": self._form.prompt,
+            "cached_tokens": started.cached_tokens,
+            "worker_id": started.worker,
+            "request_id": self._form.request,
+        }
+        out.append(_event(self.ids.begin(), value))
+
+    def tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
+    ) -> None:
+        spelling = self._form.spelling
+        before, after = self.ids.around(choice)
+        number = begin
+        if spelling is not None and said.is_scored:
+            for token, piece, scores in zip(said.ids[begin:], said.pieces[begin:], said.logprobs[begin:], strict=True):
+                number += 1
+                event = {"type": "token", "token": piece, "token_id": token, **native_logprobs(spelling, scores)}
+                out.append(_event(before + b"%d" % number + after, event))
+            return
+        form = before + b'%d\ndata: {"type":"token","token":%b,"token_id":%d}\n\n'
+        for token, piece in zip(said.ids[begin:], said.pieces[begin:], strict=True):
+            number += 1
+            out.append(form % (number, dumps(piece), token))
 
     def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
         """A session has one continuation: never called."""
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
-        out.append(
-            _event(
-                {
-                    "type": "done",
-                    "generated_text": self._prompt + transcript.text,
-                    "tokens_generated": finished.output_tokens,
-                    "finish_reason": finished.reason.value,
-                    "usage": usage_map(finished, cached_tokens(transcript)),
-                    "seq_id": self._seq_id,
-                    "worker_id": finished.worker,
-                    "request_id": self._request,
-                }
-            )
-        )
+        value = {
+            "type": "done",
+            "generated_text": self._form.prompt + transcript.text,
+            "tokens_generated": finished.output_tokens,
+            "finish_reason": finished.reason.value,
+            "usage": usage_map(finished, cached_tokens(transcript)),
+            "seq_id": self._form.seq_id,
+            "worker_id": finished.worker,
+            "request_id": self._form.request,
+        }
+        out.append(_event(self.ids.next_end(), value))
 
     def failed(self, error: KvfleetError) -> bytes:
-        return _event({"type": "error", "error": str(error), "code": error.code})
+        return _event(self.ids.here(), {"type": "error", "error": str(error), "code": error.code})
+
+
+def _event(id_line: bytes, value: dict[str, Any]) -> bytes:
+    return id_line + b"data: " + orjson.dumps(value) + b"\n\n"

@@ -13,11 +13,12 @@ from typing import Any
 import orjson
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, Tokens
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
 from services.ingress.error_bodies import error_body
+from services.ingress.event_ids import START, EventIds, Position
 from services.ingress.openai_logprobs import chat_logprobs, completion_logprobs
-from services.ingress.sse import ChoiceTranscript, Transcript
 from services.ingress.token_spelling import TokenSpelling
+from services.ingress.transcript import ChoiceTranscript, Transcript
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"  # stands for the text while a template is cut
@@ -96,7 +97,7 @@ def _choice(head: AnswerHead, index: int, choice: ChoiceTranscript) -> dict[str,
     text = choice.text
     content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
     logprobs = None
-    if head.spelling is not None and len(choice.logprobs) == len(choice.ids):  # none from a worker of an older version
+    if head.spelling is not None and choice.is_scored:
         if head.chat:
             logprobs = chat_logprobs(head.spelling, choice.ids, choice.logprobs)
         else:
@@ -109,19 +110,33 @@ def _choice(head: AnswerHead, index: int, choice: ChoiceTranscript) -> dict[str,
     }
 
 
+@dataclass(frozen=True, slots=True)
+class OpenAiForm:
+    """What every reader of one streamed answer gets. With `include_usage` every chunk has `usage: null`; a last one,
+    without choices, has it."""
+
+    head: AnswerHead
+    include_usage: bool
+
+    def writer(self, at: Position = START) -> OpenAiEvents:
+        """Raises InvalidRequest for a position that this answer cannot have."""
+        return OpenAiEvents(self, at)
+
+
 class OpenAiEvents:
-    """Writer of one stream. With `include_usage` every chunk has `usage: null`; a last one, without choices, has it.
+    """Writer for one reader.
 
     Each choice ends in a chunk with its `finish_reason`; the one that ends the answer carries the `kvfleet` object.
     """
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
-        self._head = head
-        self._include_usage = include_usage
+    def __init__(self, form: OpenAiForm, at: Position) -> None:
+        self._head = head = form.head
+        self._include_usage = form.include_usage
+        self.ids = EventIds(head.request, head.choices, at, announced=head.chat)
         self._around = [self._template(choice) for choice in range(head.choices)]
-        self._running = head.choices
+        self._running = head.choices - len(self.ids.ended)
         self._last: ChoiceFinished | None = None  # of several choices the one that ended last
-        self._offsets = [0] * head.choices  # characters sent of each choice
+        self._offsets: dict[int, int] = {}  # characters of each choice that has had scored tokens
 
     def _template(self, choice: int) -> tuple[bytes, bytes]:
         template = self._chunk(choice, self._text(_MARK))
@@ -146,33 +161,45 @@ class OpenAiEvents:
         return b"data: " + orjson.dumps(value) + b"\n\n"
 
     def started(self, started: Started, out: list[bytes]) -> None:
-        if self._head.chat:
-            out += [self._chunk(at, {"role": "assistant", "content": ""}) for at in range(self._head.choices)]
+        for at in range(self.ids.begun, self._head.choices):
+            out.append(self.ids.begin() + self._chunk(at, {"role": "assistant", "content": ""}))
 
-    def tokens(self, tokens: Tokens, out: list[bytes], dumps: Any = orjson.dumps) -> None:
-        if tokens.logprobs and self._head.spelling is not None:
-            self._scored_tokens(tokens, self._head.spelling, out)
+    def tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
+    ) -> None:
+        if self._head.spelling is not None and said.is_scored:
+            self._scored_tokens(choice, said, begin, self._head.spelling, out)
             return
-        before, after = self._around[tokens.choice]
-        for piece in tokens.text:
+        id_before, id_after = self.ids.around(choice)
+        before, after = self._around[choice]
+        before = id_after + before
+        for number, piece in enumerate(said.pieces[begin:], begin + 1):
             if piece:  # empty: held back, it comes with a later token
-                out += (before, dumps(piece), after)
+                out += (id_before, b"%d" % number, before, dumps(piece), after)
 
-    def _scored_tokens(self, tokens: Tokens, spelling: TokenSpelling, out: list[bytes]) -> None:
+    def _scored_tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
+    ) -> None:
         """A chunk each, also for one whose text is held back: its probability is not."""
-        for token, piece, scores in zip(tokens.ids, tokens.text, tokens.logprobs, strict=True):
+        before, after = self.ids.around(choice)
+        offset = self._offsets.get(choice)
+        if offset is None:
+            offset = sum(map(len, said.pieces[:begin]))
+        for at in range(begin, len(said.ids)):
+            token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
             if self._head.chat:
                 logprobs = chat_logprobs(spelling, (token,), (scores,))
             else:
-                offset = self._offsets[tokens.choice]
                 logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
-                self._offsets[tokens.choice] += len(piece)
-            out.append(self._chunk(tokens.choice, self._text(piece), logprobs=logprobs))
+            offset += len(piece)
+            out.append(before + b"%d" % (at + 1) + after + self._chunk(choice, self._text(piece), logprobs=logprobs))
+        self._offsets[choice] = offset
 
     def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
         self._running -= 1
         if self._running:
-            out.append(self._end(ended.choice, ended.reason))
+            self.ids.ended.add(ended.choice)
+            out.append(self.ids.here() + self._end(ended.choice, ended.reason))
         else:
             self._last = ended  # its chunk ends the answer
 
@@ -182,12 +209,12 @@ class OpenAiEvents:
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         fleet = fleet_map(self._head.request, finished, transcript)
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
-        out.append(self._end(index, reason, kvfleet=fleet))
+        out.append(self.ids.next_end() + self._end(index, reason, kvfleet=fleet))
         if self._include_usage:
             usage = usage_map(finished, cached_tokens(transcript))
             value = {**self._head.as_map(chunk=True), "choices": [], "usage": usage, "kvfleet": fleet}
-            out.append(b"data: " + orjson.dumps(value) + b"\n\n")
-        out.append(DONE)
+            out.append(self.ids.next_end() + b"data: " + orjson.dumps(value) + b"\n\n")
+        out.append(self.ids.next_end() + DONE)
 
     def failed(self, error: KvfleetError) -> bytes:
-        return b"data: " + error_body(error) + b"\n\n"
+        return self.ids.here() + b"data: " + error_body(error) + b"\n\n"

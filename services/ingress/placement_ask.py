@@ -1,4 +1,4 @@
-"""What a body says about where it wants to run: a policy by name, and for `direct` a worker. Pure.
+"""What a body says about where and when it wants to run: a policy by name, for `direct` a worker, a priority. Pure.
 
 Which policies there are only placement knows; who may name one is `tenancy`'s.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, text
+from services.ingress.fields import Body, integer, text
 
 DIRECT = "direct"
 MAX_NAME_CHARS = 64
+MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class PlacementAsk:
 
     policy: str | None = None
     worker: str | None = None
+    priority: int = 0  # positive is served first
 
 
 ANYWHERE = PlacementAsk()
@@ -34,7 +36,7 @@ def read_placement_ask(body: Body) -> PlacementAsk:
         raise InvalidRequest(f"only the policy {DIRECT} takes one, got the policy {policy!r}", field="worker")
     if worker is None and policy == DIRECT:
         raise InvalidRequest(f"missing: the policy {DIRECT} needs one", field="worker")
-    return PlacementAsk(policy, worker)
+    return PlacementAsk(policy, worker, integer(body, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
 
 
 def _name(body: Body, field: str) -> str | None:

@@ -1,11 +1,13 @@
 """**Read this first.** The life of a generating request, from its bytes to its last event.
 
-    authenticate ─▶ read and validate ─▶ admit ─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
+    authenticate ─▶ read and validate ─▶ admit ─┬─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
+                                                └─▶ a repeat: write what is there, go on where it stopped
 
-Each public method is one route and reads as that line. The end is sent when all is let go, so that a caller who sends
-its next request at once finds its session free and its own limit unused. Refusals are raised as `KvfleetError` and
-answered by `app`, as the last event if a stream has begun. All promises about workers that vanish are kept by
-`kvproto.Client`, this file only carries its events to the caller.
+Each route names its body's reader and how a job is made of what it read; `_serve` is the rest of that line, for all of
+them. The end is sent when all is let go, so that a caller who sends its next request at once finds its session free
+and its own limit unused. Refusals are raised as `KvfleetError` and answered by `app`, as the last event if a stream has
+begun. All promises about workers that vanish are kept by `kvproto.Client`, those about clients that vanish and come
+back by `runs`; this file only brings the two together.
 """
 
 from __future__ import annotations
@@ -14,52 +16,54 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from kvproto.client import Client, Generation, draw_seed
-from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, SessionBusy, Unavailable
-from kvproto.messages import Sampling
+from kvproto.client import Client, Generation
+from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy, Unavailable
+from kvproto.ids import new_request_id
+from kvproto.messages import Continuation, Sampling
+from kvproto.stream import Stream
 from services.ingress.admission import Admission
 from services.ingress.config import IngressConfig
-from services.ingress.fields import parse_body
+from services.ingress.event_ids import LAST_EVENT_ID, START
+from services.ingress.fields import Body, parse_body
 from services.ingress.http_exchange import Exchange
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models, ServedModel
-from services.ingress.native_events import NativeEvents
+from services.ingress.native_events import NativeForm
 from services.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
-from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body, cached_tokens
+from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
 from services.ingress.openai_schema import ChatAsk, CompletionAsk, check_vocabulary, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
+from services.ingress.repeats import RequestName, digest_of, name_request
+from services.ingress.runs import Job, Prepare, Run, Runs
 from services.ingress.sampling_ask import SamplingAsk
 from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
-from services.ingress.session_index import SessionIndex, new_seq_id
-from services.ingress.sessions import OpenTurn, Session, Sessions
-from services.ingress.sse import (
-    ChoiceTranscript,
-    EventWriter,
-    Transcript,
-    complete,
-    gather,
-    placement_headers,
-    relay,
-)
-from services.ingress.tenancy import ApiKey, Tenancy, require_policy
+from services.ingress.session_index import SessionIndex, auto_seq_id
+from services.ingress.sessions import Session, Sessions
+from services.ingress.sse import complete, gather, placement_headers, relay
+from services.ingress.tenancy import ApiKey, Tenancy, require_policy, require_priority
 from services.ingress.token_spelling import TokenSpelling
+from services.ingress.turns import ChatTurn, PlainTurn, SessionTurn
 
 log = logging.getLogger(__name__)
 
-Ask = ChatAsk | CompletionAsk | GenerateAsk
+Ask = TypeVar("Ask", ChatAsk, CompletionAsk, GenerateAsk)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request that was admitted and tokenised: all that is left is to run it."""
+class Call(Generic[Ask]):
+    """One HTTP request: who asks for what, and whether again. `digest` is what its repeats have in common."""
 
     route: str
-    generation: Generation
+    ask: Ask
+    caller: ApiKey
+    name: RequestName
+    digest: bytes
+    traceparent: str | None
     arrived_at: float
-    form: EventWriter | AnswerHead  # events as they come, or one answer
 
 
 class RequestFlow:
@@ -76,6 +80,7 @@ class RequestFlow:
         prompts: Prompts,
         sessions: Sessions,
         session_index: SessionIndex,
+        runs: Runs,
         metrics: IngressMetrics,
     ) -> None:
         self._client = client
@@ -86,6 +91,7 @@ class RequestFlow:
         self._prompts = prompts
         self._sessions = sessions
         self._session_index = session_index
+        self._runs = runs
         self._metrics = metrics
         self._tally = metrics.tally
 
@@ -93,91 +99,99 @@ class RequestFlow:
 
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is the one that is remembered as the turn."""
-        arrived_at, caller = _now(), self.authenticate(exchange)
-        ask = read_chat(parse_body(await exchange.read_body(self._config.max_body_bytes)))
-        require_policy(caller, ask.placement.policy)
-        with self._admitted(caller):
-            model = await self._models.get(ask.model)
-            session = await self._offered_session(caller, ask.seq_id)
-            history = session.ids if session and session.head and session.head.model == model.name else ()
-            must_fit = prompt_must_fit(ask.sampling.overflow)
-            prompt = await self._prompts.chat(model, caller.tenant, ask.messages, history, must_fit=must_fit)
-            self._tally.spliced_tokens += prompt.spliced
-            sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
-            conversation = session.key if session is not None else conversation_of(ask.messages)
-            generation = self._generation(exchange, caller, model, prompt.ids, sampling, conversation, ask)
-            head = _answer_head(exchange, model, sampling, chat=True)
-            form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
-            job = Job("chat_completions", generation, arrived_at, form)
-            async with contextlib.AsyncExitStack() as stack:
-                longest = len(prompt.ids) + sampling.max_tokens
-                turn = await self._try_turn(stack, session, caller, model, exchange.request_id, longest)
-                done = await self._run(exchange, job)
-                self._prompts.remember(model, caller.tenant, prompt, done.ids)
-                if turn is not None:
-                    with _kept_if_possible(turn.session):
-                        await self._commit(turn, model, prompt.ids + done.ids, done)
-        await self._end(exchange, job, done)
+        call = await self._read(exchange, "chat_completions", read_chat)
+        await self._serve(exchange, call, lambda: self._chat_job(call), streams=call.ask.stream)
 
     async def completions(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        arrived_at, caller = _now(), self.authenticate(exchange)
-        ask = read_completion(parse_body(await exchange.read_body(self._config.max_body_bytes)))
-        require_policy(caller, ask.placement.policy)
-        with self._admitted(caller):
-            model = await self._models.get(ask.model)
-            if ask.prompt is not None:
-                must_fit = prompt_must_fit(ask.sampling.overflow)
-                ids = await self._prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
-            else:
-                check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
-            sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
-            generation = self._generation(exchange, caller, model, ids, sampling, None, ask)
-            head = _answer_head(exchange, model, sampling, chat=False)
-            form = OpenAiEvents(head, include_usage=ask.include_usage) if ask.stream else head
-            job = Job("completions", generation, arrived_at, form)
-            done = await self._run(exchange, job)
-        await self._end(exchange, job, done)
+        call = await self._read(exchange, "completions", read_completion)
+        await self._serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
 
     async def generate(self, exchange: Exchange) -> None:
-        """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one.
-
-        The history is kept whole, also what a `context_overflow` policy leaves out of a turn.
-        """
-        arrived_at, caller = _now(), self.authenticate(exchange)
-        ask = read_generate(parse_body(await exchange.read_body(self._config.max_body_bytes)))
-        require_policy(caller, ask.placement.policy)
-        with self._admitted(caller):
-            session = await self._session_of(caller, ask.seq_id)
-            model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
-            must_fit = prompt_must_fit(ask.sampling.overflow)
-            tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
-            ids = session.ids + tail
-            sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=DEFAULT_MAX_TOKENS)
-            self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
-            if session.head is None:
-                await self._session_index.admit(caller.tenant)
-            generation = self._generation(exchange, caller, model, ids, sampling, session.key, ask)
-            form = NativeEvents(exchange.request_id, session.seq_id, ask.prompt, _spelling(model, sampling))
-            job = Job("generate", generation, arrived_at, form)
-            async with self._sessions.turn(session, model.name, exchange.request_id) as turn:
-                done = await self._run(exchange, job)
-                await self._commit(turn, model, ids + done.ids, done)
-        await self._end(exchange, job, done)
+        """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
+        call = await self._read(exchange, "generate", read_generate)
+        await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
     def authenticate(self, exchange: Exchange) -> ApiKey:
         """The caller's key. Raises AuthenticationFailed."""
         return self._tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
 
-    # ------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------ reading
 
-    @contextlib.contextmanager
-    def _admitted(self, caller: ApiKey) -> Iterator[None]:
-        self._admission.admit(caller, _now())
-        try:
-            yield
-        finally:
-            self._admission.release(caller)
+    async def _read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
+        arrived_at, caller = _now(), self.authenticate(exchange)
+        body = parse_body(await exchange.read_body(self._config.max_body_bytes))
+        ask = read(body)
+        require_policy(caller, ask.placement.policy)
+        require_priority(caller, ask.placement.priority)
+        name = name_request(caller.tenant, exchange.header(b"last-event-id"), exchange.header(b"idempotency-key"))
+        if self._runs.is_foreign(caller.tenant, name.request):
+            name = replace(name, request=new_request_id())
+        exchange.request_id = name.request
+        return Call(route, ask, caller, name, digest_of(route, body), _traceparent(exchange), arrived_at)
+
+    async def _chat_job(self, call: Call[ChatAsk]) -> Job:
+        ask, tenant = call.ask, call.caller.tenant
+        model = await self._models.get(ask.model)
+        session = await self._offered_session(tenant, ask.seq_id)
+        history = session.ids if session and session.head and session.head.model == model.name else ()
+        must_fit = prompt_must_fit(ask.sampling.overflow)
+        prompt = await self._prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
+        self._tally.spliced_tokens += prompt.spliced
+        sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
+        conversation = session.key if session is not None else conversation_of(ask.messages)
+        turn = ChatTurn(
+            self._sessions,
+            self._session_index,
+            self._tally,
+            self._prompts,
+            tenant,
+            session,
+            model,
+            call.name.request,
+            prompt,
+            longest=len(prompt.ids) + sampling.max_tokens,
+        )
+        head = _answer_head(call, model, sampling, chat=True)
+        form = OpenAiForm(head, ask.include_usage)
+        return Job(self._generation(call, model, prompt.ids, sampling, conversation), form, turn)
+
+    async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
+        ask = call.ask
+        model = await self._models.get(ask.model)
+        if ask.prompt is not None:
+            must_fit = prompt_must_fit(ask.sampling.overflow)
+            ids = await self._prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
+        else:
+            check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
+        sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
+        head = _answer_head(call, model, sampling, chat=False)
+        form = OpenAiForm(head, ask.include_usage)
+        return Job(self._generation(call, model, ids, sampling, None), form, PlainTurn())
+
+    async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
+        """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""
+        ask, tenant, request = call.ask, call.caller.tenant, call.name.request
+        session = await self._session_of(call)
+        model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
+        must_fit = prompt_must_fit(ask.sampling.overflow)
+        tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
+        ids = session.ids + tail
+        sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=DEFAULT_MAX_TOKENS)
+        self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
+        turn = SessionTurn(
+            self._sessions,
+            self._session_index,
+            self._tally,
+            tenant,
+            session,
+            model.name,
+            request,
+            ids,
+            history=len(session.ids),
+        )
+        form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling))
+        return Job(self._generation(call, model, ids, sampling, session.key), form, turn)
 
     def _sampling(
         self,
@@ -190,146 +204,130 @@ class RequestFlow:
         if not prompt_tokens:
             raise InvalidRequest("must hold at least 1 token", field=field)
         default = default_max_tokens or self._config.default_max_tokens
-        return plan_sampling(
-            ask,
-            model.bundle,
-            prompt_tokens=prompt_tokens,
-            field=field,
-            default_max_tokens=default,
-            seed=draw_seed(),
-        )
+        return plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
 
     def _generation(
-        self,
-        exchange: Exchange,
-        caller: ApiKey,
-        model: ServedModel,
-        ids: tuple[int, ...],
-        sampling: Sampling,
-        conversation: str | None,
-        ask: Ask,
+        self, call: Call[Ask], model: ServedModel, ids: tuple[int, ...], sampling: Sampling, conversation: str | None
     ) -> Generation:
+        placement = call.ask.placement
         return Generation(
             model=model.name,
             sampling=sampling,
             prompt_ids=ids,
-            tenant=caller.tenant,
+            tenant=call.caller.tenant,
             session=conversation,
+            priority=placement.priority,
             deadline_s=self._config.request_deadline_s,
             patience_s=self._config.patience_s,
-            policy=ask.placement.policy,
-            worker=ask.placement.worker,
-            request=exchange.request_id,
-            traceparent=_traceparent(exchange),
-            exact=ask.exact,
+            max_wait_s=self._config.max_wait_s,
+            policy=placement.policy,
+            worker=placement.worker,
+            request=call.name.request,
+            traceparent=call.traceparent,
+            exact=call.ask.exact,
         )
 
-    async def _session_of(self, caller: ApiKey, seq_id: str | None) -> Session:
-        if seq_id is None:
-            return self._sessions.fresh(caller.tenant, new_seq_id())
-        return await self._sessions.read(caller.tenant, seq_id)
+    async def _session_of(self, call: Call[GenerateAsk]) -> Session:
+        """The session as it was before this turn, if this turn was committed last."""
+        tenant, name, seq_id = call.caller.tenant, call.name, call.ask.seq_id
+        if seq_id is None and not name.named:
+            return self._sessions.fresh(tenant, auto_seq_id(name.request))
+        session = await self._sessions.read(tenant, seq_id or auto_seq_id(name.request))
+        if session.is_last(name.request):
+            return session.before_last()
+        if name.at != START and session.has_moved_on(name.request):
+            raise SessionBusy(f"session {session.seq_id[:80]!r} has had another turn since", field=LAST_EVENT_ID)
+        return session
 
     def _model_of_turn(self, session: Session, said: str | None) -> str:
         if session.head is None:
             return said or self._models.default_name(self._config.default_model)
         if said is not None and said != session.head.model:
-            raise InvalidRequest(
-                f"session {session.seq_id[:80]!r} belongs to the model {session.head.model!r}, not to {said!r}",
-                field="model_name",
-            )
+            raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model
 
-    async def _try_turn(
-        self,
-        stack: contextlib.AsyncExitStack,
-        session: Session | None,
-        caller: ApiKey,
-        model: ServedModel,
-        request: str,
-        longest: int,
-    ) -> OpenTurn | None:
-        """A chat's `seq_id` only offers ids: while another turn runs, or when it grows too long, it is not kept."""
-        if session is None or not self._sessions.fits(longest):
-            return None
-        with _kept_if_possible(session):
-            if session.head is None:
-                await self._session_index.admit(caller.tenant)
-            return await stack.enter_async_context(self._sessions.turn(session, model.name, request))
-        return None
-
-    async def _offered_session(self, caller: ApiKey, seq_id: str | None) -> Session | None:
+    async def _offered_session(self, tenant: str, seq_id: str | None) -> Session | None:
         if seq_id is not None:
             with contextlib.suppress(Unavailable):
-                return await self._sessions.read(caller.tenant, seq_id)
+                return await self._sessions.read(tenant, seq_id)
         return None
-
-    async def _commit(self, turn: OpenTurn, model: ServedModel, ids: tuple[int, ...], transcript: Transcript) -> None:
-        assert transcript.finished is not None
-        await self._sessions.commit(turn, model.name, ids, transcript.finished.worker)
-        self._tally.session_turns += 1
 
     # ------------------------------------------------------------------ running
 
-    async def _run(self, exchange: Exchange, job: Job) -> Transcript:
-        """Start the generation and carry it to the caller, all but its end. Raises the stream's KvfleetError."""
-        transcript = Transcript(choices=[ChoiceTranscript() for _ in range(job.generation.sampling.n)])
-        stream = self._client.generate(job.generation)
-        self._tally.active_streams += 1
-        try:
-            if isinstance(job.form, AnswerHead):
-                await gather(exchange, stream, transcript, on_tokens=self._count_tokens)
-            else:
-                keepalive_s = self._config.keepalive_s
-                await relay(
-                    exchange, stream, job.form, transcript, keepalive_s=keepalive_s, on_tokens=self._count_tokens
-                )
-        except KvfleetError as error:
-            log.info("request %s ended: %s", exchange.request_id, error)
-            raise
-        finally:
-            self._tally.active_streams -= 1
-            self._observe(job, transcript)
-        return transcript
-
-    async def _end(self, exchange: Exchange, job: Job, done: Transcript) -> None:
-        """The last events, or the whole answer."""
-        if isinstance(job.form, AnswerHead):
-            await exchange.respond(200, answer_body(job.form, done), headers=placement_headers(done.started))
+    async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
+        """Admit, run it or attach it to the run that it repeats, carry that to the caller; then the end. Raises the
+        run's KvfleetError."""
+        name = call.name
+        if name.at != START and not streams:
+            raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
+        found = self._runs.find(call.caller.tenant, name, call.digest)
+        with self._admitted(call.caller, repeat=found is not None):
+            run = found
+            if run is None:
+                run = Run(call.caller.tenant, name.request, call.digest, name.keyed, prepare, self._start)
+                self._runs.add(run)
+            self._runs.attach(run, exchange)
+            self._tally.active_streams += 1
+            try:
+                last = await self._carry(exchange, call, run, streams=streams)
+            except KvfleetError as error:
+                log.info("request %s ended: %s", name.request, error)
+                raise
+            finally:
+                self._tally.active_streams -= 1
+                if found is None:
+                    self._observe(call, run)
+                await self._runs.detach(run, exchange)
+        if streams:
+            await complete(exchange, run.transcript, last)
         else:
-            await complete(exchange, job.form, done)
+            assert isinstance(run.form, OpenAiForm)
+            answer = answer_body(run.form.head, run.transcript)
+            await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
+
+    async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
+        """All but the end; returns the last events."""
+        if not streams:
+            await gather(exchange, run, on_tokens=self._count_tokens)
+            return []
+        keepalive_s = self._config.keepalive_s
+        return await relay(exchange, run, call.name.at, keepalive_s=keepalive_s, on_tokens=self._count_tokens)
+
+    def _start(self, generation: Generation, before: Sequence[Continuation]) -> Stream:
+        return self._client.generate(generation, before=before)
+
+    @contextlib.contextmanager
+    def _admitted(self, caller: ApiKey, *, repeat: bool) -> Iterator[None]:
+        self._admission.admit(caller, _now(), repeat=repeat)
+        try:
+            yield
+        finally:
+            self._admission.release(caller, repeat=repeat)
 
     def _count_tokens(self, count: int) -> None:
         self._tally.generated_tokens += count
 
-    def _observe(self, job: Job, transcript: Transcript) -> None:
-        """Metrics of one request, when it has ended."""
-        if transcript.first_token_at is not None and transcript.last_token_at is not None:
-            self._metrics.ttft.labels(job.route).observe(transcript.first_token_at - job.arrived_at)
-            longest = max(len(choice.ids) for choice in transcript.choices)  # none before the end
+    def _observe(self, call: Call[Ask], run: Run) -> None:
+        """Metrics of one request, when who began it is done with it."""
+        transcript = run.transcript
+        if run.first_token_at is not None and run.last_token_at is not None:
+            self._metrics.ttft.labels(call.route).observe(run.first_token_at - call.arrived_at)
+            longest = max(transcript.totals)
             if longest > 1:
-                spread = transcript.last_token_at - transcript.first_token_at
-                self._metrics.itl.labels(job.route).observe(spread / (longest - 1))
+                spread = run.last_token_at - run.first_token_at
+                self._metrics.itl.labels(call.route).observe(spread / (longest - 1))
         if transcript.finished is not None:
             self._tally.prompt_tokens += transcript.finished.prompt_tokens
             self._tally.cached_tokens += cached_tokens(transcript)
-
-
-@contextlib.contextmanager
-def _kept_if_possible(session: Session) -> Iterator[None]:
-    """Around the session of a chat: it is a service to the next turn, and never fails this one."""
-    try:
-        yield
-    except (SessionBusy, LimitExceeded, Unavailable) as error:
-        log.info("session %s: this chat is not kept: %s", session.key, error)
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _answer_head(exchange: Exchange, model: ServedModel, sampling: Sampling, *, chat: bool) -> AnswerHead:
+def _answer_head(call: Call[Ask], model: ServedModel, sampling: Sampling, *, chat: bool) -> AnswerHead:
     return AnswerHead(
-        exchange.request_id,
+        call.name.request,
         model.name,
         int(time.time()),
         model.fingerprint,

@@ -22,9 +22,10 @@ def prompt_must_fit(overflow: Overflow) -> bool:
 
 
 def plan_sampling(
-    ask: SamplingAsk, bundle: Bundle, *, prompt_tokens: int, field: str, default_max_tokens: int, seed: int
+    ask: SamplingAsk, bundle: Bundle, *, prompt_tokens: int, field: str, default_max_tokens: int
 ) -> Sampling:
-    """The request's sampling: said by the caller, else by the model's generation defaults, else neutral.
+    """The request's sampling: said by the caller, else by the model's generation defaults, else neutral. A seed that
+    nobody said is the client's to derive from the request's id, so that a repeat draws the same tokens anywhere.
 
     The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise. Raises
     ContextLengthExceeded naming `field` (the prompt's) or the caller's `max_tokens`, InvalidRequest for a bias of a
@@ -36,7 +37,7 @@ def plan_sampling(
         temperature=_first(ask.temperature, bundle.default_temperature, 1.0),
         top_p=_first(ask.top_p, bundle.default_top_p, 1.0),
         top_k=ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0),
-        seed=ask.seed if ask.seed is not None else seed,
+        seed=ask.seed,
         stop=ask.stop,
         ignore_eos=ask.ignore_eos,
         n=ask.n,

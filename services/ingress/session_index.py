@@ -18,7 +18,6 @@ from typing import Protocol
 from kvproto import codec
 from kvproto.buckets import Entry
 from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
-from kvproto.ids import new_request_id
 from kvproto.messages import SessionHead
 from services.ingress.config import SessionLimits
 from services.ingress.sessions import Sessions
@@ -30,9 +29,12 @@ AUTO_PREFIX = "auto-"
 SWEPT_AT_ONCE = 200
 
 
-def new_seq_id() -> str:
-    """The name of a session whose caller gave none. Such sessions give way first when a tenant has too many."""
-    return AUTO_PREFIX + new_request_id()
+def auto_seq_id(request: str) -> str:
+    """The name of a session whose caller gave none: repeats of a request find the session that the first began.
+
+    Such sessions give way first when a tenant has too many.
+    """
+    return AUTO_PREFIX + request
 
 
 class Watch(Protocol):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -55,6 +55,22 @@ class Session:
     ids: tuple[int, ...] = ()
     chunk_revisions: tuple[int, ...] = ()
     expired: SessionHead | None = None  # what lies there still, nobody having swept it
+
+    def is_last(self, request: str) -> bool:
+        """Whether this request's turn is the one that was committed last."""
+        return self.head is not None and self.head.last_request == request
+
+    def before_last(self) -> Session:
+        """As it was read, with the history that was there before the turn that was committed last."""
+        assert self.head is not None
+        return replace(self, ids=self.ids[: self.head.last_start])
+
+    def has_moved_on(self, request: str) -> bool:
+        """Whether another turn may have come since this request's turn began."""
+        head = self.head
+        if head is None or (head.turn is not None and head.turn.request == request):
+            return False
+        return request not in (head.last_request, head.left_request)
 
 
 @dataclass(slots=True)
@@ -151,8 +167,13 @@ class Sessions:
     # ------------------------------------------------------------------ one turn
 
     async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
-        """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read)."""
-        if self.is_busy(session):
+        """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
+
+        A turn of the same request, at another ingress, is taken over: both read one and the same stream, and whoever
+        finishes first commits.
+        """
+        ours = session.head is not None and session.head.turn is not None and session.head.turn.request == request
+        if self.is_busy(session) and not ours:
             raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
         now = self._unix_ms()
         turn = Turn(request, self._ingress, self._lease_end(now))
@@ -180,21 +201,18 @@ class Sessions:
             await self._erase_chunks(session.key, session.expired)
         return held
 
-    @contextlib.asynccontextmanager
-    async def turn(self, session: Session, model: str, request: str) -> AsyncIterator[OpenTurn]:
-        """A locked turn, abandoned on the way out unless it was committed. Raises as `lock` does."""
-        held = await self.lock(session, model, request)
-        try:
-            yield held
-        finally:
-            if not held.ended:
-                await self.abandon(held)
+    async def commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, *, start: int = 0) -> None:
+        """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`.
 
-    async def commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str) -> None:
-        """End a turn: the session's history is `ids` now. Raises SessionBusy if the turn was lost, Unavailable.
-
-        Either everything is committed or the session is as before.
+        Raises SessionBusy if the turn was lost, Unavailable. Either everything is committed or the session is as
+        before. Where another ingress has committed this same request there is nothing left to do.
         """
+        try:
+            await self._commit(turn, model, ids, worker, start)
+        except _Committed:
+            turn.ended = True
+
+    async def _commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, start: int) -> None:
         session, before = turn.session, turn.session.ids
         extends = session.head is not None and len(ids) >= len(before) and tuple(ids[: len(before)]) == before
         kept = len(before) if extends else 0
@@ -214,8 +232,11 @@ class Sessions:
                 worker=worker,
                 turn=None,
                 generation=generation,
+                last_request=turn.head.turn.request if turn.head.turn else "",
+                last_start=start,
+                left_request="",
             )
-            await self._update_ours(turn, head)
+            await self._update_ours(turn, head, adopt=self._adopt_shared)
             turn.ended = True
         if session.head is not None and generation != session.head.generation:
             await self._erase_chunks(session.key, session.head)
@@ -226,8 +247,9 @@ class Sessions:
         async with turn.lock:
             self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
             try:
-                if session.head is not None:
-                    await self._update_ours(turn, replace(session.head, turn=None))
+                if session.head is not None and session.head.turns:
+                    left = turn.head.turn.request if turn.head.turn else ""
+                    await self._update_ours(turn, replace(session.head, turn=None, left_request=left))
                 else:
                     try:
                         await self._bucket.delete(session.key, turn.revision)
@@ -237,12 +259,14 @@ class Sessions:
             except KvfleetError as error:
                 log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
 
-    async def _update_ours(self, turn: OpenTurn, head: SessionHead) -> None:
+    async def _update_ours(
+        self, turn: OpenTurn, head: SessionHead, adopt: Callable[[OpenTurn], Awaitable[None]] | None = None
+    ) -> None:
         """Write the head of a turn that is ours. Raises SessionBusy if it no longer is, Unavailable."""
         try:
             turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
         except StaleRevision:
-            await self._adopt(turn)
+            await (adopt or self._adopt)(turn)
             try:
                 turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
             except StaleRevision:
@@ -260,6 +284,19 @@ class Sessions:
             raise _lost(turn.session)
         turn.revision = entry.revision
 
+    async def _adopt_shared(self, turn: OpenTurn) -> None:
+        """As `_adopt`, from another ingress too that runs the same request. Raises _Committed if it was committed."""
+        entry = await self._bucket.get(turn.session.key)
+        head = _read_head(entry)
+        ours = turn.head.turn
+        if ours is None or head is None:
+            raise _lost(turn.session)
+        if head.last_request == ours.request:
+            raise _Committed
+        if head.turn is None or head.turn.request != ours.request:
+            raise _lost(turn.session)
+        turn.revision = entry.revision
+
     async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
         while True:
             try:
@@ -267,7 +304,7 @@ class Sessions:
                 return
             except StaleRevision:
                 # An ingress that lost this session may have written meanwhile: take over, if the turn is still ours.
-                await self._adopt(turn)
+                await self._adopt_shared(turn)
                 revision = (await self._bucket.get(key)).revision
 
     # ------------------------------------------------------------------ erasing
@@ -333,6 +370,10 @@ class Sessions:
                     turn.head = head
                 except KvfleetError as error:
                     log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)
+
+
+class _Committed(Exception):
+    """Another ingress has committed the same request."""
 
 
 def _read_head(entry: Entry) -> SessionHead | None:

@@ -25,5 +25,18 @@ class IngressSettings(ServiceSettings):
     max_sessions_per_tenant: int = Field(100_000, ge=1)
     max_session_tokens: int = Field(131_072, ge=1, description="longest history of one session")
     splice_memory_bytes: int = Field(256 * 1024 * 1024, ge=0, description="memory for ids of finished chat turns")
+    max_wait_s: float = Field(
+        60.0, ge=0, description="requests that would wait longer for a worker get 429 or 503 with Retry-After"
+    )
+    resume_grace_s: float = Field(
+        60.0, ge=0, description="how long what a request brought is kept for a client that comes back (Last-Event-ID)"
+    )
+    replay_s: float = Field(600.0, ge=0, description="the same for requests with an Idempotency-Key")
+    resume_memory_bytes: int = Field(
+        64 * 1024 * 1024, ge=0, description="memory for ended and cut requests; the oldest give way"
+    )
+    unready_s: float = Field(
+        0.0, ge=0, description="SIGTERM: how long /readyz says 503 before new requests are refused (load balancers)"
+    )
     drain_s: float = Field(3.0, ge=0, description="how long SIGTERM waits for running streams")
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

@@ -1,11 +1,11 @@
-"""Loop: carries one stream to one client: server-sent events, or gathered into one answer.
+"""Loop: carries what a run brings to one client: server-sent events, or gathered into one answer.
 
-Everything `Stream.read` returns becomes ONE send: costs nothing when tokens come one by one, and is what saves the
-process when they come faster than it can send. Formats are writers (`openai_events`, `native_events`) that append
-ready bytes; no object is made per token.
+Everything that one read of the stream returns becomes ONE send: costs nothing when tokens come one by one, and is what
+saves the process when they come faster than it can send. Formats are writers (`openai_events`, `native_events`) that
+append ready bytes; no object is made per token.
 
-    read ──▶ Started ──▶ Tokens... ──▶ Finished        the last events are the caller's to send, after its commit
-      │  nothing for a while: a comment keeps the connection; client gone: the stream is cancelled
+    run.step ──▶ transcript ──▶ writer ──▶ send      the last events are the caller's to send, when all is let go
+      │  nothing for a while: a comment keeps the connection; the client leaves: its run loses a reader
 """
 
 from __future__ import annotations
@@ -13,167 +13,85 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from kvproto.errors import KvfleetError
+from kvproto.errors import Cancelled
 from kvproto.ids import is_token
-from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, TokenLogprobs, Tokens
-from kvproto.stream import Event, Stream
+from kvproto.messages import Started
 from services.ingress.error_bodies import Headers
+from services.ingress.event_ids import Position
+from services.ingress.event_writer import Reader
 from services.ingress.http_exchange import Exchange
+from services.ingress.runs import Run
+from services.ingress.transcript import Transcript
 
 QUEUED = b": queued\n\n"
 WAITING = b": waiting\n\n"
 
-
-@dataclass(slots=True)
-class ChoiceTranscript:
-    """What one choice has brought. `logprobs` are kept, one per token, for an answer that is sent whole."""
-
-    pieces: list[str] = field(default_factory=list)
-    ids: tuple[int, ...] = ()  # what was generated, once the stream has finished
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    reason: FinishReason | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-
-@dataclass(slots=True)
-class Transcript:
-    """What one stream has brought. Times are the event loop's."""
-
-    started: Started | None = None
-    finished: Finished | None = None
-    choices: list[ChoiceTranscript] = field(default_factory=lambda: [ChoiceTranscript()])
-    unsent: list[bytes] = field(default_factory=list)  # events of the read that brought the end
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-    @property
-    def text(self) -> str:
-        """Of the first choice."""
-        return self.choices[0].text
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Of the first choice: it is the one that a conversation goes on with."""
-        return self.choices[0].ids
-
-
-class EventWriter(Protocol):
-    """One format of events: appends ready bytes to `out`. `choice_finished` is called only where there are several."""
-
-    def started(self, started: Started, out: list[bytes]) -> None: ...
-    def tokens(self, tokens: Tokens, out: list[bytes]) -> None: ...
-    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None: ...
-    def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None: ...
-    def failed(self, error: KvfleetError) -> bytes: ...
-
-
 OnTokens = Callable[[int], None]
 
 
-async def relay(
-    exchange: Exchange,
-    stream: Stream,
-    writer: EventWriter,
-    transcript: Transcript,
-    *,
-    keepalive_s: float,
-    on_tokens: OnTokens,
-) -> None:
-    """Write a stream as events up to the read that brings its end. Raises the stream's KvfleetError."""
-    exchange.error_event = writer.failed
-    async with _watched(exchange, stream), _KeptAlive(exchange, keepalive_s):
-        while batch := await stream.read():
-            out: list[bytes] = []
-            _take(batch, stream, transcript, out, writer, on_tokens)
-            if transcript.finished is not None:
-                transcript.unsent = out
-            elif out:
-                if not exchange.started:
-                    await exchange.start_events(placement_headers(transcript.started))
-                await exchange.write(out[0] if len(out) == 1 else b"".join(out))
+async def relay(exchange: Exchange, run: Run, at: Position, *, keepalive_s: float, on_tokens: OnTokens) -> list[bytes]:
+    """Write a run as events, from where the client is, all but its end, which is returned. Raises the run's
+    KvfleetError, InvalidRequest for a position that it cannot have, Cancelled when the client leaves."""
+    async with _watched(exchange, run):
+        while run.form is None and not exchange.gone:
+            if run.error is not None:
+                raise run.error
+            await _get_on(run, on_tokens)
+        if run.form is not None:
+            writer = run.form.writer(at)
+            exchange.error_event = writer.failed
+            async with _KeptAlive(exchange, keepalive_s):
+                return await _relay(exchange, run, Reader(writer), on_tokens)
+    raise Cancelled("the client left")
 
 
-async def complete(exchange: Exchange, writer: EventWriter, transcript: Transcript) -> None:
-    """Send what is left of a finished stream and end it."""
-    assert transcript.finished is not None  # a stream ends with Finished or raises
-    out = transcript.unsent
-    writer.finished(transcript.finished, transcript, out)
+async def _relay(exchange: Exchange, run: Run, reader: Reader, on_tokens: OnTokens) -> list[bytes]:
+    while not exchange.gone:
+        out: list[bytes] = []
+        if run.finished:
+            reader.finish(run.transcript, out)
+            return out
+        reader.advance(run.transcript, out)
+        if out:
+            if not exchange.started:
+                await exchange.start_events(placement_headers(run.transcript.started))
+            await exchange.write(out[0] if len(out) == 1 else b"".join(out))
+        elif run.error is not None:
+            raise run.error
+        else:
+            await _get_on(run, on_tokens)
+    raise Cancelled("the client left")
+
+
+async def complete(exchange: Exchange, transcript: Transcript, last: list[bytes]) -> None:
+    """Send what is left of a finished run and end the stream."""
     if not exchange.started:
+        if not last:
+            await exchange.respond_empty()  # the client has it all: browsers do not come back after a 204
+            return
         await exchange.start_events(placement_headers(transcript.started))
-    await exchange.end(b"".join(out))
+    await exchange.end(b"".join(last))
 
 
-def _take(
-    batch: list[Event],
-    stream: Stream,
-    transcript: Transcript,
-    out: list[bytes],
-    writer: EventWriter,
-    on_tokens: OnTokens,
-) -> None:
-    """One read's events into the transcript and into bytes."""
-    count = 0
-    choices = transcript.choices
-    write = writer.tokens
-    for event in batch:
-        if type(event) is Tokens:
-            count += len(event.ids)
-            choices[event.choice].pieces.extend(event.text)
-            write(event, out)
-        elif isinstance(event, Started):
-            transcript.started = event
-            writer.started(event, out)
-        elif isinstance(event, ChoiceFinished):
-            choices[event.choice].reason = event.reason
-            writer.choice_finished(event, out)
-        elif isinstance(event, Finished):
-            transcript.finished = event
-            choices[0].reason = event.reason
-            for at, choice in enumerate(choices):
-                choice.ids = tuple(stream.ids_of(at))
-    if count:
-        now = asyncio.get_running_loop().time()
-        if transcript.first_token_at is None:
-            transcript.first_token_at = now
-        transcript.last_token_at = now
+async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
+    """Have a run get to its end for an answer that is sent whole. Raises as `relay` does."""
+    async with _watched(exchange, run):
+        while not exchange.gone:
+            if run.finished:
+                return
+            if run.error is not None:
+                raise run.error
+            await _get_on(run, on_tokens)
+    raise Cancelled("the client left")
+
+
+async def _get_on(run: Run, on_tokens: OnTokens) -> None:
+    """Read, or wait for whoever reads."""
+    if run.busy:
+        await run.changed()
+    elif count := await run.step():
         on_tokens(count)
-
-
-class _Silent:
-    """The writer of an answer that is sent whole: events are only kept."""
-
-    def __init__(self, transcript: Transcript) -> None:
-        self._choices = transcript.choices
-
-    def started(self, started: Started, out: list[bytes]) -> None:
-        pass
-
-    def tokens(self, tokens: Tokens, out: list[bytes]) -> None:
-        if tokens.logprobs:
-            self._choices[tokens.choice].logprobs.extend(tokens.logprobs)
-
-    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
-        pass
-
-    def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
-        pass
-
-    def failed(self, error: KvfleetError) -> bytes:
-        return b""
-
-
-async def gather(exchange: Exchange, stream: Stream, transcript: Transcript, *, on_tokens: OnTokens) -> None:
-    """Read a stream to its end for an answer that is sent whole. Raises the stream's KvfleetError."""
-    writer = _Silent(transcript)
-    async with _watched(exchange, stream):
-        while batch := await stream.read():
-            _take(batch, stream, transcript, [], writer, on_tokens)
 
 
 def placement_headers(started: Started | None) -> Headers:
@@ -187,20 +105,24 @@ def placement_headers(started: Started | None) -> Headers:
 
 
 @contextlib.asynccontextmanager
-async def _watched(exchange: Exchange, stream: Stream) -> AsyncIterator[None]:
-    """Cancel the stream as soon as the client leaves, and whenever this block is left early."""
+async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
+    """Have the exchange leave its run as soon as the client leaves."""
+
+    leaving = False
 
     async def watch() -> None:
+        nonlocal leaving
         await exchange.until_gone()
         if exchange.gone:
-            await stream.cancel()
+            leaving = True
+            await run.leave(exchange)
 
-    watcher = asyncio.create_task(watch(), name=f"disconnect-{stream.request}")
+    watcher = asyncio.create_task(watch(), name=f"disconnect-{run.request}")
     try:
-        async with stream:
-            yield
+        yield
     finally:
-        watcher.cancel()
+        if not leaving:
+            watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
 

@@ -11,6 +11,7 @@ or JSON:
     max_concurrent = 64
     requests_per_minute = 600
     policies = ["ring", "direct"]
+    max_priority = 10
 
 No keys: the ingress is open, everybody is the tenant `public` and may do what an admin may.
 """
@@ -27,16 +28,18 @@ from typing import Any
 
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
+from services.ingress.placement_ask import MAX_PRIORITY
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_KNOWN = {"name", "sha256", "tenant", "admin", "max_concurrent", "requests_per_minute", "policies"}
+_KNOWN = {"name", "sha256", "tenant", "admin", "max_concurrent", "requests_per_minute", "policies", "max_priority"}
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """One configured key; 0 means no limit. `name` is what logs and limits call it.
 
-    `policies` of placement may be named by its requests; an admin's may name any.
+    `policies` of placement may be named by its requests; an admin's may name any. `max_priority` is the highest that
+    its requests may have.
     """
 
     name: str
@@ -46,9 +49,10 @@ class ApiKey:
     max_concurrent: int = 0
     requests_per_minute: float = 0.0
     policies: tuple[str, ...] = ()
+    max_priority: int = 0
 
 
-OPEN = ApiKey(name="open", sha256="", admin=True)
+OPEN = ApiKey(name="open", sha256="", admin=True, max_priority=MAX_PRIORITY)
 
 
 def parse_keys(source: str) -> tuple[ApiKey, ...]:
@@ -96,6 +100,11 @@ def _read_key(entry: Any, field: str) -> ApiKey:
         value = entry.get(limit, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise InvalidRequest("must be a number, at least 0", field=f"{field}.{limit}")
+    max_priority = entry.get("max_priority", 0)
+    if type(max_priority) is not int or not -MAX_PRIORITY <= max_priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"must be an integer within [{-MAX_PRIORITY}, {MAX_PRIORITY}]", field=f"{field}.max_priority"
+        )
     return ApiKey(
         name=str(entry.get("name", sha256[:8])),
         sha256=sha256,
@@ -104,6 +113,7 @@ def _read_key(entry: Any, field: str) -> ApiKey:
         max_concurrent=int(entry.get("max_concurrent", 0)),
         requests_per_minute=float(entry.get("requests_per_minute", 0)),
         policies=_read_policies(entry.get("policies", []), f"{field}.policies"),
+        max_priority=max_priority,
     )
 
 
@@ -158,3 +168,11 @@ def require_policy(caller: ApiKey, policy: str | None) -> None:
         return
     allowed = f"one of {', '.join(caller.policies)}" if caller.policies else "none"
     raise PermissionDenied(f"this API key may name {allowed}, got {policy[:64]!r}", field="policy")
+
+
+def require_priority(caller: ApiKey, priority: int) -> None:
+    """Raises PermissionDenied for a priority above what the key's requests may have; its own if that is below 0."""
+    if priority > caller.max_priority:
+        raise PermissionDenied(
+            f"this API key may ask for {caller.max_priority} at most, got {priority}", field="priority"
+        )

@@ -1,7 +1,8 @@
 """A worker in a hundred lines: speaks the wire, says what it was told to say, remembers what it was asked.
 
 No model and no engine: it answers every request with `reply`, and counts as cached whatever prefix an earlier request's
-tokens already had, as a worker with endless memory would. Of several choices each begins one token later in `reply`.
+tokens already had, as a worker with endless memory would. Of several choices each begins one token later in `reply`;
+one that an earlier attempt began goes on after its tokens.
 The log probability of a choice's token i is `-0.5 * (i + 1)`, and no alternative is possible at all.
 """
 
@@ -87,6 +88,7 @@ class ScriptedWorker:
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
+    generated: int = 0  # tokens, of all requests
     admin: list[AdminRequest] = field(default_factory=list)
     answers_admin: bool = True
     tiers: dict[str, TierLoad] = field(default_factory=dict)
@@ -174,13 +176,17 @@ class ScriptedWorker:
         await send(Started(*me, self.id, len(prompt), {"device": cached}))
         sampling = request.sampling
         replies = [self.reply[choice:][: sampling.max_tokens] for choice in range(sampling.n)]
+        begins = [len(request.continuation(choice).output_ids) for choice in range(sampling.n)]
         for index in range(len(replies[0])):
             if failure and index == self.fails_after:
                 await send(failure)
                 return
-            if self.token_s:
+            if self.token_s and index >= min(begins):
                 await asyncio.sleep(self.token_s)
-            said = [(choice, *reply[index]) for choice, reply in enumerate(replies) if index < len(reply)]
+            said = [
+                (choice, *reply[index]) for choice, reply in enumerate(replies) if begins[choice] <= index < len(reply)
+            ]
+            self.generated += len(said)
             scores = (_scores(index, sampling.logprobs),) if sampling.logprobs is not None else ()
             await send(*(Tokens(*me, choice, index, (token,), (text,), scores) for choice, token, text in said))
         self.sequences.append((*prompt, *(token for token, _ in replies[0])))

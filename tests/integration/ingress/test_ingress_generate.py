@@ -19,8 +19,8 @@ from services.ingress.tenancy import hash_key
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
-    """The data lines of a stream; anything else but blank lines and comments is a fault."""
-    lines = [line for line in body.splitlines() if line and not line.startswith(":")]
+    """The data lines of a stream; anything else but ids, blank lines and comments is a fault."""
+    lines = [line for line in body.splitlines() if line and not line.startswith((":", "id: "))]
     assert all(line.startswith("data: ") for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 

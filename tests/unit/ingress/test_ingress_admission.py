@@ -117,7 +117,7 @@ def test_counts_add_up_whatever_happens(steps: list[tuple[str, bool, float]]) ->
 
 def test_errors_as_clients_read_them() -> None:
     error = LimitExceeded("too many", retry_after_s=1.2)
-    assert error_headers(error) == [(b"retry-after", b"2")]
+    assert error_headers(error) == [(b"retry-after", b"2"), (b"x-should-retry", b"true")]
     assert json.loads(error_body(InvalidRequest("must be 5", field="n"))) == {
         "error": {"message": "n: must be 5", "type": "invalid_request_error", "param": "n", "code": "invalid_request"}
     }

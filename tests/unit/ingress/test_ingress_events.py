@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from ingress_build import demo_tokenizer
 
 from kvproto.errors import KvfleetError, WorkerLost
-from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, TokenLogprobs, Tokens
+from kvproto.generation import Generation
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
+from services.ingress.event_ids import START, Position
+from services.ingress.event_writer import Form
 from services.ingress.http_exchange import Exchange
-from services.ingress.native_events import NativeEvents
-from services.ingress.openai_events import AnswerHead, OpenAiEvents, answer_body
-from services.ingress.sse import ChoiceTranscript, Transcript, complete, gather, relay
+from services.ingress.native_events import NativeForm
+from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body
+from services.ingress.runs import Job, Run
+from services.ingress.sse import complete, gather, relay
 from services.ingress.token_spelling import TokenSpelling
+from services.ingress.transcript import ChoiceTranscript, Transcript
+from services.ingress.turns import PlainTurn
 
 HOSTILE = st.text() | st.sampled_from(['"}', "\\", "\n\ndata: [DONE]\n\n", "\x00text\x00", "\u2028", "🙂", "\r"])
 STARTED = Started("r", 0, "w1", 7, {"device": 5, "host": 1}, 0.25)
@@ -26,28 +32,29 @@ FINISHED = Finished("r", 0, FinishReason.STOP, 7, 3, 6, "w1")
 
 
 def data_of(raw: bytes) -> list[Any]:
-    """Events by the letter of the standard: blocks between blank lines, each one `data:` line or a comment."""
+    """Events by the letter of the standard: blocks between blank lines: an `id:` and a `data:` line, or a comment."""
     blocks = raw.decode().split("\n\n")
     assert blocks.pop() == ""
     values = []
     for block in blocks:
         if not block.startswith(":"):
-            assert block.startswith("data: ")
-            assert "\n" not in block
-            values.append(block.removeprefix("data: "))
+            id_line, _, data = block.partition("\n")
+            assert id_line.startswith("id: r:")
+            assert data.startswith("data: ")
+            assert "\n" not in data
+            values.append(data.removeprefix("data: "))
     return values
 
 
 @given(model=HOSTILE, pieces=st.lists(HOSTILE, max_size=6), chat=st.booleans(), usage=st.booleans())
 def test_openai_chunks_are_json_whatever_the_text(model: str, pieces: list[str], chat: bool, usage: bool) -> None:
     head = AnswerHead("r", model, 5, "fp", chat)
-    writer = OpenAiEvents(head, include_usage=usage)
-    choice = ChoiceTranscript(pieces, tuple(range(len(pieces))), reason=FinishReason.STOP)
+    writer = OpenAiForm(head, include_usage=usage).writer()
+    choice = ChoiceTranscript(pieces, list(range(len(pieces))), reason=FinishReason.STOP)
     transcript = Transcript(started=STARTED, finished=FINISHED, choices=[choice])
     out: list[bytes] = []
     writer.started(STARTED, out)
-    for i, piece in enumerate(pieces):
-        writer.tokens(Tokens("r", 0, 0, i, (i,), (piece,)), out)
+    writer.tokens(0, choice, 0, out)
     writer.finished(FINISHED, transcript, out)
     *events, last = data_of(b"".join(out))
     assert last == "[DONE]"
@@ -68,11 +75,12 @@ def test_openai_chunks_are_json_whatever_the_text(model: str, pieces: list[str],
 
 @given(seq_id=HOSTILE, prompt=HOSTILE, pieces=st.lists(HOSTILE, max_size=6))
 def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, pieces: list[str]) -> None:
-    writer = NativeEvents("r", seq_id, prompt)
+    writer = NativeForm("r", seq_id, prompt).writer()
+    said = ChoiceTranscript(pieces, list(range(len(pieces))))
     out: list[bytes] = []
     writer.started(STARTED, out)
-    writer.tokens(Tokens("r", 0, 0, 0, tuple(range(len(pieces))), tuple(pieces)), out)
-    writer.finished(FINISHED, Transcript(started=STARTED, choices=[ChoiceTranscript(pieces)]), out)
+    writer.tokens(0, said, 0, out)
+    writer.finished(FINISHED, Transcript(started=STARTED, choices=[said]), out)
     start, *tokens, done = [json.loads(event) for event in data_of(b"".join(out))]
     assert (start["seq_id"], start["prompt"], start["cached_tokens"]) == (seq_id, prompt, 6)
     assert tokens == [{"type": "token", "token": piece, "token_id": i} for i, piece in enumerate(pieces)]
@@ -80,12 +88,7 @@ def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, piec
 
 
 class ScriptedStream:
-    """What `relay` needs of a stream: batches, then an error or the end."""
-
-    request, worker = "r", "w1"
-
-    def ids_of(self, choice: int) -> tuple[int, ...]:
-        return ((5, 6), (7,))[choice]
+    """What a run needs of a stream: batches, then an error or the end."""
 
     def __init__(self, batches: Sequence[Any], *, endless: bool = False) -> None:
         self._batches = list(batches)
@@ -106,12 +109,6 @@ class ScriptedStream:
 
     async def cancel(self) -> None:
         self.cancelled.set()
-
-    async def __aenter__(self) -> ScriptedStream:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.cancel()
 
 
 class Wire:
@@ -134,26 +131,36 @@ class Wire:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def carry(wire: Wire, stream: ScriptedStream, keepalive_s: float = 60.0) -> Transcript:
+def run_of(stream: ScriptedStream, form: Form, wire: Wire, choices: int = 1) -> Run:
+    """What the request flow makes of a request, with `wire` as its only reader."""
+
+    async def prepare() -> Job:
+        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form, PlainTurn())
+
+    run = Run("t", "r", b"", False, prepare, lambda generation, before: stream)
+    run.readers.add(wire.exchange)
+    return run
+
+
+async def carry(
+    wire: Wire,
+    stream: ScriptedStream,
+    form: Form | None = None,
+    at: Position = START,
+    keepalive_s: float = 60.0,
+    n: int = 1,
+) -> Run:
     """As a route and the application around it do."""
-    transcript = Transcript()
-    writer = NativeEvents("r", "s", "p")
+    run = run_of(stream, form or NativeForm("r", "s", "p"), wire, n)
     try:
-        await relay(
-            wire.exchange,
-            stream,  # type: ignore[arg-type]
-            writer,
-            transcript,
-            keepalive_s=keepalive_s,
-            on_tokens=lambda count: None,
-        )
+        last = await relay(wire.exchange, run, at, keepalive_s=keepalive_s, on_tokens=lambda count: None)
         assert not wire.exchange.ended  # so that a commit may still fail
-        await complete(wire.exchange, writer, transcript)
+        await complete(wire.exchange, run.transcript, last)
     except KvfleetError as error:
         if not wire.exchange.gone:
             await wire.exchange.refuse(error)
         raise
-    return transcript
+    return run
 
 
 def tokens(index: int, *pieces: str) -> Tokens:
@@ -163,9 +170,9 @@ def tokens(index: int, *pieces: str) -> Tokens:
 async def test_everything_that_was_read_is_one_send() -> None:
     wire = Wire()
     stream = ScriptedStream([[STARTED], [tokens(0, "a"), tokens(1, "b", "c")], [tokens(3, "d"), FINISHED]])
-    transcript = await carry(wire, stream)
+    transcript = (await carry(wire, stream)).transcript
     assert transcript.text == "abcd"
-    assert transcript.ids == (5, 6)
+    assert transcript.ids == (0, 1, 2, 3)
     assert len(wire.sent) == 1 + 3  # head, and one send per read
     assert [message.get("more_body") for message in wire.sent[1:]] == [True, True, False]
     assert (b"x-kvfleet-cached-tokens", b"6") in wire.sent[0]["headers"]
@@ -226,18 +233,12 @@ ENDS = [ChoiceFinished("r", 0, 1, FinishReason.LENGTH, 1), ChoiceFinished("r", 0
 BATCHES = [[STARTED, of(0, 0, "a")], [of(1, 0, "x"), ENDS[0]], [of(0, 1, "b"), ENDS[1], FINISHED]]
 
 
-def two_choices() -> Transcript:
-    return Transcript(choices=[ChoiceTranscript(), ChoiceTranscript()])
-
-
 async def chunks_of(*, chat: bool, spelling: TokenSpelling | None = None) -> list[Any]:
-    wire, transcript = Wire(), two_choices()
-    writer = OpenAiEvents(AnswerHead("r", "m", 5, "fp", chat, 2, spelling), include_usage=True)
-    stream: Any = ScriptedStream(BATCHES)
-    await relay(wire.exchange, stream, writer, transcript, keepalive_s=60.0, on_tokens=lambda count: None)
-    await complete(wire.exchange, writer, transcript)
+    wire = Wire()
+    form = OpenAiForm(AnswerHead("r", "m", 5, "fp", chat, 2, spelling), include_usage=True)
+    transcript = (await carry(wire, ScriptedStream(BATCHES), form, n=2)).transcript
     assert [choice.text for choice in transcript.choices] == ["ab", "x"]
-    assert [choice.ids for choice in transcript.choices] == [(5, 6), (7,)]
+    assert [choice.ids for choice in transcript.choices] == [[0, 1], [0]]
     *events, done = data_of(wire.body)
     assert done == "[DONE]"
     return [json.loads(event) for event in events]
@@ -271,11 +272,11 @@ async def test_every_scored_token_is_a_chunk_with_its_logprobs() -> None:
 
 
 async def test_a_whole_answer_has_all_choices_and_their_logprobs() -> None:
-    wire, transcript = Wire(), two_choices()
-    stream: Any = ScriptedStream(BATCHES)
-    await gather(wire.exchange, stream, transcript, on_tokens=lambda count: None)
+    wire = Wire()
     head = AnswerHead("r", "m", 5, "fp", True, 2, demo_tokenizer().spelling)
-    first, second = json.loads(answer_body(head, transcript))["choices"]
+    run = run_of(ScriptedStream(BATCHES), OpenAiForm(head, False), wire, 2)
+    await gather(wire.exchange, run, on_tokens=lambda count: None)
+    first, second = json.loads(answer_body(head, run.transcript))["choices"]
     assert (first["index"], first["message"]["content"], first["finish_reason"]) == (0, "ab", "stop")
     assert (second["index"], second["message"]["content"], second["finish_reason"]) == (1, "x", "length")
     assert [one["logprob"] for one in first["logprobs"]["content"]] == [-1.0, -2.0]
@@ -285,8 +286,9 @@ async def test_a_whole_answer_has_all_choices_and_their_logprobs() -> None:
 def test_a_native_event_has_the_logprobs_of_its_token() -> None:
     spelling = demo_tokenizer().spelling
     out: list[bytes] = []
-    NativeEvents("r", "s", "p", spelling).tokens(of(0, 5, "a"), out)
-    NativeEvents("r", "s", "p").tokens(of(0, 5, "a"), out)
+    said = ChoiceTranscript(["", "a"], [4, 5], [*of(0, 4, "", "a").logprobs])
+    NativeForm("r", "s", "p", spelling).writer().tokens(0, said, 1, out)
+    NativeForm("r", "s", "p").writer().tokens(0, said, 1, out)
     scored, plain = [json.loads(event) for event in data_of(b"".join(out))]
     assert plain == {"type": "token", "token": "a", "token_id": 5}
     assert scored == plain | {

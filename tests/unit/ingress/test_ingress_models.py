@@ -124,12 +124,16 @@ def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
 def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
     assert stats_report(FleetView())["rates"]["restore_bytes_per_s"] == {}
     view = view_of(record("a"), record("b"), record("c"))
-    for worker, rates in (("a", Rates(10.0, 2.0, 4.0, {"host": 3.0, "vault": 1.0})), ("b", Rates(5.0, 1.0, 1.0))):
+    for worker, rates in (
+        ("a", Rates(10.0, 2.0, 4.0, {"host": 3.0, "vault": 1.0})),
+        ("b", Rates(5.0, 1.0, 1.0, step_s=0.25)),
+    ):
         view.on_heartbeat(Heartbeat(worker, "e", State.READY, rates=rates), 1.0)
-    view.on_heartbeat(Heartbeat("c", "e", State.READY, rates=Rates(restore_bytes_per_s={"host": 4.0})), 1.0)
+    view.on_heartbeat(Heartbeat("c", "e", State.READY, rates=Rates(restore_bytes_per_s={"host": 4.0}, step_s=0.5)), 1.0)
     assert stats_report(view)["rates"] == {
         "prefill_tokens_per_s": 15.0,
         "decode_steps_per_s": 3.0,
         "decode_tokens_per_s": 5.0,
         "restore_bytes_per_s": {"host": 7.0, "vault": 1.0},
+        "step_s": 0.5,
     }

@@ -333,13 +333,13 @@ BUNDLE = Bundle("m", "{}", None, None, None, (1, 2), 100, 10, default_temperatur
 
 def plan(ask: SamplingAsk, prompt_tokens: int = 40, default: int = 8) -> Sampling:
     return plan_sampling(
-        ask, BUNDLE, prompt_tokens=prompt_tokens, field="prompt", default_max_tokens=default, seed=5
+        ask, BUNDLE, prompt_tokens=prompt_tokens, field="prompt", default_max_tokens=default
     )  # fmt: skip
 
 
 def test_sampling_takes_the_models_defaults_and_the_room_that_is_left() -> None:
     left = plan(SamplingAsk(), default=1024)
-    assert (left.temperature, left.top_p, left.top_k, left.max_tokens, left.seed) == (0.7, 1.0, 40, 60, 5)
+    assert (left.temperature, left.top_p, left.top_k, left.max_tokens, left.seed) == (0.7, 1.0, 40, 60, None)
     said = SamplingAsk(max_tokens=60, temperature=0.0, top_k=0, seed=9, ignore_eos=True)
     sampling = plan(said)
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.0, 0, 60, 9)
@@ -351,7 +351,7 @@ def test_sampling_takes_the_models_defaults_and_the_room_that_is_left() -> None:
 def test_what_was_asked_reaches_the_request() -> None:
     ask = read_chat(chat(**NEW_FIELDS, logprobs=True)).sampling
     assert plan(ask) == Sampling(
-        max_tokens=8, temperature=0.7, top_k=40, seed=5, n=3, min_p=0.1, presence_penalty=-2.0, frequency_penalty=1.5,
+        max_tokens=8, temperature=0.7, top_k=40, n=3, min_p=0.1, presence_penalty=-2.0, frequency_penalty=1.5,
         repetition_penalty=1.1, logit_bias={5: -100.0, 7: 2.5}, logprobs=0, min_tokens=4, overflow=Overflow.SLIDING,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -22,10 +23,21 @@ from kvproto.errors import (
 )
 from kvproto.messages import SessionHead, Turn
 from services.ingress.config import SessionLimits
-from services.ingress.session_index import SessionIndex, SessionTable, new_seq_id
-from services.ingress.sessions import CHUNK_IDS, Session, Sessions, is_busy, is_expired
+from services.ingress.session_index import SessionIndex, SessionTable, auto_seq_id
+from services.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_busy, is_expired
 
 LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15)
+
+
+@contextlib.asynccontextmanager
+async def locked(sessions: Sessions, session: Session, model: str, request: str) -> AsyncIterator[OpenTurn]:
+    """A locked turn, abandoned on the way out unless it was committed."""
+    turn = await sessions.lock(session, model, request)
+    try:
+        yield turn
+    finally:
+        if not turn.ended:
+            await sessions.abandon(turn)
 
 
 class Rig:
@@ -45,7 +57,7 @@ class Rig:
     async def turn(self, sessions: Sessions, ids: tuple[int, ...], seq_id: str = "s") -> Session:
         """One whole turn that appends `ids`."""
         session = await sessions.read("t", seq_id)
-        async with sessions.turn(session, "m", f"r{self.bucket.sequence}") as turn:
+        async with locked(sessions, session, "m", f"r{self.bucket.sequence}") as turn:
             await sessions.commit(turn, "m", session.ids + ids, "w1")
         return await sessions.read("t", seq_id)
 
@@ -87,7 +99,7 @@ async def test_one_turn_at_a_time(rig: Rig) -> None:
     await rig.turn(rig.one, (1,))
     session = await rig.one.read("t", "s")
     stale = await rig.two.read("t", "s")
-    async with rig.one.turn(session, "m", "r1") as turn:
+    async with locked(rig.one, session, "m", "r1") as turn:
         with pytest.raises(SessionBusy):  # read before the first began
             await rig.two.lock(stale, "m", "r2")
         with pytest.raises(SessionBusy):
@@ -105,10 +117,11 @@ async def test_a_turn_that_fails_leaves_the_session_as_it_was(rig: Rig, known: b
         await rig.turn(rig.one, (1, 2))
     before = await rig.one.read("t", "s")
     with pytest.raises(KvfleetError):
-        async with rig.one.turn(before, "m", "r"):
+        async with locked(rig.one, before, "m", "r"):
             raise KvfleetError("the worker is lost")
     after = await rig.one.read("t", "s")
-    assert (after.head, after.ids) == (before.head, before.ids)
+    left = before.head and replace(before.head, left_request="r")  # so that it alone may still go on
+    assert (after.head, after.ids) == (left, before.ids)
     assert not rig.one.is_busy(after)
 
 
@@ -135,7 +148,7 @@ async def test_an_ingress_that_comes_back_overwrites_nothing(rig: Rig) -> None:
     held = await rig.one.lock(await rig.one.read("t", "s"), "m", "r1")
     rig.now_ms += 60_000
     session = await rig.two.read("t", "s")
-    async with rig.two.turn(session, "m", "r2") as turn:
+    async with locked(rig.two, session, "m", "r2") as turn:
         with pytest.raises(SessionBusy):
             await rig.one.commit(held, "m", (1, 2, 66, 66), "zombie")  # writes its chunk, then loses at the head
         await rig.two.commit(turn, "m", (1, 2, 3), "w")
@@ -150,7 +163,7 @@ async def test_an_ingress_that_comes_back_overwrites_nothing(rig: Rig) -> None:
 async def test_a_history_that_is_replaced_leaves_no_old_chunks(rig: Rig) -> None:
     await rig.turn(rig.one, tuple(range(2 * CHUNK_IDS)))
     session = await rig.one.read("t", "s")
-    async with rig.one.turn(session, "m", "r") as turn:
+    async with locked(rig.one, session, "m", "r") as turn:
         await rig.one.commit(turn, "other-model", (9, 8), "w")
     session = await rig.one.read("t", "s")
     assert session.ids == (9, 8)
@@ -163,7 +176,7 @@ async def test_without_nats_a_turn_fails_and_is_not_half_committed(rig: Rig) -> 
     await rig.turn(rig.one, (1,))
     session = await rig.one.read("t", "s")
     with contextlib.suppress(Unavailable):
-        async with rig.one.turn(session, "m", "r") as turn:
+        async with locked(rig.one, session, "m", "r") as turn:
             rig.bucket.away = True
             await rig.one.commit(turn, "m", (1, 2), "w")
     rig.bucket.away = False
@@ -248,7 +261,7 @@ async def test_a_tenant_keeps_to_its_number_and_unnamed_sessions_give_way(rig: R
     async with indexed(rig) as index:
         for seq_id in ("a", "b"):
             await rig.turn(rig.one, (1,), seq_id)
-        unnamed = new_seq_id()
+        unnamed = auto_seq_id("r")
         await rig.turn(rig.one, (1,), unnamed)
         await settle()
         await asyncio.gather(index.admit("t"), index.admit("t"))
@@ -293,7 +306,7 @@ async def test_a_write_that_was_delivered_after_all_is_our_own(
     for end in ("renew", "commit", "abandon"):
         session = await rig.one.read("t", "s")
         async with contextlib.AsyncExitStack() as stack:
-            turn = await stack.enter_async_context(rig.one.turn(session, "m", f"r-{end}"))
+            turn = await stack.enter_async_context(locked(rig.one, session, "m", f"r-{end}"))
             monkeypatch.setattr(rig.bucket, "update", delivered_unheard)
             await rig.one.renew()
             monkeypatch.setattr(rig.bucket, "update", real)
@@ -304,3 +317,44 @@ async def test_a_write_that_was_delivered_after_all_is_our_own(
         after = await rig.one.read("t", "s")
         assert not rig.one.is_busy(after), end
         assert after.ids == (session.ids if end == "abandon" else (*session.ids, 7)), end
+
+
+# ---------------------------------------------------------------------------------------------- repeats
+
+
+async def test_the_same_request_at_another_ingress_takes_its_turn_over_and_one_of_them_commits(rig: Rig) -> None:
+    await rig.turn(rig.one, (1, 2))
+    for first_commits in (True, False):
+        session = await rig.one.read("t", "s")
+        one = await rig.one.lock(session, "m", f"r-{first_commits}")
+        with pytest.raises(SessionBusy):
+            await rig.two.lock(await rig.two.read("t", "s"), "m", "another")
+        two = await rig.two.lock(await rig.two.read("t", "s"), "m", f"r-{first_commits}")
+        await rig.one.renew()  # lost to the other: noticed, not taken back
+        ids = (*session.ids, 3)
+        for ingress, turn in [(rig.one, one), (rig.two, two)][:: 1 if first_commits else -1]:
+            await ingress.commit(turn, "m", ids, "w", start=len(session.ids))
+        after = await rig.two.read("t", "s")
+        assert after.ids == ids
+        assert after.head is not None
+        assert session.head is not None
+        assert after.head.turns == session.head.turns + 1, "committed once"
+        assert after.is_last(f"r-{first_commits}")
+        assert after.before_last().ids == session.ids
+    assert rig.one.running == rig.two.running == 0
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_who_lets_go_of_a_turn_that_was_taken_over_leaves_it(rig: Rig, known: bool) -> None:
+    if known:
+        await rig.turn(rig.one, (1, 2))
+    one = await rig.one.lock(before := await rig.one.read("t", "s"), "m", "r")
+    two = await rig.two.lock(await rig.two.read("t", "s"), "m", "r")
+    await rig.one.abandon(one)
+    assert rig.one.is_busy(await rig.one.read("t", "s"))
+    await rig.two.abandon(two)
+    after = await rig.one.read("t", "s")
+    assert (after.ids, after.head is None) == (before.ids, before.head is None)
+    assert not after.has_moved_on("r")
+    await rig.turn(rig.two, (9,))
+    assert (await rig.one.read("t", "s")).has_moved_on("r")

@@ -1,0 +1,121 @@
+"""Ids of a stream's events: where a client is that has read so far, so that it can say so when it comes back. Pure.
+
+    <request id>:<position>
+
+    start           before the first event
+    12              one choice, of which 12 tokens are with the client
+    5.3e.0          three choices, of which 5, 3 and 0; the second one's end as well
+    5.3             two of three choices have begun (a chat's choices begin one by one)
+    end, end.1      the first, the second event of what follows the last token
+
+A position counts what is with the client and nothing else: how tokens were cut into events or reads does not show in
+it, so any ingress can go on from it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvproto.errors import InvalidRequest
+
+LAST_EVENT_ID = "Last-Event-ID"
+_EVERYTHING = 2**62  # more tokens than any choice has
+_EVENT_ID = re.compile(
+    r"(?P<request>[a-z2-7]{26}):(?:start|end(?:\.(?P<end>\d))?|(?P<counts>\d{1,8}e?(?:\.\d{1,8}e?){0,127}))\Z", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """`counts` are tokens of each choice that has begun; `end` how many events after the last token are there too."""
+
+    counts: tuple[int, ...] = ()
+    ended: frozenset[int] = frozenset()
+    end: int = 0
+
+
+START = Position()
+
+
+def read_event_id(text: str) -> tuple[str, Position]:
+    """Request id and position. Raises InvalidRequest for what is no id of ours."""
+    match = _EVENT_ID.match(text)
+    if match is None:
+        raise InvalidRequest(f"is no event id of this server: {text[:80]!r}", field=LAST_EVENT_ID)
+    if match["counts"] is not None:
+        parts = match["counts"].split(".")
+        ended = frozenset(at for at, part in enumerate(parts) if part.endswith("e"))
+        position = Position(tuple(int(part.rstrip("e")) for part in parts), ended)
+    elif text.endswith(":start"):
+        position = START
+    else:
+        position = Position(end=int(match["end"] or 0) + 1)
+    return match["request"], position
+
+
+def check_choices(at: Position, choices: int) -> None:
+    """Raises InvalidRequest for a position that no stream with so many choices has."""
+    if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
+        raise InvalidRequest(f"is no position of a stream with n = {choices}", field=LAST_EVENT_ID)
+
+
+class EventIds:
+    """Where one reader is, and the `id:` lines of the events it gets. Owned by that reader's writer.
+
+    `counts` and `ended` are changed by whoever writes events; `begun` choices have had their first event.
+    """
+
+    __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "skipped_ends")
+
+    def __init__(self, request: str, choices: int, at: Position = START, *, announced: bool = True) -> None:
+        """`announced`: a choice begins with an event of its own, before its first token."""
+        check_choices(at, choices)
+        self._prefix = b"id: %b:" % request.encode()
+        self._ends = 0
+        self.skipped_ends = at.end
+        if at.end:
+            self.begun, self.counts, self.ended = choices, [_EVERYTHING] * choices, set(range(choices))
+        else:
+            self.begun = len(at.counts) if announced else choices
+            self.counts = [*at.counts, *[0] * (choices - len(at.counts))]
+            self.ended = set(at.ended)
+
+    def begin(self) -> bytes:
+        """Of the event that announces the next choice."""
+        self.begun += 1
+        return self.here()
+
+    def around(self, choice: int) -> tuple[bytes, bytes]:
+        """What stands before and after the count in the id of this choice's tokens."""
+        parts = self._parts()
+        before = b"".join(part + b"." for part in parts[:choice])
+        after = b"".join(b"." + part for part in parts[choice + 1 :])
+        return self._prefix + before, after + b"\n"
+
+    def here(self) -> bytes:
+        """Of an event that brings nothing which counts."""
+        if self.skipped_ends:
+            return self._end(self.skipped_ends - 1)
+        return self._prefix + (b".".join(self._parts()) or b"start") + b"\n"
+
+    def next_end(self) -> bytes:
+        """Of the next event that follows the last token."""
+        self._ends += 1
+        return self._end(self._ends - 1)
+
+    def check_reached(self, totals: list[int]) -> None:
+        """Raises InvalidRequest when the reader claims to have more than there is of a finished stream."""
+        if not self.skipped_ends and any(count > total for count, total in zip(self.counts, totals, strict=True)):
+            raise past_the_end()
+
+    def _end(self, number: int) -> bytes:
+        return self._prefix + (b"end.%d\n" % number if number else b"end\n")
+
+    def _parts(self) -> list[bytes]:
+        counts = enumerate(self.counts[: self.begun])
+        return [b"%de" % count if at in self.ended else b"%d" % count for at, count in counts]
+
+
+def past_the_end() -> InvalidRequest:
+    return InvalidRequest("is a position past the end of this stream", field=LAST_EVENT_ID)

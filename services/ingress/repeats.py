@@ -1,0 +1,66 @@
+"""Which request this is: one that was begun before, if its headers say so, else a new one. Pure but for the drawn id.
+
+    Last-Event-ID: <request id>:<position>   a client whose connection broke goes on where it was
+    Idempotency-Key: <anything>              a client that may have to send its request again
+
+The request id follows from either alone, so that a repeat has the same one at every ingress of the fleet. What a repeat
+must have in common with the first request is its route and its body: `digest_of`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from kvproto.errors import InvalidRequest
+from kvproto.ids import base32, new_request_id
+from services.ingress.event_ids import LAST_EVENT_ID, START, Position, read_event_id
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY_CHARS = 255
+
+
+@dataclass(frozen=True, slots=True)
+class RequestName:
+    """`named`: the caller named it, so it may have been here before; `keyed`: by an Idempotency-Key."""
+
+    request: str
+    at: Position = START
+    named: bool = False
+    keyed: bool = False
+
+    @property
+    def header(self) -> str:
+        """What named it."""
+        return IDEMPOTENCY_KEY if self.keyed else LAST_EVENT_ID
+
+
+def name_request(tenant: str, last_event_id: str | None, idempotency_key: str | None) -> RequestName:
+    """From the two headers. Raises InvalidRequest naming the one that is wrong."""
+    keyed = request_of_key(tenant, idempotency_key) if idempotency_key is not None else None
+    if last_event_id:  # empty is what a client that has had no event says
+        request, at = read_event_id(last_event_id)
+        if keyed is not None and keyed != request:
+            raise InvalidRequest(f"is of another request than this {IDEMPOTENCY_KEY}", field=LAST_EVENT_ID)
+        return RequestName(request, at, named=True, keyed=keyed is not None)
+    if keyed is not None:
+        return RequestName(keyed, named=True, keyed=True)
+    return RequestName(new_request_id())
+
+
+def request_of_key(tenant: str, key: str) -> str:
+    """The request id that a tenant's key stands for. Raises InvalidRequest for what is no key."""
+    if len(key) >= 2 and key[0] == key[-1] == '"':  # a structured field's string
+        key = key[1:-1]
+    if not (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
+        raise InvalidRequest(f"must be 1 to {MAX_KEY_CHARS} printable ASCII characters", field=IDEMPOTENCY_KEY)
+    return base32(hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=16, person=b"kvf-idempotency").digest())
+
+
+def digest_of(route: str, body: dict[str, Any]) -> bytes:
+    """Equal for bodies that say the same, in whatever order."""
+    said = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(route.encode() + b"\0" + said, digest_size=16).digest()

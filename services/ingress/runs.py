@@ -1,0 +1,315 @@
+"""Loop: the requests of this process that run, or ended a short while ago, by tenant and request id.
+
+A run has readers: exchanges whose clients want what it brings. Whichever of them has nothing to write reads the stream
+for all (`step`), so that none waits for another's slow client, and a request without repeats needs no task but its own.
+
+    begun ──▶ driven ──Finished, committed──▶ finished ──▶ forgotten after `grace_s` (with a key: `replay_s`)
+                │  ▲ a client comes back: generation goes on after the tokens that are here
+                │  │
+                └─▶ parked: its last client left. The stream is cancelled, nothing runs for it ──▶ forgotten after grace
+
+One that fails is forgotten, unless trying again may help: then it is parked with what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvproto.client import Generation
+from kvproto.errors import Cancelled, KvfleetError, RequestMismatch
+from kvproto.messages import Continuation
+from kvproto.stream import Event
+from services.ingress.config import RunLimits
+from services.ingress.event_writer import Form
+from services.ingress.repeats import RequestName
+from services.ingress.transcript import Transcript
+
+SWEEP_PERIOD_S = 5.0
+PROMPT_TOKEN_BYTES = 40
+
+
+class Stream(Protocol):
+    """The part of `kvproto.Stream` that is needed here."""
+
+    async def read(self) -> list[Event]: ...
+    async def cancel(self) -> None: ...
+
+
+class Turn(Protocol):
+    """What a request holds while it runs, and what is kept when it has ended."""
+
+    async def open(self) -> None:
+        """Before the stream starts, each time. Raises KvfleetError."""
+
+    async def commit(self, transcript: Transcript) -> None:
+        """The stream has finished. Raises KvfleetError."""
+
+    async def let_go(self) -> None:
+        """The stream was cut. Never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that was read and tokenised: all that is left is to run it. `form` is how its answer is written."""
+
+    generation: Generation
+    form: Form
+    turn: Turn
+
+
+Prepare = Callable[[], Awaitable[Job]]
+Start = Callable[[Generation, Sequence[Continuation]], Stream]
+
+
+class Run:
+    """One request and what it has brought. Owned by the event loop; changed by whichever reader is in `step`.
+
+    `over`: nothing more will come to its present readers: it has finished, or failed with `error`.
+    """
+
+    def __init__(self, tenant: str, request: str, digest: bytes, keyed: bool, prepare: Prepare, start: Start) -> None:
+        self.tenant = tenant
+        self.request = request
+        self.digest = digest
+        self.keyed = keyed
+        self.form: Form | None = None  # once it was prepared
+        self.transcript = Transcript()
+        self.error: KvfleetError | None = None
+        self.finished = False
+        self.busy = False  # somebody is in `step`
+        self.readers: set[object] = set()
+        self.starts = 0
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self._prepare = prepare
+        self._start = start
+        self._job: Job | None = None  # while it may have to go on
+        self._stream: Stream | None = None
+        self._abandoned = False
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def over(self) -> bool:
+        return self.finished or self.error is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        prompt = len(self._job.generation.prompt_ids) if self._job is not None else 0
+        return self.transcript.size + PROMPT_TOKEN_BYTES * prompt
+
+    async def changed(self) -> None:
+        """Until something has: tokens, the end, nobody in `step` any more, a reader gone."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def step(self) -> int:
+        """Get on by one read of the stream, having prepared and started it; an end is committed before anybody learns
+        of it.
+
+        Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`.
+        """
+        assert not self.busy
+        self.busy = True
+        count = 0
+        try:
+            job = self._job
+            if job is None:
+                await self._read_job()
+                return 0
+            if self._stream is None:
+                await self._begin(job)
+            if self._stream is not None:
+                count = self.transcript.take(await self._stream.read())
+                if self._abandoned and self.transcript.finished is None:
+                    raise Cancelled("the client left")  # what was buffered may come after the cancellation
+            if count:
+                self.last_token_at = asyncio.get_running_loop().time()
+                if self.first_token_at is None:
+                    self.first_token_at = self.last_token_at
+            if self.transcript.finished is not None:
+                await job.turn.commit(self.transcript)
+                self.finished = True
+                self._job = self._stream = None
+        except KvfleetError as error:
+            if not self._abandoned or self.transcript.finished is not None:
+                self.error = error  # else it is the cancellation that `leave` asked for
+            await self._let_go()
+        except BaseException:
+            self.error = KvfleetError("internal error")
+            await self._let_go()
+            raise
+        finally:
+            self.busy = False
+            self.wake()
+        return count
+
+    async def leave(self, reader: object) -> None:
+        """A client has left. After the last one nothing runs for it any more. Does nothing when called again."""
+        if reader not in self.readers:
+            return
+        self.readers.discard(reader)
+        if not self.readers and not self.over:
+            self._abandoned = True
+            if self.busy:
+                if self._stream is not None:
+                    await self._stream.cancel()  # whoever reads it lets go of the rest
+            else:
+                self.busy = True
+                try:
+                    await self._let_go()
+                finally:
+                    self.busy = False
+        self.wake()
+
+    async def _read_job(self) -> None:
+        self._job = job = await self._prepare()
+        self.form = job.form
+        self.transcript = Transcript.of(job.generation.sampling.n)
+
+    async def _begin(self, job: Job) -> None:
+        await job.turn.open()
+        if not self.readers:
+            self._abandoned = True
+            raise Cancelled("the client left")
+        if self.transcript.finished is None:  # else only its commit is missing
+            self.starts += 1
+            self._stream = self._start(job.generation, self.transcript.continuations())
+
+    async def _let_go(self) -> None:
+        """Nothing runs for it at any worker, and its turn is free."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.cancel()
+        if self._job is not None:
+            await self._job.turn.let_go()
+        self._abandoned = False
+
+    def resumed(self) -> Run:
+        """What a failed run is for those who try again: the same, with what it has brought and no reader."""
+        run = Run(self.tenant, self.request, self.digest, self.keyed, self._prepare, self._start)
+        run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
+        return run
+
+
+class Runs:
+    """The table of runs. Owned by the event loop."""
+
+    def __init__(self, limits: RunLimits, now: Callable[[], float]) -> None:
+        self._limits = limits
+        self._now = now
+        self._runs: dict[str, Run] = {}  # by request id: no two tenants have one at the same time
+        self._ended: tuple[OrderedDict[str, float], OrderedDict[str, float]] = (OrderedDict(), OrderedDict())
+        self.kept_bytes = 0
+        self.attached_total = 0
+        self.resumed_total = 0
+        self.replayed_total = 0
+
+    @property
+    def kept(self) -> int:
+        """Runs that have ended or are parked."""
+        return sum(map(len, self._ended))
+
+    def is_foreign(self, tenant: str, request: str) -> bool:
+        """Whether the id is another tenant's here, which nobody may learn."""
+        run = self._runs.get(request)
+        return run is not None and run.tenant != tenant
+
+    def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
+        """The run that this is a repeat of. Raises RequestMismatch when it is not quite one."""
+        self.sweep()
+        run = self._runs.get(name.request)
+        if run is None or run.tenant != tenant:
+            return None
+        if run.digest != digest:
+            raise RequestMismatch("was used for another request: route and body must be the same", field=name.header)
+        return run if run.error is None else self._renew(run)
+
+    def add(self, run: Run) -> None:
+        assert run.request not in self._runs
+        self._runs[run.request] = run
+
+    def attach(self, run: Run, reader: object) -> None:
+        """One more reader. `Run.over` says whether it only gets what is there already."""
+        if run.finished:
+            self.replayed_total += 1
+        elif run.readers:
+            self.attached_total += 1
+        elif run.form is not None:
+            self.resumed_total += 1
+            self._revive(run)
+        run.readers.add(reader)
+
+    async def detach(self, run: Run, reader: object) -> None:
+        """A reader has gone, whatever way: its client left, or it has all there is."""
+        await run.leave(reader)
+        while run.busy and not run.readers:  # somebody who left before lets go of the rest
+            await run.changed()
+        if run.readers or self._runs.get(run.request) is not run or self._is_ended(run):
+            return
+        if run.form is None:
+            del self._runs[run.request]
+        elif run.error is None:
+            self._keep(run)
+        elif (renewed := self._renew(run)) is not None:
+            self._keep(renewed)
+
+    def sweep(self) -> None:
+        """Forget what is too old, and the oldest of what is too much."""
+        now = self._now()
+        for queue, keep_s in zip(self._ended, (self._limits.grace_s, self._limits.replay_s), strict=True):
+            while queue and now - next(iter(queue.values())) > keep_s:
+                self._forget(queue)
+        while self.kept_bytes > self._limits.bytes:
+            self._forget(min((queue for queue in self._ended if queue), key=lambda queue: next(iter(queue.values()))))
+
+    async def run(self) -> None:
+        """Sweep, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            self.sweep()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the table does not add up."""
+        ended = {*self._ended[0], *self._ended[1]}
+        assert len(ended) == self.kept
+        assert self.kept_bytes == sum(self._runs[request].size for request in ended)
+        for request, run in self._runs.items():
+            assert run.readers or request in ended, request
+            assert run.finished or not run.readers or request not in ended, request
+
+    def _is_ended(self, run: Run) -> bool:
+        return run.request in self._ended[run.keyed]
+
+    def _keep(self, run: Run) -> None:
+        self._ended[run.keyed][run.request] = self._now()
+        self.kept_bytes += run.size
+        self.sweep()
+
+    def _revive(self, run: Run) -> None:
+        if self._ended[run.keyed].pop(run.request, None) is not None:
+            self.kept_bytes -= run.size
+
+    def _renew(self, run: Run) -> Run | None:
+        """In place of a run that failed: one that goes on where it did, or none where that is of no use."""
+        del self._runs[run.request]
+        if run.form is None or run.error is None or not run.error.retryable:
+            return None
+        self._runs[run.request] = renewed = run.resumed()
+        return renewed
+
+    def _forget(self, queue: OrderedDict[str, float]) -> None:
+        request, _ = queue.popitem(last=False)
+        self.kept_bytes -= self._runs.pop(request).size

@@ -1,0 +1,99 @@
+"""What one request has brought so far, choice by choice: the log that its readers, now and later, read. Pure.
+
+It only grows. Whoever goes on with the request after a cut goes on from it: `continuations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, TokenLogprobs, Tokens
+from kvproto.stream import Event
+
+BASE_BYTES = 2048
+TOKEN_BYTES = 128  # a short string, an int and their places in two lists
+LOGPROBS_BYTES = 256
+ALTERNATIVE_BYTES = 64
+
+
+@dataclass(slots=True)
+class ChoiceTranscript:
+    """What one choice has brought: a piece of text for each id, and its log probabilities where they were asked for."""
+
+    pieces: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether every token has its log probabilities: none has from a worker of an older version."""
+        return len(self.logprobs) == len(self.ids)
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What one request has brought. `ends` are those of its choices, in their order, where there are several."""
+
+    choices: list[ChoiceTranscript] = field(default_factory=lambda: [ChoiceTranscript()])
+    started: Started | None = None
+    finished: Finished | None = None
+    ends: list[ChoiceFinished] = field(default_factory=list)
+    size: int = BASE_BYTES  # bytes of memory, about
+
+    @classmethod
+    def of(cls, choices: int) -> Transcript:
+        return cls([ChoiceTranscript() for _ in range(choices)])
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of the first choice: it is the one that a conversation goes on with."""
+        return tuple(self.choices[0].ids)
+
+    @property
+    def totals(self) -> list[int]:
+        return [len(choice.ids) for choice in self.choices]
+
+    def take(self, batch: Iterable[Event]) -> int:
+        """Append events; returns how many tokens they brought. A later attempt's `Started` says nothing new."""
+        count = 0
+        for event in batch:
+            if type(event) is Tokens:
+                said = self.choices[event.choice]
+                said.ids.extend(event.ids)
+                said.pieces.extend(event.text)
+                count += len(event.ids)
+                if event.logprobs:
+                    said.logprobs.extend(event.logprobs)
+                    tops = len(event.logprobs[0].top_ids)
+                    self.size += len(event.ids) * (LOGPROBS_BYTES + ALTERNATIVE_BYTES * tops)
+            elif isinstance(event, Started):
+                if self.started is None:
+                    self.started = event
+            elif isinstance(event, ChoiceFinished):
+                if self.choices[event.choice].reason is None:
+                    self.choices[event.choice].reason = event.reason
+                    self.ends.append(event)
+            elif isinstance(event, Finished):
+                self.finished = event
+                self.choices[0].reason = event.reason
+        self.size += count * TOKEN_BYTES
+        return count
+
+    def continuations(self) -> tuple[Continuation, ...]:
+        """Where each choice goes on; none where nothing has come yet."""
+        if not any(choice.ids or choice.reason for choice in self.choices):
+            return ()
+        return tuple(
+            Continuation(tuple(choice.ids), sum(map(len, choice.pieces)), choice.reason) for choice in self.choices
+        )
