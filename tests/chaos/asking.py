@@ -25,6 +25,7 @@ Clock = Callable[[], float]
 
 PATIENCE_S = 40.0  # for a request to end
 REFUSED_S = 0.3  # before a refused one is tried again
+REFUSALS = ("no_responders", "no_workers", "unavailable", "draining", "limit_exceeded")
 
 
 async def ask_client(client: Client, case: Case, behaviour: Behaviour, exchange: Exchange, now: Clock) -> None:
@@ -119,8 +120,8 @@ class BareProducer:
     async def _read(
         self, frames: asyncio.Queue[dict[str, Any]], exchange: Exchange, behaviour: Behaviour, end: float
     ) -> bool:
-        """Whether it has ended; else it was refused, or nobody took it on."""
-        accepted = False
+        """Whether it has ended; else it was refused, or nobody took it on. Frames of an older attempt are nobody's."""
+        accepted, attempt = False, 0
         while True:
             left = end - self._now() if accepted else min(2.0, end - self._now())
             try:
@@ -130,9 +131,14 @@ class BareProducer:
                     exchange.refusals.append((self._now(), "silence"))
                 return accepted
             at, kind = self._now(), frame["type"]
-            if kind == "failed" and not accepted and (frame.get("retryable") or frame.get("code") == "no_responders"):
+            refused = kind == "failed" and frame["code"] in REFUSALS
+            if refused and not exchange.pieces:
                 exchange.refusals.append((at, frame["code"]))
+                exchange.accepted_at = None
                 return False
+            if frame.get("attempt", 0) < attempt:
+                continue
+            attempt = frame.get("attempt", 0)
             accepted = True
             if exchange.accepted_at is None:
                 exchange.accepted_at = at
@@ -140,7 +146,8 @@ class BareProducer:
                 exchange.workers.append((at, frame["worker"]))
             if self._take(frame, exchange, at):
                 await asyncio.sleep(0.2)  # for what must not come any more
-                exchange.after_end += frames.qsize()
+                while not frames.empty():
+                    exchange.after_end += frames.get_nowait().get("attempt", 0) >= attempt
                 return True
             await behaviour.pause()
 
@@ -148,6 +155,9 @@ class BareProducer:
     def _take(frame: dict[str, Any], exchange: Exchange, at: float) -> bool:
         kind = frame["type"]
         if kind == "tokens":
+            if frame["index"] == 0 and exchange.pieces:  # nobody had heard that the attempt before was accepted
+                exchange.pieces = [piece for piece in exchange.pieces if piece.choice != frame["choice"]]
+                exchange.logprobs.pop(frame["choice"], None)
             text = "".join(frame["text"])
             exchange.pieces.append(Piece(at, frame["choice"], text, tuple(frame["ids"]), frame["index"]))
             if frame.get("logprobs"):

@@ -15,11 +15,7 @@ from tests.chaos.history import Transport
 from tests.chaos.layout import FAKE, REAL, TENANTS
 
 VOCABULARY = 1000  # ids 10 ... of both models
-_WORDS = (
-    "the king and his men rode to the gate of the old town where a woman sold bread for silver but nobody had any so she "
-    "gave it away and said go home before night for the river will rise and take what the winter left of your fields "
-    "thou art a noble lord speak again good sir my heart is heavy what news from the north none but sorrow and rain"
-).split()
+_WORDS = ["the", "king", "and", "his", "men", "rode", "to", "the", "gate", "of", "the", "old", "town", "where", "a", "woman", "sold", "bread", "for", "silver", "but", "nobody", "had", "any", "so", "she", "gave", "it", "away", "and", "said", "go", "home", "before", "night", "for", "the", "river", "will", "rise", "and", "take", "what", "the", "winter", "left", "of", "your", "fields", "thou", "art", "a", "noble", "lord", "speak", "again", "good", "sir", "my", "heart", "is", "heavy", "what", "news", "from", "the", "north", "none", "but", "sorrow", "and", "rain"]
 
 
 @dataclass(frozen=True, slots=True)

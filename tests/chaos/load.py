@@ -19,7 +19,7 @@ from kvproto.subjects import PRODUCER_INBOX, inbox_prefix
 from tests.chaos.asking import BareProducer, ask_client
 from tests.chaos.behaviour import PLAIN, Behaviour
 from tests.chaos.cases import Case, canary
-from tests.chaos.fleet import Fleet, password_of
+from tests.chaos.fleet import Fleet
 from tests.chaos.history import Answer, Exchange, History, Transport
 from tests.chaos.http_asking import HttpClients
 from tests.chaos.layout import FAKE, REAL, TENANTS, Role

@@ -39,7 +39,7 @@ class Plan:
     seed: int
     duration_s: float
     faults: int
-    layout: Layout = Layout.of()
+    layout: Layout = field(default_factory=Layout.of)
     cases: tuple[int, int] = (16, 32)
     users: tuple[int, int] = (3, 9)
     kinds: tuple[Kind, ...] = ()
@@ -169,9 +169,8 @@ def main(argv: list[str] | None = None) -> int:
         say(f"logs in {folder}")
         outcome = asyncio.run(run(plan, folder))
     say(tell(outcome) if outcome.verdict.violations else "every promise kept")
-    say(
-        f"{dict(outcome.verdict.counts)} {outcome.history.counts} near ties {outcome.near_ties} in {outcome.took_s:.0f} s"
-    )
+    counts = {**outcome.verdict.counts, **outcome.history.counts, "near ties": outcome.near_ties}
+    say(f"{counts} in {outcome.took_s:.0f} s")
     return 1 if outcome.verdict.violations else 0
 
 
