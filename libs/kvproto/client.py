@@ -22,8 +22,8 @@ from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded
 from kvproto.explanations import Explanations
 from kvproto.fleet_view import Change, WorkerView
-from kvproto.generation import Counters, Generation, draw_seed
-from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, new_process_id, new_request_id
+from kvproto.generation import Counters, Generation, seed_of
+from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, is_token, new_process_id, new_request_id
 from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import AdminCommand, AdminRequest, Bundle, Continuation, Decision, Sampling
@@ -125,14 +125,20 @@ class Client:
 
     def generate(self, generation: Generation, before: Sequence[Continuation] = ()) -> Stream:
         """Start a request; with `before` one that goes on after what the caller has of each choice. Errors are raised
-        by the stream's reader."""
+        by the stream's reader.
+
+        One whose id another process has started is read along from its first token, or again if it has just ended.
+        """
         if bool(generation.prompt_ids) == (generation.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
         _check_text_and_ids(generation)
         _check_sampling(generation.sampling)
-        if generation.sampling.seed is None:  # kept in the request, so that a later attempt draws the same tokens
-            generation = replace(generation, sampling=replace(generation.sampling, seed=draw_seed()))
+        _check_before(before, generation.sampling.n)
         request = generation.request or new_request_id()
+        if not is_token(request):
+            raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
+        if generation.sampling.seed is None:  # kept in the request, so that a later attempt draws the same tokens
+            generation = replace(generation, sampling=replace(generation.sampling, seed=seed_of(request)))
         if request in self._streams:
             raise InvalidRequest("this request id is already running", field="request")
         self.subjects.place(generation.tenant, generation.model)  # refuses a tenant that is no subject token
@@ -231,6 +237,19 @@ def _check_sampling(sampling: Sampling) -> None:
     read_map(Sampling, to_map(sampling), "sampling")
 
 
+def _check_before(before: Sequence[Continuation], choices: int) -> None:
+    """Raises InvalidRequest."""
+    if before and len(before) != choices:
+        raise InvalidRequest(f"must be one of each of {choices} choices, got {len(before)}", field="before")
+    if choices == 1 and any(one.finished for one in before):
+        raise InvalidRequest("it has ended: there is nothing to go on with", field="before")
+    try:
+        for one in before:
+            pack_ids(one.output_ids)
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidRequest("ids must be integers within [0, 4294967295]", field="before") from None
+
+
 def _check_text_and_ids(generation: Generation) -> None:
     """What the wire cannot carry is the caller's mistake. Raises InvalidRequest naming the field."""
     try:
@@ -244,4 +263,4 @@ def _check_text_and_ids(generation: Generation) -> None:
             raise InvalidRequest("is no text: it has a lone surrogate", field=field) from None
 
 
-__all__ = ["Client", "Counters", "Generation", "draw_seed", "read_placement"]
+__all__ = ["Client", "Counters", "Generation", "read_placement", "seed_of"]

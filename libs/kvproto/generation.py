@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 from dataclasses import dataclass
 
 from kvproto.ids import DEFAULT_TENANT
@@ -25,7 +25,7 @@ class Generation:
     attempts: int = 8
     policy: str | None = None
     worker: str | None = None
-    request: str | None = None
+    request: str | None = None  # its id; one that runs, or ran a moment ago, is read along or again
     traceparent: str | None = None
     exact: bool = False  # nothing that was ever quantised is used, and nothing computed on such
     max_wait_s: float | None = None  # refuse it, with a time to retry, rather than have it wait longer for a start
@@ -42,6 +42,6 @@ class Counters:
     resends_total: int = 0
 
 
-def draw_seed() -> int:
-    """A seed for a request that names none: stored in the request, so that a later attempt draws the same tokens."""
-    return int.from_bytes(os.urandom(8), "little") >> 1
+def seed_of(request: str) -> int:
+    """The seed of a request that names none: whoever repeats it, from wherever, draws the same tokens."""
+    return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little") >> 1

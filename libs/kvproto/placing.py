@@ -49,8 +49,8 @@ class Placer:
     async def place(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
         """Ask placement; without an answer in 50 ms, the plain ring over this client's own view.
 
-        A fresh request with nobody to serve it fails at once; one that lost its worker, or that started in an outage,
-        waits for somebody to come (back).
+        A fresh request with nobody to serve it fails at once; one that has begun, or that started in an outage, waits
+        for somebody to come (back).
         """
         while True:
             if stream.closed:
@@ -60,7 +60,8 @@ class Placer:
             except ModelNotFound:
                 raise
             except KvfleetError as error:
-                waits = bool(trials.excluded) or not self.connection.is_connected or self.in_grace()
+                begun = bool(trials.excluded or stream.assembly.tokens)
+                waits = begun or not self.connection.is_connected or self.in_grace()
                 now = asyncio.get_running_loop().time()
                 if not (error.retryable and waits) or not trials.may_wait(now, RETRY_WAIT_S):
                     raise

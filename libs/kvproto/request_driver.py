@@ -72,6 +72,8 @@ class RequestDriver:
     async def run(self, stream: Stream, generation: Generation) -> None:
         """One request from placement to its terminal frame, over as many attempts as it takes."""
         trials = Trials(generation, self.now())
+        if stream.assembly.tokens:
+            trials.be_patient(self.now())
         try:
             await self._try(stream, generation, trials)
         except KvfleetError as error:
@@ -110,20 +112,19 @@ class RequestDriver:
 
     async def _attempt(self, stream: Stream, generation: Generation, placement: Placement, deadline: float) -> bool:
         """One worker, until its terminal frame; whether it moved. Raises what ended it otherwise; `retryable` says
-        whether to go on."""
-        attempt = stream.attempts
-        stream.attempts += 1
+        whether to go on.
+
+        Placement knows attempts of others at this request: an attempt that runs is read along with them, a new one has
+        a number of its own.
+        """
+        attempt = max(stream.attempts, placement.attempt)
+        stream.attempts = attempt + 1
         stream.begin(placement.worker, attempt)
         await self._ask_for(stream, generation, placement, deadline)
         await self._listen(stream, placement.worker, deadline)
         terminal = stream.assembly.terminal
         if isinstance(terminal, Failed):
-            error = from_code(
-                terminal.code, terminal.message, field=terminal.field, retry_after_s=terminal.retry_after_s
-            )
-            if terminal.retryable and not error.retryable:
-                error = Unavailable(terminal.message, field=terminal.field, retry_after_s=terminal.retry_after_s)
-            raise error
+            raise _ended_by(terminal, attached=placement.attached)
         return isinstance(terminal, Moved)
 
     async def _ask_for(self, stream: Stream, generation: Generation, placement: Placement, deadline: float) -> None:
@@ -259,6 +260,15 @@ class RequestDriver:
             self.subjects.worker_pause(worker),
             codec.encode(PauseRequest(stream.request, stream.assembly.attempt, paused)),
         )
+
+
+def _ended_by(failed: Failed, *, attached: bool) -> KvfleetError:
+    """What a failure means to this reader. Another one's cancel, or another one's deadline, is not its own."""
+    error = from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
+    anothers = isinstance(error, Cancelled) or (attached and isinstance(error, DeadlineExceeded))
+    if (failed.retryable or anothers) and not error.retryable:
+        return Unavailable(failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
+    return error
 
 
 def _has_begun(stream: Stream) -> bool:

@@ -26,15 +26,16 @@ class Trials:
         self._ended = 0
         self._last: tuple[str, KvfleetError] | None = None
 
-    def begun(self) -> None:
-        """It is older than this driver: tokens of it are with the caller."""
+    def be_patient(self, now: float) -> None:
+        """It has begun, and a worker is to be looked for from now on."""
         self._patience_s = max(self._patience_s, BEGUN_PATIENCE_S)
+        self._until = now + self._patience_s
 
     def moved(self, worker: str, now: float) -> bool:
         """An attempt was handed over. Whether to wait before the next: that worker had just moved it already."""
         again = self.excluded == [worker]
         self.excluded[:] = [worker]
-        self._be_patient(now)
+        self.be_patient(now)
         return again
 
     def failed(self, worker: str, error: KvfleetError, now: float, *, accepted: bool) -> bool:
@@ -46,7 +47,7 @@ class Trials:
         self._last = worker, error
         if accepted:
             self._accepted += 1
-            self._be_patient(now)
+            self.be_patient(now)
         if not error.retryable or self._accepted >= self._limit or not self.may_wait(now):
             raise error  # its reader gets what `told` makes of it
         if worker in self.excluded:
@@ -70,7 +71,3 @@ class Trials:
         tried = f"gave up after {attempts} in {now - self._began_at:.1f} s, the last at worker {worker}: {last.message}"
         text = tried if error is last else f"{error.message}; {tried}"
         return type(error)(text, field=error.field, retry_after_s=error.retry_after_s)
-
-    def _be_patient(self, now: float) -> None:
-        self.begun()
-        self._until = now + self._patience_s
