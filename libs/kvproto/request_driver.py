@@ -121,7 +121,8 @@ class RequestDriver:
             error = from_code(
                 terminal.code, terminal.message, field=terminal.field, retry_after_s=terminal.retry_after_s
             )
-            if terminal.retryable and not error.retryable:
+            left = isinstance(error, Cancelled)  # by its earlier readers: a repeat goes on with the next attempt
+            if (terminal.retryable or left) and not error.retryable:
                 error = Unavailable(terminal.message, field=terminal.field, retry_after_s=terminal.retry_after_s)
             raise error
         return isinstance(terminal, Moved)
