@@ -1,15 +1,24 @@
-"""Readers of one field of a JSON body. Pure. Every error names the field and the limit; `null` counts as absent."""
+"""Fields of a JSON body: how each is read, and its JSON Schema, in one object. Pure.
+
+Tables of fields are classes whose attributes they are: `openapi` describes what `read` takes, and nothing else can be
+read. Every error names the field and the limit; `null` counts as absent, so a schema allows it wherever a field may be.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
 
 import orjson
 
 from kvproto.errors import InvalidRequest
 
 Body = dict[str, Any]
+Schema = dict[str, Any]
+T = TypeVar("T")
+D = TypeVar("D")
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
 
@@ -34,54 +43,124 @@ def expected(what: str, value: object, field: str) -> InvalidRequest:
     return InvalidRequest(f"must be {what}, got {kind_of(value)}", field=field)
 
 
-def integer(body: Body, name: str, low: int, high: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is float and value.is_integer() and abs(value) < 2**63:
-        value = int(value)  # JSON knows one kind of number
-    if type(value) is not int:
-        raise expected("an integer", value, name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"must be within [{low}, {high}], got {value}", field=name)
-    return value
+@dataclass(frozen=True, slots=True)
+class Field(Generic[T]):
+    """`schema` is that of a value that is there; `read_value` raises InvalidRequest with the name it is given."""
+
+    name: str
+    schema: Schema
+    read_value: Callable[[Any, str], T]
+    required: bool = False
+
+    @overload
+    def read(self, body: Body) -> T | None: ...
+    @overload
+    def read(self, body: Body, default: D) -> T | D: ...
+    def read(self, body: Body, default: Any = None) -> Any:
+        """The field's value, `default` where it is absent. Raises InvalidRequest naming it."""
+        value = body.get(self.name)
+        if value is None:
+            if self.required:
+                raise InvalidRequest("missing", field=self.name)
+            return default
+        return self.read_value(value, self.name)
+
+    def need(self, body: Body) -> T:
+        """The value of one that is `required`."""
+        value = self.read(body)
+        assert value is not None
+        return value
 
 
-def number(body: Body, name: str, low: float, high: float) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) not in (int, float):
-        raise expected("a number", value, name)
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(f"must be within [{low:g}, {high:g}], got {value}", field=name)
-    return float(value)
+def fields_of(table: type) -> dict[str, Field[Any]]:
+    """The fields of a table and of those it extends, by name."""
+    members = (one for base in reversed(table.__mro__) for one in vars(base).values())
+    return {one.name: one for one in members if isinstance(one, Field)}
 
 
-def boolean(body: Body, name: str, default: bool) -> bool:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not bool:
-        raise expected("a boolean", value, name)
-    return value
+def object_schema(table: type) -> Schema:
+    """What a body of a table's fields looks like; unknown fields are ignored."""
+    known = fields_of(table)
+    return {
+        "type": "object",
+        "required": sorted(name for name, one in known.items() if one.required),
+        "properties": {
+            name: one.schema if one.required else {"anyOf": [one.schema, {"type": "null"}]}
+            for name, one in sorted(known.items())
+        },
+    }
 
 
-def text(body: Body, name: str, max_chars: int) -> str | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is not str:
-        raise expected("a string", value, name)
-    if len(value) > max_chars:
-        raise InvalidRequest(f"at most {max_chars} characters, got {len(value)}", field=name)
-    return value
+# ---------------------------------------------------------------------------------------------- kinds of fields
 
 
-def required_text(body: Body, name: str, max_chars: int) -> str:
-    value = text(body, name, max_chars)
-    if value is None:
-        raise InvalidRequest("missing", field=name)
-    if not value:
-        raise InvalidRequest("must not be empty", field=name)
-    return value
+def integer(name: str, low: int, high: int) -> Field[int]:
+    def read(value: Any, field: str) -> int:
+        if type(value) is float and value.is_integer() and abs(value) < 2**63:
+            value = int(value)  # JSON knows one kind of number
+        if type(value) is not int:
+            raise expected("an integer", value, field)
+        if not low <= value <= high:
+            raise InvalidRequest(f"must be within [{low}, {high}], got {value}", field=field)
+        return value
+
+    return Field(name, {"type": "integer", "minimum": low, "maximum": high}, read)
+
+
+def number(name: str, low: float, high: float) -> Field[float]:
+    def read(value: Any, field: str) -> float:
+        if type(value) not in (int, float):
+            raise expected("a number", value, field)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequest(f"must be within [{low:g}, {high:g}], got {value}", field=field)
+        return float(value)
+
+    return Field(name, {"type": "number", "minimum": low, "maximum": high}, read)
+
+
+def boolean(name: str) -> Field[bool]:
+    def read(value: Any, field: str) -> bool:
+        if type(value) is not bool:
+            raise expected("a boolean", value, field)
+        return value
+
+    return Field(name, {"type": "boolean"}, read)
+
+
+def text(name: str, max_chars: int, *, empty: bool = False, required: bool = False) -> Field[str]:
+    def read(value: Any, field: str) -> str:
+        if type(value) is not str:
+            raise expected("a string", value, field)
+        if len(value) > max_chars:
+            raise InvalidRequest(f"at most {max_chars} characters, got {len(value)}", field=field)
+        if not value and not empty:
+            raise InvalidRequest("must not be empty", field=field)
+        return value
+
+    schema = {"type": "string", "maxLength": max_chars, "minLength": 0 if empty else 1}
+    return Field(name, schema, read, required)
+
+
+class Unserved(Field[None]):
+    """A field that would change the answer and is not served: only what asks for nothing special is taken."""
+
+
+def unserved(name: str, *defaults: Any) -> Unserved:
+
+    def read(value: Any, field: str) -> None:
+        if not any(value == one and type(value) in _alike(one) for one in defaults):
+            raise InvalidRequest("not supported by this server", field=field)
+
+    return Unserved(name, {"enum": list(defaults)} if defaults else {"type": "null"}, read)
+
+
+def refuse_unserved(body: Body, table: type) -> None:
+    """Raises InvalidRequest naming the first field of a body that asks for what is not served."""
+    for one in fields_of(table).values():
+        if isinstance(one, Unserved):
+            one.read(body)
+
+
+def _alike(value: object) -> tuple[type, ...]:
+    """0 and 0.0 are one default, but False is not 0."""
+    return (int, float) if type(value) in (int, float) else (type(value),)

@@ -41,7 +41,8 @@ def stats_report(view: FleetView) -> dict[str, Any]:
     """Sums over the living workers, and the share of prompt tokens that were found cached."""
     alive = [one for one in view.workers.values() if one.dead_since is None]
     beats = [one.heartbeat for one in alive if one.heartbeat is not None]
-    load = {f.name: sum(getattr(beat.load, f.name) for beat in beats) for f in fields(Load) if f.name != "tiers"}
+    plain = (f.name for f in fields(Load) if f.name not in ("tiers", "priorities"))
+    load = {name: sum(getattr(beat.load, name) for beat in beats) for name in plain}
     rates = _sum_rates([beat.rates for beat in beats])
     prompt = load["prompt_tokens_total"]
     return {

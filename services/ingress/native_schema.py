@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, boolean, integer, required_text, text
-from services.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, read_seq_id
-from services.ingress.placement_ask import ANYWHERE, PlacementAsk, read_placement_ask
-from services.ingress.sampling_ask import SamplingAsk, read_sampling
+from services.ingress.fields import Body, Field, boolean, expected, integer, text
+from services.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, MAX_SEQ_ID_CHARS
+from services.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
+from services.ingress.sampling_ask import SamplingAsk, SamplingFields, read_sampling
 
 DEFAULT_MAX_TOKENS = 50
 MAX_PROMPT_CHARS = 8_388_608
@@ -26,21 +27,40 @@ class GenerateAsk:
     exact: bool = False
 
 
+def _read_n(value: Any, field: str) -> int:
+    if type(value) not in (int, float):
+        raise expected("an integer", value, field)
+    if value != 1:
+        raise InvalidRequest(f"must be 1: a session has one continuation, got {value}", field=field)
+    return 1
+
+
+class GenerateFields(SamplingFields, PlacementFields):
+    prompt = text("prompt", MAX_PROMPT_CHARS, required=True)
+    seq_id = text("seq_id", MAX_SEQ_ID_CHARS)
+    model_name = text("model_name", MAX_MODEL_CHARS, empty=True)
+    model = text("model", MAX_MODEL_CHARS, empty=True)
+    exact = boolean("exact")
+    logprobs = integer("logprobs", 0, MAX_CHAT_LOGPROBS)
+    n = Field("n", {"const": 1}, _read_n)
+
+
 def read_generate(body: Body) -> GenerateAsk:
     """Raises InvalidRequest naming the field."""
-    said = read_sampling(body, logprobs=integer(body, "logprobs", 0, MAX_CHAT_LOGPROBS))
-    if said.n != 1:
-        raise InvalidRequest(f"must be 1: a session has one continuation, got {said.n}", field="n")
+    fields = GenerateFields
+    fields.n.read(body)
+    said = read_sampling(body, logprobs=fields.logprobs.read(body))
+    names = fields.model_name.read(body), fields.model.read(body)
     return GenerateAsk(
-        prompt=required_text(body, "prompt", MAX_PROMPT_CHARS),
+        prompt=fields.prompt.need(body),
         sampling=replace(
             said,
             temperature=said.temperature if said.temperature is not None else 1.0,
             top_p=said.top_p if said.top_p is not None else 1.0,
             top_k=said.top_k if said.top_k is not None else 0,
         ),
-        seq_id=read_seq_id(body),
-        model=text(body, "model_name", MAX_MODEL_CHARS) or text(body, "model", MAX_MODEL_CHARS) or None,
+        seq_id=fields.seq_id.read(body),
+        model=names[0] or names[1] or None,
         placement=read_placement_ask(body),
-        exact=boolean(body, "exact", False),
+        exact=fields.exact.read(body, False),
     )

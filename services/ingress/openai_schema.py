@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, boolean, expected, integer, required_text, text
-from services.ingress.placement_ask import ANYWHERE, PlacementAsk, read_placement_ask
-from services.ingress.sampling_ask import MAX_CHOICES, SamplingAsk, read_sampling
+from services.ingress.fields import (
+    Body,
+    Field,
+    Schema,
+    boolean,
+    expected,
+    integer,
+    refuse_unserved,
+    text,
+    unserved,
+)
+from services.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
+from services.ingress.sampling_ask import MAX_CHOICES, MAX_TOKENS_LIMIT, SamplingAsk, SamplingFields, read_sampling
 
 MAX_MODEL_CHARS = 256
 MAX_SEQ_ID_CHARS = 1024
@@ -20,31 +30,7 @@ MAX_MESSAGES = 16_384
 MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 ROLES = ("system", "developer", "user", "assistant")
-
-# Field -> the values that ask for nothing special.
-_COMMON_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "default"),
-}
-_CHAT_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    **_COMMON_DEFAULTS,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "best_of": (1,),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-}
-_COMPLETION_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    **_COMMON_DEFAULTS,
-    "echo": (False,),
-    "suffix": ("",),
-}
+UNSERVED_IN_MESSAGES = ("tool_calls", "function_call", "audio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,98 +72,27 @@ class CompletionAsk:
     exact: bool = False
 
 
-def read_chat(body: Body) -> ChatAsk:
-    """Raises InvalidRequest naming the field."""
-    _refuse(body, _CHAT_DEFAULTS)
-    limit_field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    stream, include_usage = _read_stream(body)
-    return ChatAsk(
-        model=required_text(body, "model", MAX_MODEL_CHARS),
-        messages=_read_messages(body),
-        sampling=read_sampling(body, max_tokens_field=limit_field, logprobs=_read_chat_logprobs(body)),
-        stream=stream,
-        include_usage=include_usage,
-        seq_id=read_seq_id(body),
-        placement=read_placement_ask(body),
-        exact=boolean(body, "exact", False),
-    )
+# ---------------------------------------------------------------------------------------------- values
 
 
-def read_completion(body: Body) -> CompletionAsk:
-    """Raises InvalidRequest naming the field."""
-    _refuse(body, _COMPLETION_DEFAULTS)
-    stream, include_usage = _read_stream(body)
-    prompt, prompt_ids = _read_prompt(body)
-    sampling = read_sampling(body, logprobs=integer(body, "logprobs", 0, MAX_COMPLETION_LOGPROBS))
-    best_of = integer(body, "best_of", 1, MAX_CHOICES)
-    if best_of not in (None, 1, sampling.n):
-        raise InvalidRequest(f"only n, {sampling.n}, is supported by this server, got {best_of}", field="best_of")
-    return CompletionAsk(
-        model=required_text(body, "model", MAX_MODEL_CHARS),
-        prompt=prompt,
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        stream=stream,
-        include_usage=include_usage,
-        placement=read_placement_ask(body),
-        exact=boolean(body, "exact", False),
-    )
-
-
-def read_seq_id(body: Body) -> str | None:
-    value = text(body, "seq_id", MAX_SEQ_ID_CHARS)
-    if value == "":
-        raise InvalidRequest("must not be empty", field="seq_id")
-    return value
-
-
-def _refuse(body: Body, defaults: dict[str, tuple[Any, ...]]) -> None:
-    for name, allowed in defaults.items():
-        value = body.get(name)
-        if value is not None and not any(value == one and type(value) in _alike(one) for one in allowed):
-            raise InvalidRequest("not supported by this server", field=name)
-
-
-def _read_chat_logprobs(body: Body) -> int | None:
-    """Alternatives per token, 0 for the token's own log probability alone; None where none are asked for."""
-    wanted = boolean(body, "logprobs", False)
-    top = integer(body, "top_logprobs", 0, MAX_CHAT_LOGPROBS)
-    if top and not wanted:
-        raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    return (top or 0) if wanted else None
-
-
-def _alike(value: object) -> tuple[type, ...]:
-    """0 and 0.0 are one default, but False is not 0."""
-    return (int, float) if type(value) in (int, float) else (type(value),)
-
-
-def _read_stream(body: Body) -> tuple[bool, bool]:
-    stream = boolean(body, "stream", False)
-    options = body.get("stream_options")
-    if options is None:
-        return stream, False
-    if type(options) is not dict:
-        raise expected("an object", options, "stream_options")
-    if not stream:
-        raise InvalidRequest("only allowed when stream is true", field="stream_options")
-    include = options.get("include_usage")
+def _read_stream_options(value: Any, name: str) -> bool:
+    """Whether usage is wanted."""
+    if type(value) is not dict:
+        raise expected("an object", value, name)
+    include = value.get("include_usage")
     if include is not None and type(include) is not bool:
-        raise expected("a boolean", include, "stream_options.include_usage")
-    return stream, bool(include)
+        raise expected("a boolean", include, f"{name}.include_usage")
+    return bool(include)
 
 
-def _read_messages(body: Body) -> tuple[ChatMessage, ...]:
-    messages = body.get("messages")
-    if messages is None:
-        raise InvalidRequest("missing", field="messages")
+def _read_messages(messages: Any, name: str) -> tuple[ChatMessage, ...]:
     if type(messages) is not list:
-        raise expected("a list", messages, "messages")
+        raise expected("a list", messages, name)
     if not messages:
-        raise InvalidRequest("must hold at least 1 message", field="messages")
+        raise InvalidRequest("must hold at least 1 message", field=name)
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages, got {len(messages)}", field="messages")
-    return tuple(_read_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages, got {len(messages)}", field=name)
+    return tuple(_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages))
 
 
 def _read_message(message: Any, field: str) -> ChatMessage:
@@ -186,7 +101,7 @@ def _read_message(message: Any, field: str) -> ChatMessage:
     role = message.get("role")
     if type(role) is not str or role not in ROLES:
         raise InvalidRequest(f"must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}", field=f"{field}.role")
-    for refused in ("tool_calls", "function_call", "audio"):
+    for refused in UNSERVED_IN_MESSAGES:
         if message.get(refused):
             raise InvalidRequest("not supported by this server", field=f"{field}.{refused}")
     name = message.get("name")
@@ -216,26 +131,166 @@ def _read_content(content: Any, field: str, *, optional: bool) -> str:
     return "".join(pieces)
 
 
-def _read_prompt(body: Body) -> tuple[str | None, tuple[int, ...]]:
-    prompt = body.get("prompt")
-    if prompt is None:
-        raise InvalidRequest("missing", field="prompt")
+def _read_prompt(prompt: Any, name: str) -> tuple[str | None, tuple[int, ...]]:
     if type(prompt) is list and prompt and type(prompt[0]) in (str, list):
         if len(prompt) > 1:
-            raise InvalidRequest(f"at most 1 prompt per request, got {len(prompt)}", field="prompt")
+            raise InvalidRequest(f"at most 1 prompt per request, got {len(prompt)}", field=name)
         prompt = prompt[0]
     if type(prompt) is str:
         if not prompt:
-            raise InvalidRequest("must not be empty", field="prompt")
+            raise InvalidRequest("must not be empty", field=name)
         return prompt, ()
     if type(prompt) is not list:
-        raise expected("a string or a list of token ids", prompt, "prompt")
+        raise expected("a string or a list of token ids", prompt, name)
     if not prompt:
-        raise InvalidRequest("must not be empty", field="prompt")
+        raise InvalidRequest("must not be empty", field=name)
     for i, token in enumerate(prompt):
         if type(token) is not int:
-            raise expected("a token id", token, f"prompt[{i}]")
+            raise expected("a token id", token, f"{name}[{i}]")
     return None, tuple(prompt)
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+_PARTS: Schema = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    },
+}
+_NOTHING: Schema = {"enum": [None, False, 0, "", [], {}]}
+
+
+def _message_schema(roles: tuple[str, ...], *content: Schema) -> Schema:
+    return {
+        "type": "object",
+        "required": ["role"] if len(content) > 2 else ["role", "content"],
+        "properties": {
+            "role": {"enum": list(roles)},
+            "content": {"anyOf": list(content)},
+            "name": {"type": ["string", "null"]},
+            **dict.fromkeys(UNSERVED_IN_MESSAGES, _NOTHING),
+        },
+    }
+
+
+_OTHER_ROLES = tuple(role for role in ROLES if role != "assistant")
+_MESSAGE: Schema = {
+    "anyOf": [
+        _message_schema(_OTHER_ROLES, {"type": "string"}, _PARTS),
+        _message_schema(("assistant",), {"type": "string"}, _PARTS, {"type": "null"}),
+    ]
+}
+_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer"}}
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_PROMPT: Schema = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": 1,
+                                           "items": {"anyOf": [_TEXT, _IDS]}}]}  # fmt: skip
+
+
+class OpenAiFields(SamplingFields, PlacementFields):
+    model = text("model", MAX_MODEL_CHARS, required=True)
+    stream = boolean("stream")
+    stream_options = Field(
+        "stream_options",
+        {"type": "object", "properties": {"include_usage": {"type": ["boolean", "null"]}}},
+        _read_stream_options,
+    )
+    exact = boolean("exact")
+    service_tier = unserved("service_tier", "auto", "default")
+
+
+class ChatFields(OpenAiFields):
+    messages = Field(
+        "messages", {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _read_messages, True
+    )
+    max_completion_tokens = integer("max_completion_tokens", 1, MAX_TOKENS_LIMIT)
+    logprobs = boolean("logprobs")
+    top_logprobs = integer("top_logprobs", 0, MAX_CHAT_LOGPROBS)
+    seq_id = text("seq_id", MAX_SEQ_ID_CHARS)
+    tools = unserved("tools", [])
+    tool_choice = unserved("tool_choice", "none", "auto")
+    functions = unserved("functions", [])
+    function_call = unserved("function_call", "none", "auto")
+    response_format = unserved("response_format", {"type": "text"})
+    best_of = unserved("best_of", 1)
+    modalities = unserved("modalities", ["text"])
+    audio = unserved("audio")
+    prediction = unserved("prediction")
+    web_search_options = unserved("web_search_options")
+    reasoning_effort = unserved("reasoning_effort")
+    verbosity = unserved("verbosity")
+
+
+class CompletionFields(OpenAiFields):
+    prompt = Field("prompt", _PROMPT, _read_prompt, True)
+    logprobs = integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
+    best_of = integer("best_of", 1, MAX_CHOICES)
+    echo = unserved("echo", False)
+    suffix = unserved("suffix", "")
+
+
+# ---------------------------------------------------------------------------------------------- bodies
+
+
+def read_chat(body: Body) -> ChatAsk:
+    """Raises InvalidRequest naming the field."""
+    fields = ChatFields
+    refuse_unserved(body, fields)
+    named = body.get(fields.max_completion_tokens.name) is not None
+    limit = fields.max_completion_tokens if named else fields.max_tokens
+    stream, include_usage = _read_stream(body)
+    return ChatAsk(
+        model=fields.model.need(body),
+        messages=fields.messages.need(body),
+        sampling=read_sampling(body, limit=limit, logprobs=_read_chat_logprobs(body)),
+        stream=stream,
+        include_usage=include_usage,
+        seq_id=fields.seq_id.read(body),
+        placement=read_placement_ask(body),
+        exact=fields.exact.read(body, False),
+    )
+
+
+def read_completion(body: Body) -> CompletionAsk:
+    """Raises InvalidRequest naming the field."""
+    fields = CompletionFields
+    refuse_unserved(body, fields)
+    stream, include_usage = _read_stream(body)
+    prompt, prompt_ids = fields.prompt.need(body)
+    sampling = read_sampling(body, logprobs=fields.logprobs.read(body))
+    best_of = fields.best_of.read(body)
+    if best_of not in (None, 1, sampling.n):
+        raise InvalidRequest(f"only n, {sampling.n}, is supported by this server, got {best_of}", field="best_of")
+    return CompletionAsk(
+        model=fields.model.need(body),
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        stream=stream,
+        include_usage=include_usage,
+        placement=read_placement_ask(body),
+        exact=fields.exact.read(body, False),
+    )
+
+
+def _read_chat_logprobs(body: Body) -> int | None:
+    """Alternatives per token, 0 for the token's own log probability alone; None where none are asked for."""
+    wanted = ChatFields.logprobs.read(body, False)
+    top = ChatFields.top_logprobs.read(body, 0)
+    if top and not wanted:
+        raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
+    return top if wanted else None
+
+
+def _read_stream(body: Body) -> tuple[bool, bool]:
+    """Whether events are wanted, and usage with them."""
+    stream = OpenAiFields.stream.read(body, False)
+    include_usage = OpenAiFields.stream_options.read(body)
+    if include_usage is not None and not stream:
+        raise InvalidRequest("only allowed when stream is true", field="stream_options")
+    return stream, bool(include_usage)
 
 
 def check_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:

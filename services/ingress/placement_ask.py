@@ -15,6 +15,12 @@ MAX_NAME_CHARS = 64
 MAX_PRIORITY = 100
 
 
+class PlacementFields:
+    policy = text("policy", MAX_NAME_CHARS)
+    worker = text("worker", MAX_NAME_CHARS)
+    priority = integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementAsk:
     """None: left to the fleet. A worker comes with the policy `direct` and with no other."""
@@ -29,18 +35,11 @@ ANYWHERE = PlacementAsk()
 
 def read_placement_ask(body: Body) -> PlacementAsk:
     """Raises InvalidRequest naming the field."""
-    policy, worker = _name(body, "policy"), _name(body, "worker")
+    policy, worker = PlacementFields.policy.read(body), PlacementFields.worker.read(body)
     if worker is not None and policy is None:
         policy = DIRECT
     if worker is not None and policy != DIRECT:
         raise InvalidRequest(f"only the policy {DIRECT} takes one, got the policy {policy!r}", field="worker")
     if worker is None and policy == DIRECT:
         raise InvalidRequest(f"missing: the policy {DIRECT} needs one", field="worker")
-    return PlacementAsk(policy, worker, integer(body, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
-
-
-def _name(body: Body, field: str) -> str | None:
-    value = text(body, field, MAX_NAME_CHARS)
-    if value == "":
-        raise InvalidRequest("must not be empty", field=field)
-    return value
+    return PlacementAsk(policy, worker, PlacementFields.priority.read(body, 0))

@@ -52,7 +52,7 @@ def texts(events: list[Event]) -> dict[int, str]:
 
 
 def steps(events: list[Event]) -> dict[Any, list[Any]]:
-    """All that a client acts on, in its order, choice by choice: what has another name or time in another run left out."""
+    """All that a client acts on, in its order, choice by choice, but names and times of a run."""
     out: dict[Any, list[Any]] = defaultdict(list)
     for event in events:
         if event.data == "[DONE]":

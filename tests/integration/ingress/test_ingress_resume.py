@@ -1,4 +1,4 @@
-"""A client whose connection broke goes on where it was, at the same ingress or at another, and nothing ran meanwhile."""
+"""A client whose connection broke goes on where it was, at the same ingress or another, and nothing ran meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"model": "demo", "messages": MESSAGE, "stream": True, **SAMPLED}),
     "completions": (
         COMPLETION,
-        {"model": "demo", "prompt": "Alas", "stream": True, **SAMPLED, "n": 3, "logprobs": 2, "stop": ["zzz", "e"],
+        {"model": "demo", "prompt": "Alas", "stream": True, **SAMPLED, "n": 3, "logprobs": 2, "stop": ["zzz", "qu"],
          "presence_penalty": 0.5, "stream_options": {"include_usage": True}},
     ),
 }  # fmt: skip
@@ -61,7 +61,9 @@ async def test_a_cut_stream_goes_on_where_it_was(pair: list[Served], kind: str) 
         assert {event.id for event in before}.isdisjoint(event.id for event in after)
         if kind == "generate":
             assert (await there.http.get(f"/sessions/s{number}")).json()["turns"] == 1, "committed once"
-    assert (here.ingress.runs.resumed_total, there.ingress.runs.resumed_total) == (3, 0)
+    one, other = here.ingress.runs, there.ingress.runs
+    assert one.resumed_total >= 1, "else all had finished when they were cut"
+    assert (one.resumed_total + one.replayed_total, other.resumed_total + other.replayed_total) == (3, 0)
 
 
 async def test_it_may_break_again_and_again_anywhere(pair: list[Served]) -> None:
@@ -71,7 +73,7 @@ async def test_it_may_break_again_and_again_anywhere(pair: list[Served]) -> None
     hops = 0
     while not events or events[-1].data != "[DONE]":
         headers = {"last_event_id": events[-1].id} if events else {}
-        events += await read(pair[hops % 2], path, body, events=7, **headers)
+        events += await read(pair[hops % 2], path, body, events=16, **headers)
         hops += 1
     assert hops > 3
     assert steps(events) == steps(whole)
@@ -191,14 +193,13 @@ async def test_an_older_connection_that_does_not_read_holds_nobody_up(served: Se
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    "said",
-    ["x", "x:1", "a" * 26, "a" * 26 + ":", "a" * 26 + ":-1", "a" * 26 + ":1e2", "A" * 26 + ":1", "a" * 26 + ":end.x",
-     "a" * 26 + ":1.2", "a" * 26 + ":1e", "a" * 26 + ":" + "9" * 9, "\u00e9"],
-)  # fmt: skip
-async def test_what_is_no_id_of_ours_is_named(served: Served, worker: ScriptedWorker, said: str) -> None:
-    answer = await served.http.post(GENERATE, json={"prompt": "x"}, headers={"last-event-id": said.encode()})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID"), said
+NO_IDS = ["x", "x:1", *("a" * 26 + rest for rest in ("", ":", ":-1", ":1e2", ":end.x", ":1.2", ":1e", ":" + "9" * 9))]
+
+
+async def test_what_is_no_id_of_ours_is_named(served: Served, worker: ScriptedWorker) -> None:
+    for said in [*NO_IDS, "A" * 26 + ":1", "\u00e9"]:
+        answer = await served.http.post(GENERATE, json={"prompt": "x"}, headers={"last-event-id": said.encode()})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID"), said
     assert not worker.requests
 
 
