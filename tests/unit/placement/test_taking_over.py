@@ -1,0 +1,247 @@
+"""What a draining worker or placement lets go of: carried on or watched on by a replica, each reader told once."""
+
+from __future__ import annotations
+
+import pytest
+from placement_build import a_core, a_generate, a_record, accepted, failed, finished
+
+from kvproto import codec
+from kvproto.errors import InvalidRequest
+from kvproto.messages import (
+    Capsule,
+    Encoding,
+    GenerateRequest,
+    Milestone,
+    Milestones,
+    Moved,
+    Passed,
+    Progress,
+    Sampling,
+    State,
+    Watch,
+    Watches,
+)
+from services.placement import intake
+from services.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, TakenOver
+from services.placement.core import PlacementCore
+from services.placement.events import (
+    CapsuleHeard,
+    MilestonesHeard,
+    NobodyListens,
+    Tick,
+    WatchesHeard,
+    WorkerAnswered,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerUpdated,
+)
+from services.placement.forwarding import ACKNOWLEDGE_S, CARRY_S, PARKED_S
+from services.placement.watching import LOST_GRACE_S
+
+REPLY = "_wrk.w1.x"
+PRODUCER = "_INBOX.p"
+
+
+def a_capsule(attempt: int = 0, **fields: object) -> CapsuleHeard:
+    request = GenerateRequest(
+        **(  # type: ignore[arg-type]
+            {
+                "request": "r1",
+                "attempt": attempt,
+                "model": "demo",
+                "sampling": Sampling(9, seed=5),
+                "inbox": PRODUCER,
+                "prompt_ids": (1, 2, 3),
+                "output_ids": (4, 5),
+                "text_sent": 7,
+                "encoding": Encoding.JSON,
+                "watcher": "p9",
+                "source": "w1",
+                "handed_over": True,
+            }
+            | fields
+        )
+    )
+    return CapsuleHeard(REPLY, Capsule("acme", "w1", request))
+
+
+def draining(core: PlacementCore, worker: str = "w1") -> PlacementCore:
+    core.handle(WorkerUpdated(a_record(worker, state=State.DRAINING)), 0.5)
+    return core
+
+
+def of(kind: type, actions: list[Action]) -> list:  # type: ignore[type-arg]
+    return [a for a in actions if isinstance(a, kind)]
+
+
+class TestCapsule:
+    def test_goes_on_at_another_worker_with_all_that_it_brought(self) -> None:
+        core = draining(a_core("w1", "w2"))
+        taken, forward = core.handle(a_capsule(), 1.0)
+        assert taken == TakenOver(REPLY)
+        assert isinstance(forward, Forward)
+        request = forward.request
+        assert (forward.worker, forward.tenant, request.attempt, request.watcher) == ("w2", "acme", 1, "p1")
+        assert (request.source, request.handed_over, request.inbox, request.encoding) == (
+            "w1", True, PRODUCER, Encoding.JSON,
+        )  # fmt: skip
+        assert (request.output_ids, request.text_sent, request.sampling.seed) == ((4, 5), 7, 5)
+        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
+        assert isinstance(cancel, Cancel)
+        assert (cancel.worker, cancel.cancel.request, cancel.cancel.attempt) == ("w1", "r1", 0)
+        core.handle(WorkerAnswered(finished("r1", 1)), 2.0)
+        assert core.forwarding.in_flight == 0
+        core.check_integrity()
+
+    def test_whoever_watched_it_hears_moved_and_lets_go(self) -> None:
+        core = a_core("w1", "w2")
+        (forward,) = of(Forward, core.handle(a_generate(tenant="acme"), 1.0))
+        core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), 1.1)
+        core.handle(WorkerAnswered(Moved("r1", 0, 2)), 1.2)
+        assert core.forwarding.in_flight == 0
+
+    def test_the_same_replica_goes_on_watching_though_moved_comes_later(self) -> None:
+        core = a_core("w1")
+        core.handle(a_generate(tenant="acme", inbox=PRODUCER), 1.0)
+        core.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.1)
+        core.handle(WorkerJoined(a_record("w2")), 1.1)
+        draining(core)
+        core.handle(a_capsule(), 1.2)
+        core.handle(WorkerAnswered(Moved("r1", 0, 2)), 1.21)
+        core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.25)
+        assert core.forwarding.in_flight == 1
+        actions = core.handle(WorkerLeft("w2"), 2.0) + core.handle(Tick(), 2.0 + LOST_GRACE_S)
+        assert [fail.inbox for fail in of(Fail, actions)] == [PRODUCER]
+        core.check_integrity()
+
+    def test_without_a_successor_one_is_looked_for_and_found(self) -> None:
+        core = draining(a_core("w1"))
+        assert core.handle(a_capsule(), 1.0) == [TakenOver(REPLY)]
+        assert core.handle(Tick(), 1.1 + PARKED_S) == []
+        core.handle(WorkerJoined(a_record("w2")), 3.0)
+        (forward,) = of(Forward, core.handle(Tick(), 3.1 + PARKED_S))
+        assert forward.worker == "w2"
+        core.check_integrity()
+
+    def test_for_ten_seconds_then_the_producer_hears_once_and_the_worker_may_go(self) -> None:
+        core = draining(a_core("w1"))
+        core.handle(a_capsule(), 1.0)
+        actions: list[Action] = []
+        for tick in range(1, 150):
+            actions += core.handle(Tick(), 1.0 + tick / 10)
+        (fail,) = of(Fail, actions)
+        assert (fail.inbox, fail.encoding, fail.failed.code, fail.failed.retryable) == (
+            PRODUCER, Encoding.JSON, "no_workers", True,
+        )  # fmt: skip
+        assert [cancel.worker for cancel in of(Cancel, actions)] == ["w1"]
+        assert core.forwarding.in_flight == 0
+        assert CARRY_S == 10.0
+
+    @pytest.mark.parametrize("how", ["refuses", "silent", "deaf", "leaves"])
+    def test_a_successor_that_does_not_take_it_is_passed_over(self, how: str) -> None:
+        core = draining(a_core("w1", "w2", "w3", policy="round_robin"))
+        (first,) = of(Forward, core.handle(a_capsule(), 1.0))
+        event = {
+            "refuses": WorkerAnswered(failed("r1", 1, "overloaded", retryable=True)),
+            "silent": Tick(),
+            "deaf": NobodyListens("r1", 1),
+            "leaves": WorkerLeft(first.worker),
+        }[how]
+        (second,) = of(Forward, core.handle(event, 1.0 + ACKNOWLEDGE_S))
+        assert {first.worker, second.worker} == {"w2", "w3"}
+        assert (second.request.attempt, second.request.source, second.request.handed_over) == (2, "w1", True)
+
+    def test_who_refused_is_asked_again_and_a_late_word_of_acceptance_counts(self) -> None:
+        core = draining(a_core("w1", "w2"))
+        core.handle(a_capsule(), 1.0)
+        core.handle(Tick(), 1.0 + ACKNOWLEDGE_S)  # silent
+        assert core.forwarding.in_flight == 1
+        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.1)
+        assert (cancel.worker, cancel.cancel.attempt) == ("w1", 0)
+        assert of(Forward, core.handle(Tick(), 2.0)) == []
+        core.check_integrity()
+
+    def test_a_replica_that_is_full_leaves_it_to_the_worker(self) -> None:
+        core = draining(a_core("w1", "w2", limit=1))
+        core.handle(a_generate("r9"), 1.0)
+        assert core.handle(a_capsule(), 1.0) == []
+
+    def test_two_readers_of_one_request_are_carried_on_both(self) -> None:
+        core = draining(a_core("w1", "w2"))
+        core.handle(a_capsule(), 1.0)
+        (second,) = of(Forward, core.handle(a_capsule(inbox="_INBOX.q"), 1.0))
+        assert (second.worker, second.request.inbox) == ("w2", "_INBOX.q")
+        assert core.forwarding.in_flight == 2
+        core.check_integrity()
+
+
+class TestWatches:
+    def watch(self, **fields: object) -> WatchesHeard:
+        one = {"tenant": "acme", "request": "r1", "attempt": 2, "worker": "w1", "epoch": "e1", "inbox": PRODUCER}
+        return WatchesHeard(Watches("p9", (Watch(**(one | fields)),)))  # type: ignore[arg-type]
+
+    def test_what_a_replica_lets_go_of_is_watched_on_by_another(self) -> None:
+        left = a_core("w1")
+        left.handle(a_generate(tenant="acme", inbox=PRODUCER, encoding=Encoding.JSON), 1.0)
+        left.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.1)
+        (watch,) = left.forwarding.watching.watches()
+        assert watch == Watch("acme", "r1", 0, "w1", "e1", PRODUCER, Encoding.JSON)
+        core = a_core("w1")
+        (ask,) = core.handle(WatchesHeard(Watches("p9", (watch,))), 2.0)
+        assert isinstance(ask, AskStillRunning)  # it may have ended on the way
+        core.handle(WorkerAnswered(Progress("r1", 0, 5)), 2.1)
+        actions = core.handle(WorkerLeft("w1"), 3.0) + core.handle(Tick(), 3.0 + LOST_GRACE_S)
+        assert [(f.inbox, f.encoding, f.failed.code) for f in of(Fail, actions)] == [
+            (PRODUCER, Encoding.JSON, "worker_lost")
+        ]
+
+    @pytest.mark.parametrize("told", ["milestone", "notice"])
+    def test_its_end_is_heard(self, told: str) -> None:
+        core = a_core("w1")
+        core.handle(self.watch(), 2.0)
+        if told == "notice":
+            core.handle(WorkerAnswered(finished("r1", 2)), 2.1)
+        else:
+            core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 2.1)
+        assert core.forwarding.in_flight == 0
+
+    def test_what_is_known_to_have_ended_is_not_watched(self) -> None:
+        core = a_core("w1")
+        core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 1.0)
+        assert core.handle(self.watch(), 2.0) == []
+
+    @pytest.mark.parametrize("worker", ["gone", "in another life"])
+    def test_what_was_lost_meanwhile_is_told(self, worker: str) -> None:
+        core = a_core()
+        if worker != "gone":
+            core.handle(WorkerJoined(a_record("w1", epoch="e2")), 1.0)
+        core.handle(self.watch(), 2.0)
+        (fail,) = of(Fail, core.handle(Tick(), 2.0 + LOST_GRACE_S))
+        assert (fail.inbox, fail.failed.code, fail.failed.attempt) == (PRODUCER, "worker_lost", 2)
+
+
+class TestIntake:
+    def test_reads_what_workers_and_replicas_send(self) -> None:
+        event = a_capsule()
+        assert intake.read_capsule(REPLY, codec.encode(event.capsule)) == event
+
+    @pytest.mark.parametrize("reply", ["", "kvf.worker.w1.cancel", "_plc.p1.x"])
+    def test_answers_inboxes_alone(self, reply: str) -> None:
+        with pytest.raises(InvalidRequest):
+            intake.read_capsule(reply, codec.encode(a_capsule().capsule))
+
+    @pytest.mark.parametrize(
+        "wrong", [{"inbox": "kvf.worker.w1.cancel"}, {"inbox": "_ing.x.b"}, {"request": "r.1"}, {"request": ""}]
+    )
+    def test_no_subject_can_be_made_of_what_they_say(self, wrong: dict[str, str]) -> None:
+        with pytest.raises(InvalidRequest):
+            intake.read_capsule(REPLY, codec.encode(a_capsule(**wrong).capsule))
+        (watch,) = TestWatches().watch(**wrong).watches.items
+        with pytest.raises(InvalidRequest):
+            intake.read_watches(codec.encode(Watches("p9", (watch,))))
+
+    @pytest.mark.parametrize("data", [b"", b"\x01", b"\x01\x80", b"\x07\x80", b"{}"])
+    def test_garbage_is_refused(self, data: bytes) -> None:
+        for read in (lambda: intake.read_capsule(REPLY, data), lambda: intake.read_watches(data)):
+            with pytest.raises(InvalidRequest):
+                read()
