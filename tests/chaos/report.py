@@ -56,12 +56,42 @@ _OTHERS = {
 }
 
 
+_HEAD = """\
+# Reliability
+
+Written by `make chaos`: real processes of a whole fleet under load, and one thing after the other broken on purpose.
+How it is done and what is judged is told in the files of `tests/chaos/`.
+
+This run: seed {seed}, {faults} faults in {lasted} minutes, two shared cores;
+`{command}` repeats its schedule.
+
+![faults and throughput over time](reliability.svg)
+"""
+_FAULTS = """
+## Faults
+
+*Pause*: the longest one of any stream that ran when the fault happened and had to do with it, by its client's clock:
+with re-prefill, and with the length of the fault itself where it is waited for. It is measured on two busy cores, on which
+processes start all the time; the gap that a lost worker alone leaves is measured by `benchmarks/`.
+
+| fault | of | times | streams hit | pause, median | worst | what clients are promised |
+| --- | --- | --- | --- | --- | --- | --- |"""
+_LIMITS = """
+## What is not promised
+
+* A bare producer cannot ask for frames again: what NATS loses in an outage it does not see, and if the placement that
+  watched its worker ends along with that worker, nobody tells it. Such requests are counted, not judged.
+* The last worker of a model, both ingresses, both placements or both vaults are never broken at once.
+* An outage of NATS has the fleet to itself: nothing else breaks, or still recovers, meanwhile.
+"""
+
+
 def promise(kind: Kind, role: str) -> str:
     return PROMISES.get((kind, role)) or _OTHERS[kind]
 
 
 def page(seed: int, minutes: float, history: History, layout: Layout, verdict: Verdict, near_ties: int) -> str:
-    """The whole page."""
+    """All of it; ends with a line break."""
     began, ended = span(history)
     counts = verdict.counts
     total = [
@@ -89,37 +119,18 @@ def page(seed: int, minutes: float, history: History, layout: Layout, verdict: V
         ("**processes that ended by themselves, or late**", f"**{verdict.count_of('process')}**"),
     ]
     lines = [
-        "# Reliability",
-        "",
-        "Written by `make chaos`: real processes of a whole fleet under load, and one thing after the other broken on",
-        "purpose. How it is done, and what is judged, is told in the files of `tests/chaos/`.",
-        "",
-        f"This run: seed {seed}, {len(history.faults)} faults in {(ended - began) / 60:.1f} minutes, two shared cores;",
-        f"`python -m tests.chaos.run --minutes {minutes:g} --faults {len(history.faults)} --seed {seed}` repeats its schedule.",
-        "",
-        "![faults and throughput over time](reliability.svg)",
-        "",
+        _HEAD.format(
+            seed=seed,
+            faults=len(history.faults),
+            lasted=f"{(ended - began) / 60:.1f}",
+            command=f"python -m tests.chaos.run --minutes {minutes:g} --faults {len(history.faults)} --seed {seed}",
+        ),
         "| what | |",
         "| --- | --- |",
         *(f"| {what} | {count} |" for what, count in total),
-        "",
-        "## Faults",
-        "",
-        "*Pause*: the longest one of any stream that ran when the fault happened and had to do with it, by its client's clock,",
-        "re-prefill and the length of the fault itself included. A process that was stopped, or cut off, is left for so long",
-        "that others give it up; a shorter one is waited for.",
-        "",
-        "| fault | of | times | streams hit | pause, median | worst | what clients are promised |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        _FAULTS,
         *(_row(row) for row in rows(history, layout)),
-        "",
-        "## What is not promised",
-        "",
-        "* A bare producer cannot ask for frames again: what NATS loses in an outage it does not see, and if the placement",
-        "  that watched its worker ends along with that worker, nobody tells it. Such requests are counted, not judged.",
-        "* Two of two: the last worker of a model, both ingresses, both placements are never broken at once.",
-        "* An outage of NATS has the fleet to itself: nothing else breaks, or still recovers, meanwhile.",
-        "",
+        _LIMITS,
     ]
     return "\n".join(lines)
 
