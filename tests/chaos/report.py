@@ -71,7 +71,7 @@ _FAULTS = """
 ## Faults
 
 *Pause*: the longest one of any stream that ran when the fault happened and had to do with it, by its client's clock:
-with re-prefill, and with the length of the fault itself where it is waited for. It is measured on two busy cores, on which
+with re-prefill, and with the length of the fault itself where it is waited for. It is measured on two busy cores, where
 processes start all the time; the gap that a lost worker alone leaves is measured by `benchmarks/`.
 
 | fault | of | times | streams hit | pause, median | worst | what clients are promised |
