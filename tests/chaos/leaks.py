@@ -1,4 +1,4 @@
-"""Loop: what is still held somewhere when nothing runs any more: at workers, placements, ingresses and in the clients."""
+"""Loop: what is still held when nothing runs any more: at workers, placements, ingresses and in the clients."""
 
 from __future__ import annotations
 
