@@ -3,6 +3,7 @@
 #   make run                     an embedded fleet on the bundled demo model (FLAGS="--port 9000" adds flags)
 #   make test                    installs and passes the tests
 #   make check                   ruff, mypy --strict, unit tests with warnings as errors
+#   make chaos                   breaks a fleet on purpose, 200 times in 10 minutes; writes docs/reliability.md (SEED=N)
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
 #
 # TORCH is the torch build to install. The default is the pinned version from your package index, which on most
@@ -16,7 +17,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
-.PHONY: install run test check bench format clean
+.PHONY: install run test check chaos bench format clean
 
 install: $(VENV)/.dev
 
@@ -54,6 +55,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit tests/contract -W error
+
+chaos: $(VENV)/.dev
+	@$(BIN)/python -m tests.chaos.run --minutes 10 --faults 200 $(if $(SEED),--seed $(SEED)) --report docs
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 class Fleet:
-    """`start`, then `stop`; an async context manager. `ends` is what has ended so far; `epoch` the zero of its times."""
+    """`start`, then `stop`; an async context manager. `ends`: what has ended so far; `epoch`: the zero of its times."""
 
     def __init__(self, layout: Layout, folder: Path) -> None:
         self.layout = layout

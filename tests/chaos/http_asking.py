@@ -1,4 +1,4 @@
-"""Loop: one request over HTTP, as a load balancer and an SDK together would carry it, written down as the caller saw it.
+"""Loop: one request over HTTP, as a load balancer and an SDK would carry it, written down as the caller saw it.
 
 refused (no connection, 429, 503)  ──▶ another ingress, a little later: nothing was promised yet
 accepted, then the connection broke ──▶ another ingress with Last-Event-ID: the same stream goes on

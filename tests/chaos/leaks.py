@@ -1,4 +1,4 @@
-"""Loop: what is still held somewhere when nothing runs any more: at workers, placements, ingresses and in the clients."""
+"""Loop: what is still held when nothing runs any more: at workers, placements, ingresses and in the clients."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ async def _held(fleet: Fleet, clients: dict[str, Client], subscriptions: dict[st
         for name, port in fleet.ports.items():
             headers = {"Authorization": f"Bearer {key_of('public')}"}
             try:
-                stats = (await http.get(f"http://127.0.0.1:{port}/stats", headers=headers)).json()["ingress"]
+                answer = await http.get(f"http://127.0.0.1:{port}/stats", headers=headers)
             except httpx.HTTPError as error:
                 out.append(Leak(name, f"does not answer: {type(error).__name__}"))
                 continue
-            if stats["active_streams"]:
-                out.append(Leak(name, f"{stats['active_streams']} active streams"))
+            active = answer.json()["ingress"]["active_streams"] if answer.status_code == 200 else answer.text[:200]
+            if active:
+                out.append(Leak(name, f"active streams: {active}"))
     out += await _of_placements(fleet)
     for tenant, client in clients.items():
         if client.streams or len(client.inbox):

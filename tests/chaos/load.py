@@ -1,4 +1,4 @@
-"""Loop: the clients of a run: so many users at once, each with a transport of its own, asking one thing after the other.
+"""Loop: the clients of a run: so many users at once, each asking one thing after the other.
 
 Everything a user sees goes into the history. Users never stop for a fault: what they see is the result.
 """
@@ -125,7 +125,7 @@ class Load:
             await self._think(THINK_S[model] * chance.uniform(0.5, 1.5))
 
     async def _cross(self, chance: random.Random) -> None:
-        """One tenant asks for what nobody ever asked for, then another one does: nothing of it is cached for that one."""
+        """One tenant asks for what nobody ever asked for, then another does: nothing of it is cached for that one."""
         while not self._stopping.is_set():
             model = chance.choice((REAL, FAKE))
             first, second = chance.sample(TENANTS, 2)

@@ -27,7 +27,9 @@ from tests.chaos.history import History
 from tests.chaos.layout import REAL, Layout
 from tests.chaos.leaks import find_leaks
 from tests.chaos.load import Load
+from tests.chaos.report import page
 from tests.chaos.schedule import Kind, Schedule
+from tests.chaos.timeline import timeline
 
 NEAR_TIE = 1e-4  # of the two best logits: below it the order of additions decides (DESIGN, section 6)
 
@@ -161,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--kind", action="append", default=[], help="only faults of this kind; may be repeated")
+    parser.add_argument("--report", type=Path, help="folder for reliability.md and its picture")
     parser.add_argument("--keep", action="store_true", help="keep the processes' logs")
     said = parser.parse_args(argv)
     plan = Plan(said.seed, said.minutes * 60, said.faults, kinds=tuple(Kind(kind) for kind in said.kind))
@@ -169,6 +172,12 @@ def main(argv: list[str] | None = None) -> int:
         say(f"logs in {folder}")
         outcome = asyncio.run(run(plan, folder))
     say(tell(outcome) if outcome.verdict.violations else "every promise kept")
+    if said.report is not None:
+        said.report.mkdir(parents=True, exist_ok=True)
+        (said.report / "reliability.svg").write_text(timeline(outcome.history, plan.layout))
+        text = page(plan.seed, said.minutes, outcome.history, plan.layout, outcome.verdict, outcome.near_ties)
+        (said.report / "reliability.md").write_text(text)
+        say(f"written: {said.report}/reliability.md and .svg")
     counts = {**outcome.verdict.counts, **outcome.history.counts, "near ties": outcome.near_ties}
     say(f"{counts} in {outcome.took_s:.0f} s")
     return 1 if outcome.verdict.violations else 0

@@ -89,7 +89,7 @@ class Stage:
             history.answers[CASE.name, 0] = answer_of(some[0], CASE)
 
     async def frames_of_old_attempts(self) -> None:
-        """Its worker is taken for dead, as placement would say it: what it still sends comes when another one serves."""
+        """Its worker is taken for dead, as placement says it: what it still sends comes when another one serves."""
         way = self.worker_ways[self.serving]
         way.latency_s = 0.3
         await self._members.delete(member_key("worker", self.serving))

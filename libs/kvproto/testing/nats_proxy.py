@@ -99,7 +99,7 @@ class _Link:
 
     def abort(self) -> None:
         for end in (self.client, self.server):
-            end.transport.abort()  # type: ignore[attr-defined]
+            end.transport.abort()
 
 
 class NatsProxy:
@@ -188,7 +188,7 @@ class NatsProxy:
         try:
             from_server, server = await asyncio.open_connection(*self._target)
         except OSError:  # the server is down: so it looks from the other side
-            client.transport.abort()  # type: ignore[attr-defined]
+            client.transport.abort()
             return
         link = _Link(client, server)
         self._links.add(link)
