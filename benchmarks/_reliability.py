@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -62,9 +64,15 @@ class Fleet(Deployment):
         return self.start("ingress", name, f"--port={port or self.port}")
 
 
+def end_in_order() -> None:
+    """SIGTERM ends the benchmark through its `finally`s: nothing that it started stays."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 @contextmanager
 def one_server() -> Iterator[tuple[NatsProcess, Path]]:
     """A server with a system account, and a folder for the fleet's logs."""
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
         folder = Path(name)
         config = folder / "server.conf"
@@ -79,6 +87,7 @@ def one_server() -> Iterator[tuple[NatsProcess, Path]]:
 
 @contextmanager
 def three_servers() -> Iterator[tuple[NatsCluster, Path]]:
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
         cluster = NatsCluster(Path(name) / "nats")
         cluster.start()
@@ -93,7 +102,7 @@ def three_servers() -> Iterator[tuple[NatsCluster, Path]]:
 
 def prompt(number: int, tokens: int = PROMPT) -> tuple[int, ...]:
     """Ids that share no block with those of another number."""
-    return tuple((number * 31 + i * 7) % 900 + 10 for i in range(tokens - 1)) + (10 + number % 900,)
+    return tuple((number * 31 + i * 7 + i * number) % 900 + 10 for i in range(tokens))
 
 
 @dataclass

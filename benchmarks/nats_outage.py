@@ -3,9 +3,9 @@
     python -m benchmarks.nats_outage [--quick]
 
 Real processes: two fake workers at 10 tokens/s a stream, a placement, a client. The server is killed for 10 s (--quick:
-6 s, longer than a record lives) in the midst of all streams and started again on the same port and store. The same streams
-with other prompts run without an outage first; the workers must have fed their models equally many tokens. Value: tokens
-computed again.
+6 s, longer than a record lives) in the midst of all streams and started again on the same port and store. The same
+streams with other prompts run without an outage first; the workers must have fed their models equally many tokens.
+Value: tokens computed again.
 """
 
 from __future__ import annotations

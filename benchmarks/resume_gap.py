@@ -2,9 +2,10 @@
 
     python -m benchmarks.resume_gap [--quick]
 
-Real processes: four fake workers at 40 tokens/s a stream (computing a prompt again takes them no time), a placement with
-the system account, an ingress. One worker at a time is killed while it streams, every fourth time to an HTTP client of
-/generate; then workers are stopped (SIGSTOP), and woken after their stream went on elsewhere. Value: p50 after SIGKILL.
+Real processes: four fake workers at 40 tokens/s a stream (computing a prompt again takes them no time), a placement
+with the system account, an ingress. One worker at a time is killed while it streams, every fourth time to an HTTP
+client of /generate; then workers are stopped (SIGSTOP), and woken after their stream went on elsewhere. Value: p50
+after SIGKILL.
 """
 
 from __future__ import annotations
