@@ -82,8 +82,7 @@ class FakeFleet:
             id=worker,
             nats_url=self.nats_url,
             namespace=self.subjects.namespace,
-            runner="fake",
-            **{"blocks": 1024, "drain_s": 0.5, **settings},
+            **{"runner": "fake", "blocks": 1024, "drain_s": 0.5, **settings},
         )
         name = chosen.served_model_name or "demo"
         bundle = read_bundle(

@@ -280,9 +280,11 @@ asyncio.run(main())
 """
 
 
-async def test_readers_that_vanish_free_their_blocks(worker: FakeWorker, readers: Any, nats_url: str) -> None:
+async def test_readers_that_vanish_free_their_blocks(
+    worker: FakeWorker, readers: Any, client: Client, nats_url: str
+) -> None:
     """A client that is killed, readers of batches (one request runs, one is parked) and of single frames whose
-    connection ends: all at once. One that stays is not disturbed."""
+    connection ends: all at once. One that stays is not disturbed, nor is one whose connection breaks and comes back."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, nats_url, worker.loop._subjects.namespace, stdout=subprocess.PIPE
     )
@@ -299,40 +301,31 @@ async def test_readers_that_vanish_free_their_blocks(worker: FakeWorker, readers
         pause = codec.encode(PauseRequest("paused", 0, True))
         await batch.connection.publish(batch._subjects.worker_pause("w0"), pause)
         await batch.connection.synced()
-        assert worker.loop.frames.running_count == 8
+        async with asyncio.timeout(10):
+            while not list(client.members.view.ready()):
+                await asyncio.sleep(0.02)
+        back = client.generate(Generation("demo", ENDLESS, (*PROMPT, 4)))
+        await back.read()
+        client.connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
+        assert worker.loop.frames.running_count == 9
         process.kill()
         batch.vanish()
         plain.vanish()
         async with asyncio.timeout(FREED_S):
-            while worker.loop.frames.running_count > 1 or worker.thread._engine.load().running > 1:
+            while worker.loop.frames.running_count > 2 or worker.thread._engine.load().running > 2:
                 await asyncio.sleep(0.02)
         had = len(stays.ids)
         await asyncio.sleep(0.2)
         assert len(stays.ids) > had
         await stays.leave("stays")
+        assert client.connection.reconnects_total == 1
+        assert back.attempts == 1
+        for _ in range(3):
+            assert await back.read()
+        await back.cancel()
         await until_idle(worker)
         assert len(worker.loop.frames.leases) == 0
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-async def test_a_reader_whose_connection_breaks_and_comes_back_keeps_its_streams(
-    fleet: FakeFleet, client: Client
-) -> None:
-    await fleet.start("w0", fake_tokens_per_s=100)
-    async with asyncio.timeout(10):
-        while not list(client.members.view.ready()):
-            await asyncio.sleep(0.02)
-    ids: list[int] = []
-    broken = False
-    async with client.generate(Generation("demo", replace(SAMPLING, max_tokens=300), PROMPT)) as stream:
-        async for event in stream:
-            if isinstance(event, Tokens):
-                ids += event.ids
-                if len(ids) > 20 and not broken:
-                    broken = True
-                    client.connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
-    assert len(ids) == 300
-    assert stream.attempts == 1

@@ -74,7 +74,7 @@ async def placer(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Placer
     await connection.close()
 
 
-async def start(fleet: FakeFleet, *clients: Client, pace: float = 300) -> None:
+async def start(fleet: FakeFleet, *clients: Client, pace: float = 600) -> None:
     for worker in ("w0", "w1"):
         await fleet.start(worker, fake_tokens_per_s=pace)
     async with asyncio.timeout(10):

@@ -129,7 +129,7 @@ def test_a_nats_that_says_nothing_is_no_dead_worker() -> None:
     assert verdict is Verdict.WAIT, at
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     stopped=st.floats(0.0, 20.0),
     step_s=st.floats(0.0, 0.2),
