@@ -68,7 +68,7 @@ async def test_the_next_attempt_restores_from_whoever_moved_and_then_lets_it_go(
     await ready(client, 2)
     heard = await Overheard().start(client, "w0", "w1")
     ids: list[int] = []
-    mover, moved_tokens = "", 0
+    mover, moved_tokens, told = "", 0, 0
     async with client.generate(Generation("demo", SAMPLING, PROMPT, attempts=1)) as stream:
         async for event in stream:
             if isinstance(event, Tokens):
@@ -76,6 +76,9 @@ async def test_the_next_attempt_restores_from_whoever_moved_and_then_lets_it_go(
                 if len(ids) >= 10 and not mover:
                     mover = str(stream.worker)
                     moved_tokens = move(fleet.workers[mover])
+                if len(ids) == 59:
+                    told = len(heard.cancelled)
+    assert told == 1, "as soon as its successor has begun"
     assert len(ids) == 60, "a hand-over costs none of the attempts"
     (first, _), (second, body) = heard.asked
     assert (first, second) == (mover, stream.worker)

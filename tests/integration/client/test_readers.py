@@ -283,7 +283,7 @@ asyncio.run(main())
 async def test_readers_that_vanish_free_their_blocks(
     worker: FakeWorker, readers: Any, client: Client, nats_url: str
 ) -> None:
-    """A client that is killed, readers of batches (one request runs, one is parked) and of single frames whose
+    """A client that is killed, readers of batches (one's request runs, one's is parked) and of single frames whose
     connection ends: all at once. One that stays is not disturbed, nor is one whose connection breaks and comes back."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, nats_url, worker.loop._subjects.namespace, stdout=subprocess.PIPE
@@ -292,15 +292,16 @@ async def test_readers_that_vanish_free_their_blocks(
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.readline(), 20) == b"streams\n"
         batch, plain, stays = await readers("a"), await readers("b", Encoding.MSGPACK), await readers("c")
+        parked = await readers("d")
         await batch.ask("running", sampling=ENDLESS)
-        await batch.ask("paused", sampling=ENDLESS, prompt_ids=(*PROMPT, 1))
+        await parked.ask("parked", sampling=ENDLESS, prompt_ids=(*PROMPT, 1))
         await plain.ask("plain", sampling=ENDLESS, prompt_ids=(*PROMPT, 2))
         await stays.ask("stays", sampling=ENDLESS, prompt_ids=(*PROMPT, 3))
-        for reader, count in ((batch, 20), (plain, 5), (stays, 5)):
+        for reader, count in ((batch, 5), (parked, 5), (plain, 5), (stays, 5)):
             await reader.until(Tokens, count)
-        pause = codec.encode(PauseRequest("paused", 0, True))
-        await batch.connection.publish(batch._subjects.worker_pause("w0"), pause)
-        await batch.connection.synced()
+        pause = codec.encode(PauseRequest("parked", 0, True))
+        await parked.connection.publish(parked._subjects.worker_pause("w0"), pause)
+        await parked.connection.synced()
         async with asyncio.timeout(10):
             while not list(client.members.view.ready()):
                 await asyncio.sleep(0.02)
@@ -309,8 +310,8 @@ async def test_readers_that_vanish_free_their_blocks(
         client.connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
         assert worker.loop.frames.running_count == 9
         process.kill()
-        batch.vanish()
-        plain.vanish()
+        for reader in (batch, parked, plain):
+            reader.vanish()
         async with asyncio.timeout(FREED_S):
             while worker.loop.frames.running_count > 2 or worker.thread._engine.load().running > 2:
                 await asyncio.sleep(0.02)
