@@ -13,7 +13,17 @@ from services.ingress.event_ids import EVENT_ID, LAST_EVENT_ID
 from services.ingress.fields import Schema, object_schema
 from services.ingress.native_schema import GenerateFields
 from services.ingress.openai_schema import ChatFields, CompletionFields
-from services.ingress.openapi_answers import COMPONENTS, COUNT, TEXT, json_content
+from services.ingress.openapi_answers import (
+    CHAT_CHUNK,
+    COMPLETION_CHUNK,
+    COMPONENTS,
+    COUNT,
+    ERROR,
+    NATIVE_EVENTS,
+    TEXT,
+    events_of,
+    json_content,
+)
 from services.ingress.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 
 VERSION = "3.1.0"
@@ -64,7 +74,7 @@ _REPEATS = (
     _parameter(
         "header",
         LAST_EVENT_ID,
-        {"type": "string", "pattern": EVENT_ID},
+        {"type": "string", "anyOf": [{"pattern": EVENT_ID}, {"maxLength": 0}]},
         "The last event that arrived of this same request, whose connection broke: the stream goes on after it. Only "
         "where the answer is streamed.",
     ),
@@ -76,11 +86,10 @@ _REPEATS = (
     ),
 )
 _GENERATING = (400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 503, 504)
-_EVENT_STREAM = {"text/event-stream": {"schema": TEXT}}
 
 
-def _generating(path: str, summary: str, table: type, answer: str | None) -> Operation:
-    content = {**(json_content(answer) if answer else {}), **_EVENT_STREAM}
+def _generating(path: str, summary: str, table: type, answer: str | None, *events: Schema) -> Operation:
+    content = {**(json_content(answer) if answer else {}), **events_of(*events)}
     answers: dict[int, dict[str, Any]] = {
         200: {"description": EVENTS, "content": content},
         204: {"description": "The client has had all events of this request."},
@@ -100,9 +109,18 @@ def _health(path: str, summary: str, answer: str) -> Operation:
 
 
 OPERATIONS = (
-    _generating("/v1/chat/completions", "A chat's next message, as OpenAI's.", ChatFields, "ChatAnswer"),
-    _generating("/v1/completions", "A text's continuation, as OpenAI's.", CompletionFields, "CompletionAnswer"),
-    _generating("/generate", "A turn of a session, streamed.", GenerateFields, None),
+    _generating(
+        "/v1/chat/completions", "A chat's next message, as OpenAI's.", ChatFields, "ChatAnswer", CHAT_CHUNK, ERROR
+    ),
+    _generating(
+        "/v1/completions",
+        "A text's continuation, as OpenAI's.",
+        CompletionFields,
+        "CompletionAnswer",
+        COMPLETION_CHUNK,
+        ERROR,
+    ),
+    _generating("/generate", "A turn of a session, streamed.", GenerateFields, None, *NATIVE_EVENTS),
     _reading("/v1/models", "What the fleet serves.", "Models", 401, 503),
     _reading(
         "/v1/models/{model}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.ingress.event_ids import EVENT_ID
 from services.ingress.fields import Schema
 
 TEXT: Schema = {"type": "string"}
@@ -35,6 +36,11 @@ def mapped(values: Schema) -> Schema:
 def closed(**fields: Schema) -> Schema:
     """An object of exactly these fields."""
     return {"type": "object", "required": list(fields), "properties": fields, "additionalProperties": False}
+
+
+def extended(schema: Schema, **optional: Schema) -> Schema:
+    """A closed object that may have more."""
+    return {**schema, "properties": {**schema["properties"], **optional}}
 
 
 def open_object(**fields: Schema) -> Schema:
@@ -65,10 +71,49 @@ def _answer(kind: str, choice: Schema) -> Schema:
         system_fingerprint=TEXT,
         choices=listed(choice),
         usage=ref("Usage"),
-        kvfleet=closed(request_id=TEXT, worker_id=TEXT, cached_tokens=COUNT, queue_s=maybe(NUMBER)),
+        kvfleet=_FLEET,
     )
 
 
+def _chunk(kind: str, content: str, delta: Schema, logprobs: Schema) -> Schema:
+    choice = closed(index=COUNT, **{content: delta}, logprobs=maybe(logprobs), finish_reason=maybe(_REASON))
+    head = closed(
+        id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, system_fingerprint=TEXT, choices=listed(choice)
+    )
+    return extended(head, usage=maybe(ref("Usage")), kvfleet=_FLEET)
+
+
+def _native(kind: str, **fields: Schema) -> Schema:
+    return closed(type={"const": kind}, **fields)
+
+
+_FLEET = closed(request_id=TEXT, worker_id=TEXT, cached_tokens=COUNT, queue_s=maybe(NUMBER))
+_DELTA: Schema = {
+    "type": "object",
+    "properties": {"role": {"const": "assistant"}, "content": TEXT},
+    "additionalProperties": False,
+}
+CHAT_CHUNK = _chunk("chat.completion.chunk", "delta", _DELTA, _CHAT_LOGPROBS)
+COMPLETION_CHUNK = _chunk("text_completion", "text", TEXT, _COMPLETION_LOGPROBS)
+NATIVE_EVENTS = (
+    _native("start", seq_id=TEXT, prompt=TEXT, cached_tokens=COUNT, worker_id=TEXT, request_id=TEXT),
+    extended(
+        _native("token", token=TEXT, token_id=COUNT),
+        logprob=NUMBER,
+        top_logprobs=listed(closed(token=TEXT, token_id=COUNT, logprob=NUMBER)),
+    ),
+    _native(
+        "done",
+        generated_text=TEXT,
+        tokens_generated=COUNT,
+        finish_reason=_REASON,
+        usage=ref("Usage"),
+        seq_id=TEXT,
+        worker_id=TEXT,
+        request_id=TEXT,
+    ),
+    _native("error", error=TEXT, code=TEXT),
+)
 ERROR = closed(error=closed(message=TEXT, type=TEXT, param=maybe(TEXT), code=TEXT))
 _TIERS = mapped(COUNT)
 _MODEL = closed(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
@@ -187,6 +232,20 @@ COMPONENTS: dict[str, Schema] = {
     ),
     "OpenApi": open_object(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
 }
+
+
+def events_of(*data: Schema) -> dict[str, Any]:
+    """A stream whose events have one of these as their data."""
+    payload: Schema = {"contentMediaType": "application/json", "contentSchema": {"anyOf": list(data)}}
+    event = {
+        "type": "object",
+        "required": ["id", "data"],
+        "properties": {
+            "id": {"type": "string", "pattern": EVENT_ID},
+            "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, payload]},
+        },
+    }
+    return {"text/event-stream": {"schema": event}}
 
 
 def json_content(name: str) -> dict[str, Any]:
