@@ -52,6 +52,7 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("GET", "/readyz", routes.readyz, "health"),
             route("GET", "/health", routes.health, "health"),
             route("GET", "/metrics", routes.metrics, "metrics"),
+            route("GET", "/openapi.json", routes.openapi, "openapi"),
         ],
         redirect_slashes=False,
         default=Endpoint(no_such_route, "other", metrics),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ from services.ingress.fleet_report import members_of, models_report, stats_repor
 from services.ingress.http_exchange import Exchange, integer_query
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
+from services.ingress.openapi import openapi_document
 from services.ingress.placement_report import placements_report, read_request_id
 from services.ingress.session_blocks import SessionBlocks, tokens_by_tier
 from services.ingress.session_index import SessionIndex
@@ -195,6 +197,10 @@ class FleetRoutes:
         body = generate_latest(self._metrics.registry)
         await exchange.respond(200, body, content_type=CONTENT_TYPE_LATEST.encode())
 
+    async def openapi(self, exchange: Exchange) -> None:
+        """GET /openapi.json."""
+        await exchange.respond(200, _openapi())
+
     def _missing(self) -> str:
         if self._is_draining():
             return "draining"
@@ -228,6 +234,11 @@ class FleetRoutes:
             return await self._client.admin(worker, question)
         except TimeoutError:
             raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
+
+
+@cache
+def _openapi() -> bytes:
+    return orjson.dumps(openapi_document())
 
 
 async def no_such_route(exchange: Exchange) -> None:

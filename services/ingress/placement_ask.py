@@ -27,7 +27,7 @@ class PlacementAsk:
 
     policy: str | None = None
     worker: str | None = None
-    priority: int = 0  # positive is served first
+    priority: int | None = None  # positive is served first
 
 
 ANYWHERE = PlacementAsk()
@@ -42,4 +42,4 @@ def read_placement_ask(body: Body) -> PlacementAsk:
         raise InvalidRequest(f"only the policy {DIRECT} takes one, got the policy {policy!r}", field="worker")
     if worker is None and policy == DIRECT:
         raise InvalidRequest(f"missing: the policy {DIRECT} needs one", field="worker")
-    return PlacementAsk(policy, worker, PlacementFields.priority.read(body, 0))
+    return PlacementAsk(policy, worker, PlacementFields.priority.read(body))

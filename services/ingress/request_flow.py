@@ -44,7 +44,7 @@ from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
 from services.ingress.session_index import SessionIndex, auto_seq_id
 from services.ingress.sessions import Session, Sessions
 from services.ingress.sse import complete, gather, placement_headers, relay
-from services.ingress.tenancy import ApiKey, Tenancy, require_policy, require_priority
+from services.ingress.tenancy import ApiKey, Tenancy, priority_of, require_policy
 from services.ingress.token_spelling import TokenSpelling
 from services.ingress.turns import ChatTurn, PlainTurn, SessionTurn
 
@@ -60,6 +60,7 @@ class Call(Generic[Ask]):
     route: str
     ask: Ask
     caller: ApiKey
+    priority: int
     name: RequestName
     digest: bytes
     traceparent: str | None
@@ -123,12 +124,12 @@ class RequestFlow:
         body = parse_body(await exchange.read_body(self._config.max_body_bytes))
         ask = read(body)
         require_policy(caller, ask.placement.policy)
-        require_priority(caller, ask.placement.priority)
+        priority = priority_of(caller, ask.placement.priority)
         name = name_request(caller.tenant, exchange.header(b"last-event-id"), exchange.header(b"idempotency-key"))
         if self._runs.is_foreign(caller.tenant, name.request):
             name = replace(name, request=new_request_id())
         exchange.request_id = name.request
-        return Call(route, ask, caller, name, digest_of(route, body), _traceparent(exchange), arrived_at)
+        return Call(route, ask, caller, priority, name, digest_of(route, body), _traceparent(exchange), arrived_at)
 
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
@@ -216,7 +217,7 @@ class RequestFlow:
             prompt_ids=ids,
             tenant=call.caller.tenant,
             session=conversation,
-            priority=placement.priority,
+            priority=call.priority,
             deadline_s=self._config.request_deadline_s,
             patience_s=self._config.patience_s,
             max_wait_s=self._config.max_wait_s,

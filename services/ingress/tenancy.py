@@ -170,9 +170,13 @@ def require_policy(caller: ApiKey, policy: str | None) -> None:
     raise PermissionDenied(f"this API key may name {allowed}, got {policy[:64]!r}", field="policy")
 
 
-def require_priority(caller: ApiKey, priority: int) -> None:
-    """Raises PermissionDenied for a priority above what the key's requests may have; its own if that is below 0."""
-    if priority > caller.max_priority:
-        raise PermissionDenied(
-            f"this API key may ask for {caller.max_priority} at most, got {priority}", field="priority"
-        )
+def priority_of(caller: ApiKey, said: int | None) -> int:
+    """That of a request with this key: 0 unless it says otherwise, or the key's own where that is below.
+
+    Raises PermissionDenied for one above what the key's requests may have.
+    """
+    if said is None:
+        return min(0, caller.max_priority)
+    if said > caller.max_priority:
+        raise PermissionDenied(f"this API key may ask for {caller.max_priority} at most, got {said}", field="priority")
+    return said

@@ -79,6 +79,13 @@ async def test_it_may_break_again_and_again_anywhere(pair: list[Served]) -> None
     assert steps(events) == steps(whole)
 
 
+async def test_a_seed_that_nobody_said_is_the_same_anywhere(pair: list[Served]) -> None:
+    body = {"prompt": "O Romeo", "temperature": 0.9, "max_tokens": 16, "ignore_eos": True}
+    one, other = [await read(served, GENERATE, body, idempotency_key="k") for served in pair]
+    assert steps(one) == steps(other)
+    assert steps(one) != steps(await read(pair[0], GENERATE, body))
+
+
 async def test_the_end_was_there_already(pair: list[Served]) -> None:
     path, body = ASKED["completions"]
     whole = await read(pair[0], path, body)

@@ -1,0 +1,105 @@
+"""The description at /openapi.json: nothing is missing in it, and what it says of bodies is what readers do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from kvproto.errors import InvalidRequest
+from kvproto.messages import Actual, Candidate, Decision
+from services.ingress.app import create_app
+from services.ingress.fields import fields_of, object_schema
+from services.ingress.metrics import IngressMetrics
+from services.ingress.native_schema import GenerateFields, read_generate
+from services.ingress.openai_schema import ChatFields, CompletionFields, read_chat, read_completion
+from services.ingress.openapi import OPERATIONS, openapi_document
+from services.ingress.openapi_answers import COMPONENTS
+from services.ingress.placement_report import placements_report
+
+MESSAGES = [{"role": "user", "content": "x"}]
+BODIES: list[tuple[type, Any, dict[str, Any]]] = [
+    (ChatFields, read_chat, {"model": "m", "messages": MESSAGES}),
+    (CompletionFields, read_completion, {"model": "m", "prompt": "x"}),
+    (GenerateFields, read_generate, {"prompt": "x"}),
+]
+WEIRD = st.one_of(
+    st.none(), st.booleans(), st.integers(-200, 200), st.integers(), st.floats(-200, 200), st.text(max_size=3),
+    st.sampled_from([[], {}, [1], [""], ["a"] * 17, "direct", "x" * 65, "x" * 2000, [[]], [[1]], {"5": 1}, {"x": 1},
+                     {"5": 101.0}, {"type": "text"}, {"include_usage": 1}, "auto", "error", [{"role": "user"}],
+                     [{"role": "assistant"}], [{"role": "user", "content": []}], [{"role": "user", "content": None}],
+                     [{"role": "tool", "content": "x"}], [{"role": "user", "content": "x", "tool_calls": [1]}],
+                     [{"role": "user", "content": [{"type": "image"}]}]]),
+)  # fmt: skip
+
+
+def test_every_route_is_described_and_every_description_is_a_route() -> None:
+    class Any_:  # handlers are not called
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        metrics = IngressMetrics(CollectorRegistry())
+
+    routes = {
+        (re.sub(r":path", "", route.path), method.lower())  # type: ignore[attr-defined]
+        for route in create_app(Any_()).routes  # type: ignore[attr-defined, arg-type]
+        for method in route.methods - {"HEAD"}
+    }
+    assert routes == {(one.path, one.method) for one in OPERATIONS}
+
+
+def test_the_document_is_openapi_and_complete() -> None:
+    document = openapi_document()
+    assert document["openapi"] == "3.1.0"
+    seen = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
+    assert seen == set(COMPONENTS)
+    for schema in COMPONENTS.values():
+        jsonschema_rs.validator_for({**schema, "components": document["components"]})
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        operation = document["paths"][path]["post"]
+        assert {one["name"] for one in operation["parameters"]} == {"Last-Event-ID", "Idempotency-Key"}
+        assert "Retry-After" in operation["responses"]["429"]["headers"]
+        properties = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert {"priority", "context_overflow", "top_k", "exact"} <= set(properties)
+
+
+@pytest.mark.parametrize(("table", "read", "good"), BODIES)
+@given(data=st.data())
+def test_a_body_is_read_if_and_only_if_its_description_allows_it(
+    table: type, read: Any, good: dict[str, Any], data: st.DataObject
+) -> None:
+    """Field by field; what fields say of each other stands in no schema."""
+    name = data.draw(st.sampled_from(sorted(fields_of(table))))
+    value = data.draw(WEIRD)
+    body = {**good, name: value}
+    together = {"worker": ("policy", None), "top_logprobs": ("logprobs", True), "stream_options": ("stream", True)}
+    if name in together:
+        other, its = together[name]
+        body[other] = its
+    if name == "policy" and value == "direct":
+        body["worker"] = "w"
+    if name == "best_of" and table is CompletionFields and type(value) is int and 1 <= value <= 128:
+        body["n"] = value
+    allowed = jsonschema_rs.is_valid(object_schema(table), body)
+    if allowed:
+        read(body)
+    else:
+        with pytest.raises(InvalidRequest) as refused:
+            read(body)
+        assert str(refused.value.field).startswith(name)
+
+
+def test_a_report_of_placements_has_its_described_form() -> None:
+    candidate = Candidate("w0", 1.5, {"queue": 1.5}, {"device": 16})
+    decisions = [
+        Decision("r", 0, "t", "m", 1, "cost", "w0", "cheapest", 20, {"device": 16}, 0.25, (candidate,), 1, "p0", actual)
+        for actual in (Actual(), Actual(True, {"device": 16}, 0.1, 0.2, 3, True, "cancelled"))
+    ]
+    jsonschema_rs.validate(
+        {**COMPONENTS["Placements"], "components": {"schemas": COMPONENTS}}, placements_report("r", decisions)
+    )
