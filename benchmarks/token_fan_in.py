@@ -64,6 +64,9 @@ class Processes:
         self._all.append(process)
         return process
 
+    def add(self, process: Process) -> None:
+        self._all.append(process)
+
     def end(self) -> None:
         for process in reversed(self._all):
             process.terminate()

@@ -68,7 +68,9 @@ class Accounts:
                 self._bookings.prefill(key, worker, one.attempt)
                 self._promises.fulfil(key, worker, now)
             case Passed.ENDED:
-                self._bookings.end(key, worker, one.attempt, now, one.output_tokens)
+                self._bookings.end(key, worker, one.attempt, now)
+                if one.code is None:
+                    self._fleet.workloads.generated(self._fleet.workers[worker].column, one.output_tokens)
                 self._promises.fulfil(key, worker, now)
 
     def book(self, batch: BookedBatch, now: float) -> None:

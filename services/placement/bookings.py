@@ -98,11 +98,9 @@ class Bookings:
         if booking is not None:
             booking.prefilled = True
 
-    def end(self, key: Key, worker: str, attempt: int, now: float, output_tokens: int = 0) -> None:
-        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now, output_tokens))
+    def end(self, key: Key, worker: str, attempt: int, now: float) -> None:
+        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now))
         if booking is not None:
-            if booking.started_at is not None:
-                self._workloads.stayed(booking.column, now - booking.started_at, output_tokens)
             self.release(key, now)
 
     def release(self, key: Key, now: float | None = None, *, attempt: int | None = None) -> bool:
@@ -113,6 +111,8 @@ class Bookings:
             return False
         if self._drop(key) is not None:
             assert booking is not None
+            if booking.started_at is not None:
+                self._workloads.stayed(booking.column, (now or self._workloads.now) - booking.started_at)
             left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
             when = self._workloads.now if now is None else now
             queued, priority = not booking.counted, booking.priority

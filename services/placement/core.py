@@ -122,6 +122,7 @@ class PlacementCore:
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        self.workloads.now = max(self.workloads.now, now)
         actions = self._handle(event, now)
         booked = self.decider.take_booked()
         for one in booked:

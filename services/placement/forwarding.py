@@ -38,6 +38,7 @@ ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
 CARRY_S = 10.0
 PARKED_S = 0.2
+UNHEARD_RETRY_S = 1.0  # if nobody who refused has said when
 NO_KEYS: tuple[str, ...] = ()
 
 
@@ -170,7 +171,7 @@ class Forwarding:
             ready = self._fleet.ready(body.model).workers
             if not is_first and all(worker.id in forwarded.tried for worker in ready):
                 many = f"none of {len(forwarded.tried)} workers took the request"
-                raise NoWorkers(many, retry_after_s=forwarded.retry_after_s)
+                raise NoWorkers(many, retry_after_s=forwarded.retry_after_s or UNHEARD_RETRY_S)
             question = question_of(body, attempt, tuple(forwarded.tried), forwarded.max_wait_s if is_first else None)
             placement = self._decider.decide(forwarded.tenant, question, now)
         except KvfleetError as error:

@@ -182,11 +182,13 @@ class Workloads:
             self._levels[column][1].add(priority, -1)
         self._values[rows.REQUESTS, column] = max(0.0, self._values[rows.REQUESTS, column] - 1)
 
-    def stayed(self, column: int, seconds: float, output_tokens: int = 0) -> None:
+    def stayed(self, column: int, seconds: float) -> None:
         """A request left, so long after it had started."""
-        for row, new in ((rows.STAY, seconds), (rows.OUTPUT, float(output_tokens))):
-            old = self._values[row, column]
-            self._values[row, column] = old + (new - old) * 0.1 if old else new
+        self._learn(rows.STAY, column, seconds)
+
+    def generated(self, column: int, tokens: int) -> None:
+        """A request ended that had generated so many."""
+        self._learn(rows.OUTPUT, column, float(tokens))
 
     def trust(self, column: int, credit: float) -> None:
         """What share of the blocks that the worker is said to hold is believed."""
@@ -234,6 +236,10 @@ class Workloads:
         if column in self._levels:
             self._levels[column][0].drain(waited * rate)
         values[rows.RECENT, column] *= math.exp(-waited / RECENT_S)
+
+    def _learn(self, row: int, column: int, value: float) -> None:
+        old = self._values[row, column]
+        self._values[row, column] = old + (value - old) * 0.1 if old else value
 
     def _levels_of(self, column: int) -> tuple[Levels, Levels]:
         """Until now all was of priority 0."""

@@ -20,6 +20,7 @@ from services.worker import request_limits
 from services.worker.block_pool import BlockPool, Match
 from services.worker.context_window import ContextWindow
 from services.worker.detokenizer import Detokenizer
+from services.worker.giving_way import by_priority, full, giving_way, until_served
 from services.worker.model.abort import StepAborted
 from services.worker.model.base import Drawn, ModelRunner
 from services.worker.outputs import (
@@ -130,6 +131,18 @@ class Engine:
         for sequence in found:
             self._fail(sequence, Cancelled("the request was cancelled"))
         return len(found)
+
+    def make_room(self, request: str, attempt: int, count: int) -> None:
+        """So many sequences of lower priority that wait and have not begun give way to this attempt, or it does."""
+        found = self._find(request, attempt)
+        if not found:
+            return
+        shed = giving_way(self.scheduler.waiting, found[0].spec.priority, count)
+        if not shed and not any(sequence.started for sequence in found):
+            shed = found
+        wait_s = until_served(self.load(), self.rates(), min((s.spec.priority for s in shed), default=0))
+        for sequence in shed:
+            self._fail(sequence, full(wait_s))
 
     def give_up(self, request: str, attempt: int | None = None) -> None:
         """From any thread, before `cancel`: a step that computes for nobody else need not be finished."""
@@ -380,10 +393,11 @@ class Engine:
     def load(self) -> Load:
         """Requests, blocks and tokens now; `*_total` count since the start."""
         scheduler, pool = self.scheduler, self.pool
-        queued = sum(  # choices share their prompt
-            max(len(s.ids) - pool.depth(s.hashes) * pool.block_size, 1) for s in scheduler.waiting if s is s.siblings[0]
-        )
-        queued += sum(s.remaining for s in scheduler.running if s.remaining > 1)
+        queued = [  # choices share their prompt
+            (s, max(len(s.ids) - pool.depth(s.hashes) * pool.block_size, 1) if s is s.siblings[0] else 0)
+            for s in scheduler.waiting
+        ]
+        queued += [(s, s.remaining if s.remaining > 1 else 0) for s in scheduler.running]
         restoring = self.tiers.waiting if self.tiers is not None else 0
         return Load(
             waiting=len(scheduler.waiting) + restoring,
@@ -393,7 +407,8 @@ class Engine:
             blocks_cached=pool.cached,
             blocks_total=pool.num_blocks,
             blocks_addressed=pool.addressed,
-            queued_prefill_tokens=queued,
+            queued_prefill_tokens=sum(tokens for _, tokens in queued),
+            priorities=by_priority(queued),
             prompt_tokens_total=self._prompt_tokens,
             hit_tokens_total=self._hit_tokens,
             fed_tokens_total=self._fed_tokens,

@@ -102,12 +102,12 @@ class RequestDesk:
         request: GenerateRequest | None = None
         try:
             request = codec.decode(GenerateRequest, message.data)
-            self._check(request)
+            give_way = self._check(request)
             if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
                 self._spawn(self._tokenise_aside(message, request, tenant))
                 return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
-            self._take(request, ids, tenant, message.reply)
+            self._take(request, ids, tenant, message.reply, give_way)
         except KvfleetError as error:
             if isinstance(error, CodecError):
                 self.malformed_total += 1
@@ -126,20 +126,22 @@ class RequestDesk:
             )
             ids = tuple(await encoded)
             if key in self._tokenising:  # else it was cancelled meanwhile
-                self._check(request)  # others came meanwhile
-                self._take(request, ids, tenant, message.reply)
+                give_way = self._check(request)  # others came meanwhile
+                self._take(request, ids, tenant, message.reply, give_way)
         except KvfleetError as error:
             self.refused_total += 1
             await self._refuse(message, request, error)
         finally:
             self._tokenising.discard(key)
 
-    def _take(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str) -> None:
+    def _take(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str, give_way: int) -> None:
         """Raises InvalidRequest or Unavailable if the attempt is known and this is no further reader of it."""
         content = content_of(request, ids, tenant)
         known = self._frames.known(request.request, request.attempt)
         if known is None:
             self._accept(request, ids, tenant, reply, content)
+            if give_way:
+                self._engine.make_room(request.request, request.attempt, give_way)
             return
         if known.content != content:
             raise InvalidRequest("another request of this id runs here, or did a moment ago", field="request")
@@ -211,14 +213,16 @@ class RequestDesk:
         )
         return Prospect(names, finding, request.source, request.handed_over)
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest) -> int:
+        """Returns how many sequences have to give way to it."""
         new = self._frames.known(request.request, request.attempt) is None
         draining = new and self._state() is State.DRAINING
         check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
         if not new:
-            return  # one more reader is no more work
+            return 0  # one more reader is no more work
         limit = self._limits.waiting + self._record.slots
-        check_capacity(request, taken=self._frames.pending_sequences, limit=limit)
+        load, rates = self._engine.measure()
+        return check_capacity(request, taken=self._frames.pending_sequences, limit=limit, load=load, rates=rates)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""

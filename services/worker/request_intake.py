@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
-from kvproto.errors import DeadlineExceeded, Draining, InvalidRequest, ModelNotFound, Unavailable
-from kvproto.messages import GenerateRequest
+from kvproto.errors import DeadlineExceeded, Draining, InvalidRequest, ModelNotFound, Overloaded
+from kvproto.messages import GenerateRequest, Load, Rates
 from kvproto.subjects import is_inbox
+from services.worker.giving_way import could_give_way, full, until_served
 from services.worker.sequence import SequenceSpec
 from services.worker.tiers.prospect import Prospect
 
@@ -40,12 +41,26 @@ def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> b
     return digest.digest()
 
 
-def check_capacity(request: GenerateRequest, *, taken: int, limit: int) -> None:
-    """Every choice is a sequence of its own, waiting or running. Raises InvalidRequest, or Unavailable for now."""
+def check_capacity(request: GenerateRequest, *, taken: int, limit: int, load: Load, rates: Rates) -> int:
+    """Every choice is a sequence of its own, waiting or running. Raises InvalidRequest, or Overloaded for now.
+
+    Returns how many sequences of lower priority have to give way to it. What goes on, after an earlier attempt, is not
+    judged by how long it will wait: it may be served late, and nobody else will be asked then.
+    """
     if request.sampling.n > limit:
         raise InvalidRequest(f"this worker takes at most {limit} choices, waiting and running", field="n")
-    if taken + request.sampling.n > limit:
-        raise Unavailable("this worker has all it takes, waiting and running", retry_after_s=1.0)
+    wait_s = until_served(load, rates, request.priority)
+    if request.deadline_ms is not None and wait_s > request.deadline_ms / 1000 and not _goes_on(request):
+        late_s = wait_s - request.deadline_ms / 1000
+        raise Overloaded(f"it would wait for {wait_s:.1f} s, past its deadline", retry_after_s=round(late_s, 3))
+    excess = taken + request.sampling.n - limit
+    if excess > could_give_way(load, request.priority):
+        raise full(wait_s / max(load.waiting, 1))  # until the next one is served there is no room for another
+    return max(excess, 0)
+
+
+def _goes_on(request: GenerateRequest) -> bool:
+    return bool(request.attempt or request.output_ids or request.continuations or request.handed_over)
 
 
 def sequences_of(

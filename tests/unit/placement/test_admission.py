@@ -170,7 +170,8 @@ class TestPriority:
         loads = Workloads()
         column = loads.add(1.0, 0.0)
         loads.report(column, Load(slots=4, running=running), Rates(1000.0, 10.0, 10.0), (), 0.0)
-        loads.stayed(column, 2.0, 30)
+        loads.stayed(column, 2.0)
+        loads.generated(column, 30)
         for priority, tokens in work:
             loads.give(column, tokens, 0.0, priority=priority)
         loads.check_integrity()

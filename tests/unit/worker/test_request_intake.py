@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvproto.errors import InvalidRequest, Unavailable
-from kvproto.messages import Continuation, FinishReason, GenerateRequest, Sampling
+from kvproto.errors import InvalidRequest, Overloaded, Unavailable
+from kvproto.messages import Continuation, FinishReason, GenerateRequest, Load, PriorityLoad, Rates, Sampling
 from services.worker.request_intake import check_capacity, sequences_of
+
+
+def check(
+    request: GenerateRequest, *, taken: int = 0, limit: int = 10, load: Load = Load(), rates: Rates = Rates()
+) -> int:
+    return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates)
+
 
 ROOT = b"tenant root 16 b"
 REQUEST = GenerateRequest("r", 2, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1, 2), priority=3)
@@ -16,15 +23,51 @@ REQUEST = GenerateRequest("r", 2, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1
 
 def test_capacity_is_counted_in_sequences() -> None:
     several = replace(REQUEST, sampling=Sampling(9, n=4))
-    check_capacity(several, taken=6, limit=10)
-    check_capacity(REQUEST, taken=9, limit=10)
+    assert check(several, taken=6, limit=10) == check(REQUEST, taken=9, limit=10) == 0
     for request, taken in ((several, 7), (REQUEST, 10)):
         with pytest.raises(Unavailable) as error:
-            check_capacity(request, taken=taken, limit=10)
+            check(request, taken=taken, limit=10)
         assert error.value.retryable
+        assert error.value.retry_after_s == 1.0
     with pytest.raises(InvalidRequest) as refused:  # no worker of this size would ever take it
-        check_capacity(several, taken=0, limit=3)
+        check(several, taken=0, limit=3)
     assert refused.value.field == "n"
+
+
+def test_a_deadline_that_the_queue_cannot_meet_is_refused_with_the_time_until_it_can() -> None:
+    load = Load(waiting=4, queued_prefill_tokens=5000)
+    for deadline_ms, late_s in ((1000, 4.0), (5001, None), (None, None)):
+        asked = replace(REQUEST, attempt=0, priority=0, deadline_ms=deadline_ms)
+        if late_s is None:
+            check(asked, load=load, rates=Rates(1000.0))
+            continue
+        with pytest.raises(Overloaded) as refused:
+            check(asked, load=load, rates=Rates(1000.0))
+        assert refused.value.retry_after_s == late_s
+        check(asked, load=load, rates=Rates())  # nothing measured yet
+        check(replace(asked, priority=1), load=load, rates=Rates(1000.0))  # it is served first
+        check(replace(asked, attempt=1), load=load, rates=Rates(1000.0))  # it goes on
+    behind = replace(load, priorities=(PriorityLoad(1, 1, 0, 500), PriorityLoad(-5, 3, 3, 4500)))
+    asked = replace(REQUEST, attempt=0, priority=0, deadline_ms=1000)
+    check(asked, load=behind, rates=Rates(1000.0))
+    with pytest.raises(Overloaded):
+        check(replace(asked, priority=-5), load=behind, rates=Rates(1000.0))
+
+
+def test_when_all_is_taken_lower_priorities_have_to_give_way() -> None:
+    load = Load(
+        waiting=4, priorities=(PriorityLoad(2, 5, 1, 10), PriorityLoad(0, 3, 2, 10), PriorityLoad(-1, 2, 1, 10))
+    )
+    assert check(replace(REQUEST, priority=1), taken=10, load=load) == 1
+    several = replace(REQUEST, priority=1, sampling=Sampling(9, n=3))
+    assert check(several, taken=10, load=load) == 3
+    assert check(replace(several, priority=3), taken=11, load=load) == 4
+    for priority, taken in ((1, 11), (0, 10), (-1, 10)):
+        with pytest.raises(Overloaded):
+            check(replace(several, priority=priority), taken=taken, load=load)
+    assert check(replace(REQUEST, priority=1), taken=10, load=Load(waiting=1)) == 1  # all is of priority 0
+    with pytest.raises(Overloaded):
+        check(replace(REQUEST, priority=0), taken=10, load=Load(waiting=9))
 
 
 def test_each_choice_goes_on_where_it_was() -> None:

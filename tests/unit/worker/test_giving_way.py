@@ -1,0 +1,107 @@
+"""Who gives way when a worker has all it takes: lower priorities that nobody has seen anything of, and nobody else."""
+
+from __future__ import annotations
+
+from engine_rig import make_engine, spec
+
+from kvproto.errors import Overloaded
+from kvproto.messages import Load, PriorityLoad
+from services.worker.engine import Engine
+from services.worker.outputs import SequenceFailed, SequenceFinished
+
+PROMPT = tuple(range(20, 28))
+
+
+def prompt(name: str) -> tuple[int, ...]:
+    """No two begin alike: who shares a prompt waits for whoever computes it."""
+    return (ord(name[0]), *PROMPT)
+
+
+def an_engine(*requests: tuple[str, int], slots: int = 2) -> Engine:
+    """Each with its priority; after a step as many as there are slots have begun."""
+    engine = make_engine(slots=slots, token_budget=64)
+    for name, priority in requests:
+        engine.add(spec(name, prompt(name), 30, priority=priority))
+    engine.step()
+    return engine
+
+
+def shed(engine: Engine) -> list[str]:
+    failed = [output for output in engine.step().outputs if isinstance(output, SequenceFailed)]
+    engine.check_integrity()
+    for one in failed:
+        assert isinstance(one.error, Overloaded)
+        assert one.error.retryable
+        assert one.error.retry_after_s is not None
+        assert one.error.retry_after_s >= 1.0
+    return [one.request for one in failed]
+
+
+def finished(engine: Engine) -> set[str]:
+    ended = set()
+    while engine.has_work:
+        ended |= {output.request for output in engine.step().outputs if isinstance(output, SequenceFinished)}
+    return ended
+
+
+def test_load_is_told_by_priority_where_there_is_more_than_one() -> None:
+    assert an_engine(("a", 0), ("b", 0)).load().priorities == ()
+    engine = an_engine(("a", 5), ("b", 5), ("c", 0), ("d", 5), ("e", -3))
+    levels = engine.load().priorities
+    assert [(one.priority, one.requests, one.unstarted) for one in levels] == [(5, 3, 1), (0, 1, 1), (-3, 1, 1)]
+    assert sum(one.queued_prefill_tokens for one in levels) == engine.load().queued_prefill_tokens
+    assert Load(priorities=(PriorityLoad(1),)).priorities[0].requests == 0
+
+
+def test_the_lowest_goes_first_and_of_it_who_came_last() -> None:
+    engine = an_engine(("a", 1), ("b", 1), ("c", 0), ("d", -1), ("e", -1), ("f", 0))
+    engine.add(spec("new", PROMPT, 4, priority=1))
+    engine.make_room("new", 0, 1)
+    assert shed(engine) == ["e"]
+    engine.make_room("new", 0, 2)
+    assert shed(engine) == ["d", "f"]
+    assert finished(engine) == {"a", "b", "c", "new"}
+
+
+def test_what_has_begun_is_never_sent_away() -> None:
+    engine = an_engine(("a", -5), ("b", -5))
+    engine.add(spec("goes-on", PROMPT, 8, priority=-5, attempt=1, output_ids=(1, 2)))
+    engine.add(spec("new", PROMPT, 4, priority=50))
+    engine.make_room("new", 0, 1)
+    assert shed(engine) == ["new"]  # there is no room after all, and nobody has seen anything of it either
+    assert finished(engine) == {"a", "b", "goes-on"}
+
+
+def test_a_paused_one_that_had_begun_is_not_sent_away() -> None:
+    engine = an_engine(("a", 0), slots=1)
+    engine.pause("a")
+    engine.add(spec("b", prompt("b"), 30, priority=1))
+    engine.step()
+    engine.resume("a")
+    engine.add(spec("new", PROMPT, 4, priority=2))
+    engine.make_room("new", 0, 1)
+    assert shed(engine) == ["new"]
+    assert finished(engine) == {"a", "b"}
+
+
+def test_choices_of_one_attempt_go_together() -> None:
+    engine = an_engine(("a", 0), slots=1)
+    for choice in range(3):
+        engine.add(spec("several", PROMPT, 8, priority=-1, choice=choice))
+    engine.add(spec("new", PROMPT, 4))
+    engine.make_room("new", 0, 1)
+    assert shed(engine) == ["several"] * 3
+    assert finished(engine) == {"a", "new"}
+
+
+def test_equals_do_not_give_way_and_a_newcomer_that_began_meanwhile_stays() -> None:
+    engine = an_engine(("a", 0), ("b", 0), slots=1)
+    engine.add(spec("new", PROMPT, 4))
+    engine.make_room("new", 0, 1)
+    assert shed(engine) == ["new"]
+    engine.add(spec("high", PROMPT, 4, priority=9))
+    engine.step()  # it has pushed the running one out
+    engine.make_room("high", 0, 5)
+    assert shed(engine) == []
+    engine.make_room("nobody", 0, 1)
+    assert finished(engine) == {"a", "b", "high"}
