@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +129,8 @@ def tell(outcome: Outcome, most: int = 10) -> str:
     """What went wrong, with the requests' histories."""
     known = {exchange.number: exchange for exchange in outcome.history.exchanges}
     lines = [f"seed {outcome.plan.seed}: {len(outcome.verdict.violations)} promises not kept"]
+    kinds = Counter((violation.what, violation.told[:100]) for violation in outcome.verdict.violations)
+    lines += [f"{count:4d} x {what}: {told}" for (what, told), count in kinds.most_common()]
     for violation in outcome.verdict.violations[:most]:
         lines.append(f"* {violation.what}: {violation.told}")
         if (exchange := known.get(violation.exchange if violation.exchange is not None else -1)) is None:

@@ -1,6 +1,6 @@
 """The chaos suite's quick form: a whole fleet of processes, every kind of fault once, and every promise kept.
 
-`make chaos` is the long one. A failure prints the seed, the promises that were not kept and the requests' histories.
+It runs last: kernels are compiled by then. `make chaos` is the long one. A failure prints the seed, the promises that were not kept and the requests' histories.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def sockets_of_nats_py() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.mark.last
 async def test_every_promise_is_kept(tmp_path: Path) -> None:
     outcome = await run(QUICK, tmp_path)
     assert not outcome.verdict.violations, tell(outcome)
