@@ -1,6 +1,7 @@
 """The chaos suite's quick form: a whole fleet of processes, every kind of fault once, and every promise kept.
 
-It runs last: kernels are compiled by then. `make chaos` is the long one. A failure prints the seed, the promises that were not kept and the requests' histories.
+It runs last: kernels are compiled by then. `make chaos` is the long one. A failure prints the seed, the promises that
+were not kept and the requests' histories.
 """
 
 from __future__ import annotations
