@@ -65,7 +65,7 @@ def say(line: str) -> None:
 
 async def run(plan: Plan, folder: Path) -> Outcome:
     """Start a fleet, learn the right answers, break things under load, and judge. Raises AssertionError where the fleet
-    does not come up or back at all."""
+    does not come up, or an answer cannot be had without faults."""
     began = time.monotonic()
     schedule = Schedule.of(plan.seed, plan.duration_s, plan.faults, plan.layout, plan.kinds)
     cases = catalogue(plan.seed, *plan.cases)
@@ -80,7 +80,10 @@ async def run(plan: Plan, folder: Path) -> Outcome:
             history.exchanges.clear()
             subscriptions = {tenant: client.connection.subscriptions for tenant, client in load.clients.items()}
             load.start(*plan.users)
-            await Breaker(fleet, history, say).run(schedule, fleet.now() + 1.0)
+            try:
+                await Breaker(fleet, history, say).run(schedule, fleet.now() + 1.0)
+            except AssertionError as error:
+                history.unwell.append(str(error))
             await load.stop()
             history.leaks += await find_leaks(fleet, load.clients, subscriptions)
             history.ends += fleet.ends
