@@ -16,7 +16,7 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.history import Happened, History
 from tests.chaos.schedule import TRAITS, Fault, Kind, Schedule
 
-SETTLE_S = 60.0  # for everybody to be back after a fault
+SETTLE_S = 120.0  # for everybody to be back after a fault
 CALM_S = 1.0  # between the recovery of one and the fault of another in the same group
 NATS_CALM_S = 3.0  # after an outage, before anything else breaks
 FULL_BYTES = 64 * 1024  # to which the files of a full disk cannot grow

@@ -177,7 +177,7 @@ def catalogue(seed: int, real: int, fake: int) -> tuple[Case, ...]:
         transports: list[Transport] = []
         for at in range(count):
             if not transports:
-                transports = [Transport.CLIENT, *Transport]
+                transports = [Transport.CLIENT, Transport.CLIENT, *Transport]
                 chance.shuffle(transports)
             transport = transports.pop()
             tenant = "public" if transport.is_bare else chance.choice(TENANTS)

@@ -71,6 +71,8 @@ def check(history: History) -> Verdict:
             verdict.found("process", f"{end.name} ended by itself with code {end.code}:\n{end.said}")
         elif end.asked == "drain" and end.code != 0:
             verdict.found("process", f"{end.name} drained and ended with code {end.code} after {end.took_s:.1f} s")
+    for told in history.unwell:
+        verdict.found("process", told)
     for leak in history.leaks:
         verdict.found("leak", f"{leak.where}: {leak.what}")
     for crossed in history.crossed:

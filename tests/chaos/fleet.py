@@ -34,7 +34,7 @@ from tests.chaos.process import ROOT, MemberProcess
 
 DEPLOY = ROOT / "deploy" / "nats"
 BACKOFF_S = 0.3
-START_S = 90.0
+START_S = 300.0  # the first process ever compiles kernels
 WORKER_DRAIN_S = 2.0
 INGRESS_DRAIN_S = 20.0
 GRACE_S = {Role.WORKER: 12.0, Role.INGRESS: INGRESS_DRAIN_S + 10.0, Role.PLACEMENT: 10.0, Role.VAULT: 15.0}

@@ -152,4 +152,5 @@ class History:
     ends: list[ProcessEnd] = field(default_factory=list)
     leaks: list[Leak] = field(default_factory=list)
     crossed: list[str] = field(default_factory=list)  # canaries of one tenant that another one's cache answered
+    unwell: list[str] = field(default_factory=list)  # who did not come back after a fault
     counts: dict[str, int] = field(default_factory=dict)

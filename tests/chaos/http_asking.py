@@ -74,6 +74,8 @@ class HttpClients:
                     wait_s = said
             except _Cut:
                 wait_s = 0.05
+            except httpx.ConnectError:
+                exchange.refusals.append((self._now(), f"{ingress}: no connection"))
             except (_Broke, httpx.TransportError) as error:
                 if exchange.accepted_at is None or (behaviour.whole and not exchange.ends):
                     exchange.refusals.append((self._now(), f"{ingress}: {type(error).__name__}"))

@@ -28,7 +28,7 @@ THINK_S = {REAL: 0.5, FAKE: 0.2}
 CANARY_S = 1.5
 TWIN_S = 0.4  # after which a client asks the same a second time
 OWN_TOKENS = 3  # of a random prompt a tenant may have by chance, from prompts of its own: reuse is exact to the token
-REFERENCES_AT_ONCE = 6
+REFERENCES_AT_ONCE = 12
 
 
 class Load:

@@ -21,12 +21,6 @@ Mutation = Callable[[], AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def none() -> Iterator[None]:
-    """The product as it is."""
-    yield
-
-
-@contextlib.contextmanager
 def without_fencing() -> Iterator[None]:
     """Frames of an old attempt pass as the present one's."""
     original = Stream.on_frame

@@ -11,7 +11,7 @@ from tests.chaos.history import Exchange, Happened, History
 from tests.chaos.layout import Layout, Role
 from tests.chaos.schedule import Kind
 
-FELT_S = 0.5  # so long after it is over a fault may still begin to be felt
+FELT_S = 0.5  # so long after it began a fault may still begin to be felt, though it is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,16 @@ class Row:
     streams: int
     median_s: float | None
     worst_s: float | None
+    back_s: float | None = None  # median, from the fault's end until all that it had to do with is ready again
 
 
 def felt(happened: Happened, history: History, layout: Layout) -> Felt:
     over = happened.over_at if happened.over_at is not None else happened.began
+    until = max(over, happened.began + FELT_S)
     gaps = [
-        max((b - a for a, b in pairwise(_times(one)) if b > happened.began and a < over + FELT_S), default=0.0)
+        max((b - a for a, b in pairwise(_times(one)) if b > happened.began and a < until), default=0.0)
         for one in history.exchanges
-        if _runs_at(one, happened.began) and _concerns(happened, one, layout)
+        if _runs_within(one, happened.began, over) and _concerns(happened, one, layout)
     ]
     return Felt(happened, len(gaps), max(gaps) if gaps else None)
 
@@ -62,7 +64,9 @@ def _row(kind: Kind, role: str, some: Iterable[Felt]) -> Row:
     some = list(some)
     gaps = [one.gap_s for one in some if one.gap_s is not None]
     median = statistics.median(gaps) if gaps else None
-    return Row(kind, role, len(some), sum(one.streams for one in some), median, max(gaps, default=None))
+    backs = [one.fault.well_at - one.fault.over_at for one in some if one.fault.well_at and one.fault.over_at]
+    back = statistics.median(backs) if backs else None
+    return Row(kind, role, len(some), sum(one.streams for one in some), median, max(gaps, default=None), back)
 
 
 def _times(exchange: Exchange) -> list[float]:
@@ -71,10 +75,10 @@ def _times(exchange: Exchange) -> list[float]:
     return [*accepted, *(piece.at for piece in exchange.pieces), *ends]
 
 
-def _runs_at(exchange: Exchange, at: float) -> bool:
+def _runs_within(exchange: Exchange, began: float, over: float) -> bool:
     if exchange.behaviour in ("reads slowly", "does not stream"):  # their pauses are their own
         return False
-    return exchange.accepted_at is not None and exchange.accepted_at < at < exchange.until
+    return exchange.accepted_at is not None and exchange.accepted_at <= over and began < exchange.until
 
 
 def _concerns(happened: Happened, exchange: Exchange, layout: Layout) -> bool:
@@ -83,7 +87,8 @@ def _concerns(happened: Happened, exchange: Exchange, layout: Layout) -> bool:
         return True
     place = layout.place(target)
     if place.role is Role.WORKER:
-        return exchange.worker_at(happened.began) == target
+        over = happened.over_at if happened.over_at is not None else happened.began
+        return target in (exchange.worker_at(happened.began), exchange.worker_at(over))
     if place.role is Role.INGRESS:
         return bool(exchange.ingresses) and [name for at, name in exchange.ingresses if at <= happened.began][-1:] == [
             target

@@ -72,10 +72,11 @@ _FAULTS = """
 
 *Pause*: the longest one of any stream that ran when the fault happened and had to do with it, by its client's clock:
 with re-prefill, and with the length of the fault itself where it is waited for. It is measured on two busy cores, where
-processes start all the time; the gap that a lost worker alone leaves is measured by `benchmarks/`.
+processes start all the time; the gap that a lost worker alone leaves is measured by `benchmarks/`. *Ready*: from the
+end of the fault, or the start of the next process, until others see it ready.
 
-| fault | of | times | streams hit | pause, median | worst | what clients are promised |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| fault | of | times | streams hit | pause, median | worst | ready after | what clients are promised |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 _LIMITS = """
 ## What is not promised
 
@@ -138,8 +139,9 @@ def page(seed: int, minutes: float, history: History, layout: Layout, verdict: V
 def _row(row: Row) -> str:
     median = "" if row.median_s is None else f"{row.median_s:.2f} s"
     worst = "" if row.worst_s is None else f"{row.worst_s:.2f} s"
+    back = "" if row.back_s is None or row.back_s < 0.1 else f"{row.back_s:.1f} s"
     told = promise(row.kind, row.role)
-    return f"| {row.kind.value} | {row.role} | {row.count} | {row.streams} | {median} | {worst} | {told} |"
+    return f"| {row.kind.value} | {row.role} | {row.count} | {row.streams} | {median} | {worst} | {back} | {told} |"
 
 
 def _mangled(history: History) -> str:

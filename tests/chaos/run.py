@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,7 @@ def say(line: str) -> None:
 
 async def run(plan: Plan, folder: Path) -> Outcome:
     """Start a fleet, learn the right answers, break things under load, and judge. Raises AssertionError where the fleet
-    does not come up or back at all."""
+    does not come up, or an answer cannot be had without faults."""
     began = time.monotonic()
     schedule = Schedule.of(plan.seed, plan.duration_s, plan.faults, plan.layout, plan.kinds)
     cases = catalogue(plan.seed, *plan.cases)
@@ -79,7 +80,10 @@ async def run(plan: Plan, folder: Path) -> Outcome:
             history.exchanges.clear()
             subscriptions = {tenant: client.connection.subscriptions for tenant, client in load.clients.items()}
             load.start(*plan.users)
-            await Breaker(fleet, history, say).run(schedule, fleet.now() + 1.0)
+            try:
+                await Breaker(fleet, history, say).run(schedule, fleet.now() + 1.0)
+            except AssertionError as error:
+                history.unwell.append(str(error))
             await load.stop()
             history.leaks += await find_leaks(fleet, load.clients, subscriptions)
             history.ends += fleet.ends
@@ -128,6 +132,8 @@ def tell(outcome: Outcome, most: int = 10) -> str:
     """What went wrong, with the requests' histories."""
     known = {exchange.number: exchange for exchange in outcome.history.exchanges}
     lines = [f"seed {outcome.plan.seed}: {len(outcome.verdict.violations)} promises not kept"]
+    kinds = Counter((violation.what, violation.told[:100]) for violation in outcome.verdict.violations)
+    lines += [f"{count:4d} x {what}: {told}" for (what, told), count in kinds.most_common()]
     for violation in outcome.verdict.violations[:most]:
         lines.append(f"* {violation.what}: {violation.told}")
         if (exchange := known.get(violation.exchange if violation.exchange is not None else -1)) is None:

@@ -131,8 +131,12 @@ def _kinds(chance: random.Random, count: int, kinds: tuple[Kind, ...]) -> list[K
     return out
 
 
+_FIRST = (Role.WORKER, Role.INGRESS, Role.WORKER, Role.PLACEMENT, Role.VAULT, Role.CLIENT)
+
+
 class _Turns:
-    """Each member of a group has its turn before one has a second one; and a kind goes from role to role."""
+    """Each member of a group has its turn before one has a second one; and a kind goes from role to role, those first
+    that clients would notice first."""
 
     def __init__(self, chance: random.Random, layout: Layout) -> None:
         self._chance = chance
@@ -144,8 +148,7 @@ class _Turns:
         waiting = self._groups.setdefault(kind, [])
         if not waiting:
             places = [p for p in self._layout.places if p.role in roles and (p.has_disk or kind is not Kind.DISK_FULL)]
-            waiting += sorted({place.group for place in places})
-            self._chance.shuffle(waiting)
+            waiting += self._in_order({place.group: place.role for place in places})
         group = waiting.pop()
         if kind is Kind.DISK_FULL:
             return next(place for place in self._layout.places if place.has_disk)
@@ -154,3 +157,15 @@ class _Turns:
             members += [place for place in self._layout.places if place.group == group]
             self._chance.shuffle(members)
         return members.pop()
+
+    def _in_order(self, role_of: dict[str, Role]) -> list[str]:
+        """Groups, the first one last."""
+        left = sorted(role_of)
+        self._chance.shuffle(left)
+        out = []
+        for role in (*_FIRST, *(role_of[group] for group in left)):
+            found = next((group for group in left if role_of[group] is role), None)
+            if found is not None:
+                left.remove(found)
+                out.append(found)
+        return out[::-1]

@@ -130,8 +130,9 @@ def test_processes_leaks_and_tenants() -> None:
         ProcessEnd(1.0, "r0", 1, "", said="AssertionError"),
         ProcessEnd(1.0, "i0", -9, "drain", 30.0),
     ]
-    verdict = judged(exchange(), ends=ends, leaks=[Leak("f0", "2 blocks held")], crossed=["16 tokens"])
-    assert sorted(words(verdict)) == ["crossed", "leak", "process", "process"]
+    others = {"leaks": [Leak("f0", "2 blocks held")], "crossed": ["16 tokens"], "unwell": ["not ready: f0"]}
+    verdict = judged(exchange(), ends=ends, **others)
+    assert sorted(words(verdict)) == ["crossed", "leak", "process", "process", "process"]
     assert "AssertionError" in verdict.violations[0].told
 
 
