@@ -124,6 +124,7 @@ async def produce_once(connection: Connection, seen: Seen) -> bool:
     """Whether it came to its end, as it should or not; False: ask again."""
     inbox = f"{connection.inbox_prefix}.{new_request_id()}"
     frames: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    newest = 0
 
     async def on_frame(message: Message) -> None:
         if message.data:
@@ -142,6 +143,9 @@ async def produce_once(connection: Connection, seen: Seen) -> bool:
             except TimeoutError:
                 seen.told = f"nothing after {len(seen.ids)} tokens"
                 return False
+            newest, attempt = max(newest, frame.get("attempt", 0)), frame.get("attempt", 0)
+            if attempt < newest:
+                continue  # of a worker that was too late: another one has it
             if frame["type"] == "tokens":
                 if frame["index"] > len(seen.ids):
                     seen.told = f"tokens from {frame['index']} on after {len(seen.ids)}"
