@@ -67,7 +67,8 @@ BENCHMARKS := engine_throughput engine_vs_vllm engine_vs_llamacpp decode_step pr
               itl_under_prefill cancel_to_free attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance \
               find_matches index_events placement_vs_dynamo placement_decisions placement_scale token_fan_in \
               trace_hits shared_prompt low_load churn herd overload \
-              data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl
+              data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl \
+              resume_gap nats_outage rolling_restart live_1000
 bench: $(VENV)/.dev
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(if $(QUICK),--quick) || [ $$? -eq 75 ] || exit 1; done
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ from kvproto.testing.nats_cluster import SYSTEM_PASSWORD, SYSTEM_USER, NatsClust
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
 from services.worker.model_folder import DEMO_FOLDER
-from tests.support.processes import Deployment, Service
+from tests.support.processes import KVFLEET, Deployment, Service
 from tests.support.unfailed import unfailed
 
 PROMPT = 64
@@ -49,6 +51,7 @@ class Fleet(Deployment):
     def __init__(self, nats_url: str, folder: Path, *worker_flags: str, replicas: int = 1) -> None:
         super().__init__(nats_url, folder)
         self.worker_flags = ("--runner=fake", "--workers-on-host=2", *worker_flags)
+        self.ingress_flags: tuple[str, ...] = ()
         self.replicas = replicas
 
     def _env(self, role: str) -> dict[str, str]:
@@ -57,11 +60,15 @@ class Fleet(Deployment):
             env |= {"KVFLEET_SYSTEM_USER": SYSTEM_USER, "KVFLEET_SYSTEM_PASSWORD": SYSTEM_PASSWORD}
         return env
 
+    def init(self) -> None:
+        command = [KVFLEET, "init", f"--replicas={self.replicas}"]
+        subprocess.run(command, env={**os.environ, **self._env("admin")}, check=True, capture_output=True, timeout=60)
+
     def worker(self, name: str, *flags: str) -> Service:
         return self.start("worker", name, *self.worker_flags, *flags)
 
     def ingress(self, name: str = "i0", port: int | None = None) -> Service:
-        return self.start("ingress", name, f"--port={port or self.port}")
+        return self.start("ingress", name, f"--port={port or self.port}", *self.ingress_flags)
 
 
 def end_in_order() -> None:
@@ -118,6 +125,7 @@ class Seen:
     worker: str | None = None
     fenced: int = 0
     error: str | None = None
+    told: str = ""  # what a producer was told last
 
     def take(self, ids: tuple[int, ...] | list[int], now: float) -> None:
         self.ids += ids

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 from kvproto import codec
 from kvproto.connection import Connection
-from kvproto.errors import Unavailable
+from kvproto.errors import Cancelled, Unavailable
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.messages import TERMINAL, Encoding, Frame
+from kvproto.messages import TERMINAL, Encoding, Failed, Frame
 from kvproto.subjects import receipt_inbox
 from services.worker.frames import Record
 from services.worker.readers import Leases, Reader
@@ -51,7 +51,7 @@ class Outbox:
             for reader in record.readers:
                 if reader.encoding is Encoding.FRAMES:
                     batches.setdefault(reader.inbox, []).append(frame)
-                else:
+                elif not _is_cancel(frame):  # placement cancels, having it run elsewhere or told the producer why not
                     self._send_plain(reader, frame)
             if record.watchers and isinstance(frame, TERMINAL):
                 for watcher in record.watchers:
@@ -113,3 +113,7 @@ class Outbox:
         """Send what is left, before the process ends."""
         await self._flush()
         await self._connection.synced(1.0)
+
+
+def _is_cancel(frame: Frame) -> bool:
+    return isinstance(frame, Failed) and frame.code == Cancelled.code

@@ -216,3 +216,31 @@ async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, 
         assert (failed.code, failed.field) == ("invalid_request", "prompt")
     assert worker.fatal == []
     await ask(client, tuple(range(40)))
+
+
+@pytest.mark.parametrize("encoding", [Encoding.JSON, Encoding.MSGPACK])
+async def test_a_producer_is_not_told_of_an_attempt_that_placement_took_back(
+    worker: FakeWorker, client: Client, encoding: Encoding
+) -> None:
+    """It was accepted too late and runs elsewhere, on the same inbox: one of the two ends there, and it is not this."""
+    watcher = Receiver(client)
+    plain: list[bytes] = []
+
+    async def on_plain(message: Message) -> None:
+        plain.append(message.data)
+
+    inbox = f"{client.connection.inbox_prefix}.plain"
+    await client.connection.subscribe(inbox, on_plain)
+    sampling = replace(SAMPLING, max_tokens=300)
+    await send(client, request(client, inbox=inbox, encoding=encoding, watcher="p0", sampling=sampling))
+    async with asyncio.timeout(5):
+        while len(plain) < 3:
+            await asyncio.sleep(0.01)
+    await client.connection.publish(
+        client.subjects.worker_cancel("w0"), codec.encode(CancelRequest("r1", 0, inbox)), reply=""
+    )
+    failed = await watcher.until(Failed)
+    assert isinstance(failed, Failed)
+    assert failed.code == "cancelled"
+    await asyncio.sleep(0.1)
+    assert not any(b"failed" in frame for frame in plain)
