@@ -1,8 +1,9 @@
-"""One ingress, served by uvicorn in the test's own loop, over a real NATS server."""
+"""One ingress, served by uvicorn in the test's own loop, over a real NATS server; and a real placement beside it."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,14 +12,19 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from kvproto import codec
 from kvproto.client import Client
 from kvproto.connection import Connection
-from kvproto.ids import new_process_id
-from kvproto.subjects import INGRESS_INBOX, Subjects, inbox_prefix
+from kvproto.ids import new_epoch, new_process_id
+from kvproto.messages import MemberRecord, Role, State
+from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, Subjects, inbox_prefix
 from services.ingress.app import create_app
 from services.ingress.config import IngressConfig
 from services.ingress.ingress import Ingress
 from services.ingress.tenancy import Tenancy, parse_keys
+from services.placement.loop import PlacementLoop
+
+FLEET_KEY = "secret of the fleet"
 
 
 @dataclass
@@ -64,6 +70,18 @@ async def serve(url: str, subjects: Subjects, *, keys: str = "", **changes: Any)
             break
         await asyncio.sleep(0.01)
     return Served(base, http, ingress, client, server, serving)
+
+
+async def start_placement(url: str, subjects: Subjects, name: str) -> tuple[PlacementLoop, Connection]:
+    connection = await Connection.open(url, name=f"placement-{name}", inbox_prefix=inbox_prefix(PLACEMENT_INBOX, name))
+    record = MemberRecord(
+        name, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
+    )
+    loop = PlacementLoop(
+        connection, subjects, record, chance=random.Random(1).random, fleet_key=FLEET_KEY.encode(), policy="cost"
+    )
+    await loop.start()
+    return loop, connection
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from ingress_rig import Served, serve, until
+from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from kvproto import codec
-from kvproto.connection import Connection
-from kvproto.ids import new_epoch
-from kvproto.messages import MemberRecord, Role, State
-from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
+from kvproto.messages import Role
+from kvproto.subjects import Subjects
 from kvservice.metrics import LiveCollector
 from services.cli.main import app
 from services.ingress.tenancy import hash_key
@@ -26,7 +22,6 @@ from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
 from tests.support.fake_fleet import FakeFleet
 
-FLEET_KEY = "secret of the fleet"
 KEYS = "".join(
     f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
     for name, tenant, more in (
@@ -70,18 +65,6 @@ class Fleet:
 
     def metrics(self) -> list[str]:
         return [generate_latest(registry).decode() for registry in self.registries]
-
-
-async def start_placement(url: str, subjects: Subjects, name: str) -> tuple[PlacementLoop, Connection]:
-    connection = await Connection.open(url, name=f"placement-{name}", inbox_prefix=inbox_prefix(PLACEMENT_INBOX, name))
-    record = MemberRecord(
-        name, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
-    )
-    loop = PlacementLoop(
-        connection, subjects, record, chance=random.Random(1).random, fleet_key=FLEET_KEY.encode(), policy="cost"
-    )
-    await loop.start()
-    return loop, connection
 
 
 @pytest.fixture

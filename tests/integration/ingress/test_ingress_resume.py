@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from cut_streams import Event, read, steps, texts
-from ingress_rig import Serve, Served, serve, until
+from ingress_rig import Serve, Served, serve, start_placement, until
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
@@ -33,13 +33,17 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 async def pair(nats_url: str, fleet_buckets: Subjects, fleet: FakeFleet) -> AsyncIterator[list[Served]]:
-    """Two ingresses before a real worker loop and engine."""
-    await fleet.start("w1", fake_tokens_per_s=400)
+    """Two ingresses before a real placement, and two real worker loops and engines."""
+    for name in ("w1", "w2"):
+        await fleet.start(name, fake_tokens_per_s=400)
+    placement, connection = await start_placement(nats_url, fleet_buckets, "p0")
     served = [await serve(nats_url, fleet_buckets) for _ in range(2)]
     yield served
     for one in served:
         one.ingress.runs.check_integrity()
     await asyncio.gather(*(one.stop() for one in served))
+    await placement.stop()
+    await connection.close()
 
 
 @pytest.mark.parametrize("kind", list(ASKED))
@@ -100,7 +104,7 @@ async def test_a_turn_that_another_followed_is_not_resumed(pair: list[Served]) -
     _, body = ASKED["generate"]
     for served, seq_id in zip(pair, ("here", "there"), strict=True):
         await read(pair[0], GENERATE, {**body, "seq_id": seq_id})
-        sent = {**body, "prompt": " and then", "seq_id": seq_id}
+        sent = {**body, "prompt": " and then", "seq_id": seq_id, "max_tokens": 400}
         before = await read(pair[0], GENERATE, sent, events=5)
         await read(pair[1], GENERATE, {**body, "prompt": " but", "seq_id": seq_id})
         refused = await served.http.post(GENERATE, json=sent, headers={"last-event-id": before[-1].id})
