@@ -89,8 +89,6 @@ class Producers:
         frame = msgpack.unpackb(message.data) if message.data else {"type": "failed", "code": "nobody_listens"}
         if frame["type"] == "tokens" and one.first_at is None:
             one.first_at = _now()
-        if frame.get("code") == "cancelled":
-            return  # of an offer that a worker answered too late: the request goes on elsewhere
         if frame["type"] in ("finished", "failed"):
             assert one.ended_at is None, "two terminal frames"
             one.ended_at, one.code = _now(), frame.get("code")
