@@ -24,6 +24,7 @@ from services.placement.workloads import Workloads
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0
 STAY_LIMIT_S = 3600.0  # of an accepted one whose end was never heard
+MAX_BOOKED = 65_536  # in each state; beyond, the oldest are taken to be over
 EARLY_KEPT = 4096  # attempts of which milestones came before another replica's word of their booking
 
 Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
@@ -46,8 +47,9 @@ class Booking:
 class Bookings:
     """Owned by the core; `now` never goes back. What is booked is in the workloads."""
 
-    def __init__(self, workloads: Workloads) -> None:
+    def __init__(self, workloads: Workloads, max_booked: int = MAX_BOOKED) -> None:
         self._workloads = workloads
+        self._max_booked = max_booked
         self._fresh: dict[Key, Booking] = {}  # not accepted yet; oldest first
         self._accepted: dict[Key, Booking] = {}  # oldest acceptance first
         self._at: dict[str, dict[Key, Booking]] = {}  # fresh ones per worker, oldest first; no empty entries
@@ -77,6 +79,8 @@ class Bookings:
         self._fresh[key] = booking
         self._at.setdefault(worker, {})[key] = booking
         self._workloads.give(column, tokens, now, priority=priority)
+        if len(self._fresh) > self._max_booked:
+            self.release(next(iter(self._fresh)), now)
         for passed in self._early.pop((key, worker, attempt), ()):
             passed()  # the worker was quicker than the replica that booked it
 
@@ -161,6 +165,8 @@ class Bookings:
             booking.accepted = True
             self._accepted[key] = booking
             self._accepted_at.setdefault(worker, {})[key] = booking
+            if len(self._accepted) > self._max_booked:
+                self._drop(next(iter(self._accepted)))
             return booking
         booking = self._accepted.get(key)
         if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
@@ -202,6 +208,7 @@ class Bookings:
             assert held, worker
             assert all(self._accepted[key] is booking and booking.worker == worker for key, booking in held.items())
         assert len(self._early) <= EARLY_KEPT
+        assert max(len(self._fresh), len(self._accepted)) <= self._max_booked
         assert not any(booking.accepted for booking in self._fresh.values())
         assert all(booking.accepted for booking in self._accepted.values())
         for each in (self._fresh, *self._at.values()):

@@ -11,7 +11,8 @@
       │
       └── an id that is known (`repeats`) ──▶ offered to the worker that has it, as one more reader of that attempt
 
-The 50 ms grow with a long text, which the worker tokenises before it accepts. Every end of a request is one here, so
+The 50 ms grow with a long text, which the worker tokenises before it accepts, and while workers answer late
+(`patience`). Every end of a request is one here, so
 the producer gets at most one terminal frame from placement, and none once the worker's own was seen. Each offer is one
 attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. With the successor's word the
 worker that handed a request over may let go of it.
@@ -30,10 +31,10 @@ from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
 from services.placement.fleet import Fleet
 from services.placement.forwarded import Forwarded, body_of, question_of
+from services.placement.patience import Patience
 from services.placement.repeats import Known, Repeats
 from services.placement.watching import Watching
 
-ACKNOWLEDGE_S = 0.05  # an offer not accepted by then goes to the next worker
 ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
 CARRY_S = 10.0
@@ -74,6 +75,7 @@ class Forwarding:
         self._parked: dict[str, Forwarded] = {}
         self._keys: dict[str, list[str]] = {}  # of each request in flight; no empty entries
         self._numbers = count(1)
+        self._patience = Patience()
         self.watching = Watching(inbox_prefix, fleet, self._over)
 
     @property
@@ -180,7 +182,8 @@ class Forwarding:
             return self._fail(forwarded, error)
         forwarded.tried.append(placement.worker)
         forwarded.worker, forwarded.attempt = placement.worker, attempt
-        forwarded.due = now + ACKNOWLEDGE_S + TOKENISE_S * len(body.prompt or "")
+        forwarded.offered_at, tokenising_s = now, TOKENISE_S * len(body.prompt or "")
+        forwarded.due = now + self._patience.seconds + tokenising_s
         self._offered[forwarded.key] = forwarded
         self.retried_offers_total += not is_first and forwarded.carried_until is None
         offer = replace(body, attempt=attempt, deadline_ms=left_ms)
@@ -214,11 +217,14 @@ class Forwarding:
         if held is not None and (held.attempt, held.worker) == (frame.attempt, frame.worker):
             if self._offered.pop(key, None) is None and self._parked.pop(key, None) is None:
                 return []  # said twice
+            if not held.attached:
+                self._patience.answered(now - held.offered_at)
             self.forwarded_total += 1
             held.epoch = frame.epoch
             self.watching.watch(held, now)
             return [held.let_go] if held.let_go is not None else []
         self.late_acceptances_total += 1
+        self._patience.was_late()
         if key != frame.request:
             return []  # one more reader, who has left: what it read goes on
         inbox = held.inbox if held is not None else ""

@@ -14,6 +14,7 @@ from services.placement.workloads import Floats
 
 MAX_BLOCKS = 131_072
 MAX_WORKERS = 256
+MAX_MADE = 16_384  # requests whose blocks are to come; of more, the oldest go without
 LIMIT_S = 60.0
 EVENTS_S = 0.5  # by when events about blocks of a finished prefill have come
 
@@ -47,6 +48,8 @@ class Promises:
                 return  # more workers than there is room for: they go without
         self._index.store(self._holders[worker], 0, hashes)
         self._made[key] = now, worker, hashes
+        if len(self._made) > MAX_MADE:
+            self.break_off(next(iter(self._made)))
 
     def fulfil(self, key: Key, worker: str, now: float) -> None:
         """`worker` has computed it, or will not do so any more."""
@@ -106,3 +109,4 @@ class Promises:
             assert times == sorted(times)
             assert all(name in self._holders for _, name, _ in table.values())
         assert not self._made.keys() & self._kept.keys()
+        assert len(self._made) <= MAX_MADE

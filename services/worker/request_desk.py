@@ -102,7 +102,7 @@ class RequestDesk:
         request: GenerateRequest | None = None
         try:
             request = codec.decode(GenerateRequest, message.data)
-            give_way = self._check(request)
+            give_way = self._check(request, len(self._tokenising))
             if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
                 self._spawn(self._tokenise_aside(message, request, tenant))
                 return
@@ -213,16 +213,17 @@ class RequestDesk:
         )
         return Prospect(names, finding, request.source, request.handed_over)
 
-    def _check(self, request: GenerateRequest) -> int:
-        """Returns how many sequences have to give way to it."""
+    def _check(self, request: GenerateRequest, before: int = 0) -> int:
+        """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
         new = self._frames.known(request.request, request.attempt) is None
         draining = new and self._state() is State.DRAINING
         check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
         if not new:
             return 0  # one more reader is no more work
         limit = self._limits.waiting + self._record.slots
+        taken = self._frames.pending_sequences + before
         load, rates = self._engine.measure()
-        return check_capacity(request, taken=self._frames.pending_sequences, limit=limit, load=load, rates=rates)
+        return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""

@@ -31,6 +31,7 @@ from kvproto.messages import (
     Heartbeat,
     Load,
     MemberRecord,
+    Rates,
     Role,
     State,
     Tokens,
@@ -58,6 +59,7 @@ class FakeWorker:
         self.seen: list[tuple[str, GenerateRequest, str]] = []  # tenant, request, reply
         self.cancelled: list[CancelRequest] = []
         self.load = Load()
+        self.rates = Rates()
         self.epoch = new_epoch()
         self._url = url
         self._subjects = subjects
@@ -82,7 +84,7 @@ class FakeWorker:
 
     async def _beat(self) -> None:
         while True:
-            beat = Heartbeat(self.id, self.epoch, self.lease.record.state, self.load)
+            beat = Heartbeat(self.id, self.epoch, self.lease.record.state, self.load, self.rates)
             await self.connection.publish(self._subjects.heartbeat(self.id), codec.encode(beat))
             await asyncio.sleep(0.5)
 

@@ -122,3 +122,15 @@ def test_what_a_heartbeat_has_counted_is_not_corrected_again() -> None:
     rig.beat("w0", queued=1000, waiting=10)  # it is a hundred each
     rig.pass_("w0", "r0", Passed.STARTED, prompt=100)
     assert rig.core.workloads.of(0, rig.now).backlog_tokens == 1000
+
+
+def test_there_are_never_more_than_so_many() -> None:
+    loads = Workloads()
+    column = loads.add(1.0, 0.0)
+    bookings = Bookings(loads, max_booked=8)
+    for number in range(50):
+        bookings.book(("public", f"r{number}"), 0, "w1", column, 10, float(number) / 100)
+        if number % 2:
+            bookings.accept(("public", f"r{number}"), "w1", 0)
+        bookings.check_integrity()
+    assert (len(bookings), bookings.running) == (7, 8)  # the last one was accepted

@@ -22,7 +22,8 @@ from services.placement.events import (
     WorkerUpdated,
 )
 from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
-from services.placement.forwarding import ACKNOWLEDGE_S, TOKENISE_S
+from services.placement.forwarding import TOKENISE_S
+from services.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
 from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S
 
 REPLY = f"{PREFIX}.r.r1"
@@ -371,3 +372,27 @@ def test_a_draining_worker_finishes_what_it_accepted() -> None:
     assert core.forwarding.in_flight == 1
     (fail,) = failures(core.handle(a_generate("r2"), 1.3))
     assert fail.failed.code == "no_workers"
+
+
+class TestPatience:
+    def test_grows_while_workers_answer_late_and_shrinks_again(self) -> None:
+        patience = Patience()
+        assert patience.seconds == ACKNOWLEDGE_S
+        for _ in range(20):
+            patience.was_late()
+        assert patience.seconds == MOST_S
+        for _ in range(100):
+            patience.answered(0.002)
+        assert patience.seconds == ACKNOWLEDGE_S
+        for _ in range(100):
+            patience.answered(0.1)  # within it: nobody was passed over
+        assert patience.seconds == pytest.approx(0.4, rel=0.01)
+
+    def test_one_who_was_late_is_given_more_time_with_the_next_request(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        core.handle(Tick(), 1.051)
+        core.handle(WorkerAnswered(accepted("r1", 0, first.worker)), 1.06)
+        core.handle(a_generate("r2"), 2.0)
+        assert [a for a in core.handle(Tick(), 2.06) if isinstance(a, Forward)] == []
+        assert [a for a in core.handle(Tick(), 2.11) if isinstance(a, Forward)]

@@ -35,7 +35,8 @@ from services.placement.events import (
     WorkerLeft,
     WorkerUpdated,
 )
-from services.placement.forwarding import ACKNOWLEDGE_S, CARRY_S, PARKED_S
+from services.placement.forwarding import CARRY_S, PARKED_S
+from services.placement.patience import ACKNOWLEDGE_S
 from services.placement.watching import LOST_GRACE_S
 
 REPLY = "_wrk.w1.x"
