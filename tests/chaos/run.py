@@ -29,6 +29,7 @@ from tests.chaos.layout import REAL, Layout
 from tests.chaos.leaks import find_leaks
 from tests.chaos.load import Load
 from tests.chaos.report import page
+from tests.chaos.reuse import ReuseWatch
 from tests.chaos.schedule import Kind, Schedule
 from tests.chaos.timeline import timeline
 
@@ -78,6 +79,7 @@ async def run(plan: Plan, folder: Path) -> Outcome:
             await load.learn()
             say(f"{len(history.answers)} answers learnt after {time.monotonic() - began:.1f} s")
             history.exchanges.clear()
+            reuse = ReuseWatch(fleet)
             subscriptions = {tenant: client.connection.subscriptions for tenant, client in load.clients.items()}
             load.start(*plan.users)
             try:
@@ -87,6 +89,7 @@ async def run(plan: Plan, folder: Path) -> Outcome:
             await load.stop()
             history.leaks += await find_leaks(fleet, load.clients, subscriptions)
             history.ends += fleet.ends
+            history.counts |= await reuse.stop()
             history.counts |= {f"frames {what}": count for what, count in _mangled(fleet).items()}
             verdict = check(history)
             near_ties = await _forgive_near_ties(verdict, cases, load.clients)
