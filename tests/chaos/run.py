@@ -131,13 +131,18 @@ async def _margin(case: Case, mismatch: Mismatch, client: Client) -> float:
     return float("inf")
 
 
-def tell(outcome: Outcome, most: int = 10) -> str:
-    """What went wrong, with the requests' histories."""
+def tell(outcome: Outcome, of_each: int = 2) -> str:
+    """What went wrong, with the histories of the first requests of each kind."""
     known = {exchange.number: exchange for exchange in outcome.history.exchanges}
     lines = [f"seed {outcome.plan.seed}: {len(outcome.verdict.violations)} promises not kept"]
     kinds = Counter((violation.what, violation.told[:100]) for violation in outcome.verdict.violations)
     lines += [f"{count:4d} x {what}: {told}" for (what, told), count in kinds.most_common()]
-    for violation in outcome.verdict.violations[:most]:
+    told: Counter[tuple[str, str]] = Counter()
+    for violation in outcome.verdict.violations:
+        kind = violation.what, violation.told[:25]
+        told[kind] += 1
+        if told[kind] > of_each:
+            continue
         lines.append(f"* {violation.what}: {violation.told}")
         if (exchange := known.get(violation.exchange if violation.exchange is not None else -1)) is None:
             continue
