@@ -41,6 +41,7 @@ GRACE_S = {Role.WORKER: 12.0, Role.INGRESS: INGRESS_DRAIN_S + 10.0, Role.PLACEME
 STEP_S = {REAL: 0.025}  # real tokens come so slowly that faults find them on their way
 FAKE_TOKENS_PER_S = 150
 VAULT_BYTES = 32 * 2**20
+SMALL_VAULT_BYTES = 2**20  # of the one with a disk: most of what it has lies there
 
 
 def password_of(user: str) -> str:
@@ -235,8 +236,10 @@ def _flags(place: Place, fleet: Fleet) -> list[str]:
     if place.role is Role.INGRESS:
         return [f"--port={fleet.ports[place.name]}", f"--drain-s={INGRESS_DRAIN_S}"]
     if place.role is Role.VAULT:
-        disk = [f"--disk-dir={fleet.folder / place.name}", f"--disk-max-bytes={64 * 2**20}"] if place.has_disk else []
-        return [f"--max-bytes={VAULT_BYTES}", *disk]
+        if place.has_disk:
+            disk = fleet.folder / f"{place.name}-disk"
+            return [f"--max-bytes={SMALL_VAULT_BYTES}", f"--disk-dir={disk}", f"--disk-max-bytes={64 * 2**20}"]
+        return [f"--max-bytes={VAULT_BYTES}"]
     if place.role is Role.WORKER:
         flags = [f"--drain-s={WORKER_DRAIN_S}", "--threads=1", "--host-bytes=33554432", "--preload-s=1"]
         if place.model == REAL:

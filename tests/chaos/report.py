@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvproto.messages import Tier
 from tests.chaos.checker import Verdict
 from tests.chaos.history import History
 from tests.chaos.layout import Layout
@@ -110,6 +111,7 @@ def page(seed: int, minutes: float, history: History, layout: Layout, verdict: V
         ("refused before they were taken on, and tried again", f"{counts['refused']:,}"),
         ("greedy answers that parted at a near tie (margin of the two best below 1e-4)", f"{near_ties}"),
         ("prompts of one tenant asked by another right after", f"{history.counts.get('canaries', 0):,}"),
+        ("prompt tokens taken from device, host, vault, another worker", _reused(history)),
         ("messages lost, repeated, swapped and replayed on purpose", _mangled(history)),
         ("**requests lost**", f"**{verdict.count_of('lost')}**"),
         ("**tokens, events or ends repeated**", f"**{verdict.count_of('duplicated')}**"),
@@ -148,3 +150,7 @@ def _mangled(history: History) -> str:
     return ", ".join(
         f"{history.counts.get(f'frames {what}', 0):,}" for what in ("lost", "duplicated", "reordered", "stale")
     )
+
+
+def _reused(history: History) -> str:
+    return ", ".join(f"{history.counts.get(f'tokens from {tier.value}', 0):,}" for tier in Tier)

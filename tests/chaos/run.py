@@ -29,6 +29,7 @@ from tests.chaos.layout import REAL, Layout
 from tests.chaos.leaks import find_leaks
 from tests.chaos.load import Load
 from tests.chaos.report import page
+from tests.chaos.reuse import ReuseWatch
 from tests.chaos.schedule import Kind, Schedule
 from tests.chaos.timeline import timeline
 
@@ -78,6 +79,7 @@ async def run(plan: Plan, folder: Path) -> Outcome:
             await load.learn()
             say(f"{len(history.answers)} answers learnt after {time.monotonic() - began:.1f} s")
             history.exchanges.clear()
+            reuse = ReuseWatch(fleet)
             subscriptions = {tenant: client.connection.subscriptions for tenant, client in load.clients.items()}
             load.start(*plan.users)
             try:
@@ -87,6 +89,7 @@ async def run(plan: Plan, folder: Path) -> Outcome:
             await load.stop()
             history.leaks += await find_leaks(fleet, load.clients, subscriptions)
             history.ends += fleet.ends
+            history.counts |= await reuse.stop()
             history.counts |= {f"frames {what}": count for what, count in _mangled(fleet).items()}
             verdict = check(history)
             near_ties = await _forgive_near_ties(verdict, cases, load.clients)
@@ -128,13 +131,18 @@ async def _margin(case: Case, mismatch: Mismatch, client: Client) -> float:
     return float("inf")
 
 
-def tell(outcome: Outcome, most: int = 10) -> str:
-    """What went wrong, with the requests' histories."""
+def tell(outcome: Outcome, of_each: int = 2) -> str:
+    """What went wrong, with the histories of the first requests of each kind."""
     known = {exchange.number: exchange for exchange in outcome.history.exchanges}
     lines = [f"seed {outcome.plan.seed}: {len(outcome.verdict.violations)} promises not kept"]
     kinds = Counter((violation.what, violation.told[:100]) for violation in outcome.verdict.violations)
     lines += [f"{count:4d} x {what}: {told}" for (what, told), count in kinds.most_common()]
-    for violation in outcome.verdict.violations[:most]:
+    told: Counter[tuple[str, str]] = Counter()
+    for violation in outcome.verdict.violations:
+        kind = violation.what, violation.told[:25]
+        told[kind] += 1
+        if told[kind] > of_each:
+            continue
         lines.append(f"* {violation.what}: {violation.told}")
         if (exchange := known.get(violation.exchange if violation.exchange is not None else -1)) is None:
             continue

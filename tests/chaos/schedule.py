@@ -98,10 +98,7 @@ class Schedule:
 
     @classmethod
     def of(cls, seed: int, duration_s: float, count: int, layout: Layout, kinds: tuple[Kind, ...] = ()) -> Schedule:
-        """`count` faults, each kind about as often as its weight says, and at least once if there is room for all.
-
-        Those that need the fleet to themselves come one after the other at the end of equal parts of the time.
-        """
+        """`count` faults in equal steps, more or less: each kind once, and then about as often as its weight says."""
         chance = random.Random(seed)
         drawn = _kinds(chance, count, kinds or tuple(TRAITS))
         step = duration_s / max(1, count)
