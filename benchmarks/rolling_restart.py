@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -58,6 +59,7 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
     asked_again: Counter[str] = field(default_factory=Counter)  # by bare producers, as they are told to
     again: dict[str, list[int]] = field(default_factory=dict)  # phase -> tokens computed again by each moved sequence
+    failures: Counter[str] = field(default_factory=Counter)  # of restores, all workers
     numbers: int = 0
 
     def next(self) -> int:
@@ -184,17 +186,30 @@ async def observed(connection: Connection, outcome: Outcome) -> AsyncIterator[No
     yield
 
 
-async def restart_all(fleet: Fleet, cluster: NatsCluster, outcome: Outcome, ports: dict[str, int]) -> dict[str, int]:
+def restores_failed(port: int) -> Counter[str]:
+    """Of a worker's life: blocks that no restore brought, by tier and reason."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    found = re.compile(r'kvfleet_worker_tier_failures_total\{reason="(.*)",tier="(.*)"\} (.*)')
+    counted = (match.groups() for match in map(found.match, lines) if match is not None)
+    return Counter({f"{tier} {reason}": int(float(count)) for reason, tier, count in counted if float(count)})
+
+
+async def restart_all(
+    fleet: Fleet, cluster: NatsCluster, outcome: Outcome, ports: dict[str, int], metrics: dict[str, int]
+) -> dict[str, int]:
     """One after the other; exit codes by name."""
     codes: dict[str, int] = {}
     starters: dict[str, Callable[[str], object]] = {
-        "w": fleet.worker,
+        "w": lambda name: fleet.worker(name, f"--metrics-port={metrics[name]}"),
         "i": lambda name: fleet.ingress(name, ports[name]),
         "p": lambda name: fleet.start("placement", name),
         "v": lambda name: fleet.start("vault", name),
     }
     for name in sorted(fleet.services, reverse=True):  # workers, vaults, placements, ingresses
         outcome.phase = name
+        if name in metrics:
+            outcome.failures += await asyncio.to_thread(restores_failed, metrics[name])
         fleet.base = next(f"http://127.0.0.1:{port}" for other, port in ports.items() if other != name)
         codes[name] = await asyncio.to_thread(fleet.services[name].stop)
         starters[name[0]](name)
@@ -213,7 +228,9 @@ async def restart_all(fleet: Fleet, cluster: NatsCluster, outcome: Outcome, port
     return codes
 
 
-async def measure(fleet: Fleet, cluster: NatsCluster, ports: dict[str, int], rounds: int) -> tuple[Outcome, list[int]]:
+async def measure(
+    fleet: Fleet, cluster: NatsCluster, ports: dict[str, int], metrics: dict[str, int], rounds: int
+) -> tuple[Outcome, list[int]]:
     outcome, texts = Outcome(), Texts()
     ingresses = {f"http://127.0.0.1:{port}": True for port in ports.values()}
     own = await Connection.open(cluster.urls, name="producers", inbox_prefix="_prd.public.bench")
@@ -227,7 +244,9 @@ async def measure(fleet: Fleet, cluster: NatsCluster, ports: dict[str, int], rou
         codes: list[int] = []
         for number in range(rounds):
             progress(f"round {number + 1}")
-            codes += (await restart_all(fleet, cluster, outcome, ports)).values()
+            codes += (await restart_all(fleet, cluster, outcome, ports, metrics)).values()
+        for port in metrics.values():
+            outcome.failures += await asyncio.to_thread(restores_failed, port)
         outcome.stop = True
         await asyncio.gather(*asking)
     await own.close()
@@ -245,19 +264,20 @@ def main() -> None:
         fleet.ingress_flags = ("--drain-s=15", "--unready-s=0.5")
         fleet.init()
         ports = {"i0": fleet.port, "i1": free_port()}
+        metrics = {f"w{number}": free_port() for number in range(3)}
         try:
             for number in range(2):
                 fleet.start("vault", f"v{number}")
                 fleet.start("placement", f"p{number}")
-            for number in range(3):
-                fleet.worker(f"w{number}")
+            for name, port in metrics.items():
+                fleet.worker(name, f"--metrics-port={port}")
             for name, port in ports.items():
                 fleet.ingress(name, port)
             for port in ports.values():
                 fleet.base = f"http://127.0.0.1:{port}"
                 fleet.wait_ready(3)
             progress("the fleet is ready")
-            outcome, codes = asyncio.run(measure(fleet, cluster, ports, 1 if quick else 2))
+            outcome, codes = asyncio.run(measure(fleet, cluster, ports, metrics, 1 if quick else 2))
         finally:
             fleet.stop()
             if options.logs is not None:
@@ -283,6 +303,7 @@ def main() -> None:
         sequences_moved_otherwise=len(others),
         computed_again_otherwise_at_most=max(others, default=0),
         producers_asked_again=dict(outcome.asked_again),
+        blocks_not_restored=dict(outcome.failures),
     )
 
 

@@ -89,7 +89,8 @@ class Connection:
         self._closing = False
         self._connected_at = 0.0
         self._stalled = False  # the server has not taken what waits for it
-        self._aborted: Any = None  # the transport that was given up last
+        self._writer: Any = None  # of the newest transport
+        self._aborted: Any = None  # the one that was given up last
         self._heard, self._heard_at = 0, 0.0
         self._probe: asyncio.Future[Any] | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -152,6 +153,7 @@ class Connection:
             self._closing = True
             with contextlib.suppress(Exception):
                 await self._nc.close()
+            self._abandon()
             where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
             if "authorization" in str(error).lower() or self._refused.is_set():
                 raise AuthenticationFailed(f"NATS at {where} refuses user {user or 'anonymous'}") from None
@@ -285,6 +287,7 @@ class Connection:
                 await asyncio.wait_for(self.synced(1.0), timeout_s)
         with contextlib.suppress(Exception):  # close() while down with pending data raises ConnectionResetError
             await asyncio.wait_for(self._nc.close(), timeout_s)
+        self._abandon()
 
     # ------------------------------------------------------------------ callbacks of nats-py
 
@@ -337,13 +340,26 @@ class Connection:
                 await self._listen_for_life(loop.time())
 
     def _abort_stuck_transport(self) -> None:
-        """A reconnect waits for the old transport to flush; to a hung server that never ends (nats.py #671)."""
-        writer = getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
-        if not self._nc.is_reconnecting or writer is None or writer is self._aborted:
-            return
-        if writer.transport.is_closing():
+        """A reconnect waits for the old transport to flush; to a hung server that never ends (nats.py #671). Nor does
+        it close the one of an attempt that failed, which a hung server would keep open.
+        """
+        writer = self._newest_writer()
+        if self._writer is not None and writer is not self._writer:
+            self._writer.transport.abort()
+        self._writer = writer
+        is_stuck = self._nc.is_reconnecting and writer is not None and writer.transport.is_closing()
+        if is_stuck and writer is not self._aborted:
             self._aborted = writer
             writer.transport.abort()
+
+    def _newest_writer(self) -> Any:
+        return getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
+
+    def _abandon(self) -> None:
+        """What nats-py leaves open when it is closed between two attempts."""
+        for writer in (self._writer, self._newest_writer()):
+            if writer is not None:
+                writer.transport.abort()
 
     async def _listen_for_life(self, now: float) -> None:
         """Any message is one; without any the server is pinged, once at a time."""

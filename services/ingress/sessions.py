@@ -34,6 +34,7 @@ from services.ingress.config import SessionLimits
 log = logging.getLogger(__name__)
 
 CHUNK_IDS = 4096
+COMMIT_RETRY_S = 0.5
 
 
 class KeyValue(Protocol):
@@ -204,13 +205,21 @@ class Sessions:
     async def commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, *, start: int = 0) -> None:
         """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`.
 
-        Raises SessionBusy if the turn was lost, Unavailable. Either everything is committed or the session is as
-        before. Where another ingress has committed this same request there is nothing left to do.
+        Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for longer than is waited for it.
+        Either everything is committed or the session is as before. Where another ingress has committed this same
+        request, or an earlier try was delivered after all, there is nothing left to do.
         """
-        try:
-            await self._commit(turn, model, ids, worker, start)
-        except _Committed:
-            turn.ended = True
+        until = asyncio.get_running_loop().time() + self._limits.commit_patience_s
+        while not turn.ended:
+            try:
+                await self._commit(turn, model, ids, worker, start)
+            except _Committed:
+                turn.ended = True
+            except Unavailable as error:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                log.warning("session %s: not committed yet: %s", turn.session.key, error)
+                await asyncio.sleep(COMMIT_RETRY_S)
 
     async def _commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, start: int) -> None:
         session, before = turn.session, turn.session.ids

@@ -22,11 +22,12 @@ from kvproto.errors import (
     Unavailable,
 )
 from kvproto.messages import SessionHead, Turn
+from services.ingress import sessions as module
 from services.ingress.config import SessionLimits
 from services.ingress.session_index import SessionIndex, SessionTable, auto_seq_id
 from services.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_busy, is_expired
 
-LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15)
+LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15, commit_patience_s=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -182,6 +183,32 @@ async def test_without_nats_a_turn_fails_and_is_not_half_committed(rig: Rig) -> 
     rig.bucket.away = False
     rig.now_ms += 20_000
     assert (await rig.turn(rig.two, (5,))).ids == (1, 5)
+
+
+@pytest.mark.parametrize("lost", ["the writes", "the answers"])
+async def test_a_commit_waits_for_nats(rig: Rig, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """Its tokens are with the client already. A write whose answer was lost is found to be committed."""
+    monkeypatch.setattr(module, "COMMIT_RETRY_S", 0.001)
+    limits = replace(LIMITS, commit_patience_s=20.0)
+    patient = Sessions(rig.bucket, "one", limits, unix_ms=lambda: rig.now_ms, is_ingress_alive=lambda _: True)
+    await rig.turn(patient, (1,))
+    real, fails = rig.bucket.update, iter([True] * 5)
+
+    async def update(key: str, value: bytes, revision: int) -> int:
+        if not next(fails, False):
+            return await real(key, value, revision)
+        if lost == "the answers":
+            await real(key, value, revision)
+        raise Unavailable("no answer in time")
+
+    session = await patient.read("t", "s")
+    async with locked(patient, session, "m", "r") as turn:
+        monkeypatch.setattr(rig.bucket, "update", update)
+        await patient.commit(turn, "m", (1, 2), "w")
+    assert turn.ended
+    after = await patient.read("t", "s")
+    assert (after.ids, after.head and after.head.turns) == ((1, 2), 2)
+    assert not patient.is_busy(after)
 
 
 async def test_expiry(rig: Rig) -> None:
