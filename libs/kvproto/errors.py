@@ -29,6 +29,8 @@ KvfleetError
 
 from __future__ import annotations
 
+EXPIRES = "expires_unix_ms"  # the field of a refusal by the clock: two processes' clocks may disagree
+
 
 class KvfleetError(Exception):
     """Base of all errors that cross a process: `code` on the wire, `http_status` at the ingress.

@@ -19,6 +19,7 @@ from dataclasses import replace
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import (
+    EXPIRES,
     Cancelled,
     DeadlineExceeded,
     KvfleetError,
@@ -96,6 +97,7 @@ class RequestDriver:
             try:
                 moved = await self._attempt(stream, generation, placement, trials.deadline)
             except KvfleetError as error:
+                stream.trusts_clocks = stream.trusts_clocks and error.field != EXPIRES
                 await self._leave(worker, stream)
                 if isinstance(error, WorkerLost) and not stream.closed:
                     self.counters.lost_total += 1
@@ -148,7 +150,7 @@ class RequestDriver:
             session=generation.session,
             priority=generation.priority,
             deadline_ms=int(remaining * 1000),
-            expires_unix_ms=int((time.time() + remaining) * 1000),
+            expires_unix_ms=int((time.time() + remaining) * 1000) if stream.trusts_clocks else None,
             traceparent=generation.traceparent,
             continuations=assembly.continuations(),
             exact=generation.exact,

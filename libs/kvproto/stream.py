@@ -81,6 +81,7 @@ class Stream:
         self.gap_since: float | None = None
         self.paused_since: float | None = None
         self.was_paused = False  # in this attempt
+        self.trusts_clocks = True  # until a worker says that the deadline has passed, and it has not
         self._clock = clock
         self._limit = buffer_tokens
         self._ready: deque[Event] = deque()

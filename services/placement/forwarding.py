@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
-from kvproto.errors import DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
+from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
 from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Watch
 from services.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
 from services.placement.decider import Decider
@@ -236,6 +236,10 @@ class Forwarding:
             if refusal.retry_after_s is not None:
                 least = offered.retry_after_s
                 offered.retry_after_s = refusal.retry_after_s if least is None else min(least, refusal.retry_after_s)
+            if refusal.field == EXPIRES and offered.body is not None and offered.body.expires_unix_ms is not None:
+                # Two clocks disagree, as by ours there is time: anybody may have it, without the date.
+                offered.body = replace(offered.body, expires_unix_ms=None)
+                offered.tried.remove(offered.worker)
             return self._offer(offered, now)
         self._end(offered, failed=True)
         self._failures += 1

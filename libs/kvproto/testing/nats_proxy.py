@@ -103,7 +103,7 @@ class _Link:
 
 
 class NatsProxy:
-    """Listens on a port of its own and passes on to the server at `url`. `start`, then `close`; an async context manager.
+    """Listens on a port of its own, passes on to the server at `url`. `start`, then `close`; an async context manager.
 
     `mangling` may be set and unset at any time. `latency_s` is added to each chunk, both ways. `counts` says what was
     done to messages: `passed` (of the chosen subjects), `lost`, `duplicated`, `reordered`, `stale`.
@@ -164,7 +164,7 @@ class NatsProxy:
         await self.close()
 
     def partition(self) -> None:
-        """Nothing passes from now on, in either direction; connections stay open, new ones are taken and say nothing."""
+        """Nothing passes from now on, either way; connections stay open, new ones are taken and say nothing."""
         self._passing.clear()
 
     def heal(self) -> None:

@@ -20,7 +20,8 @@ from kvproto.errors import (
     NoWorkers,
     OutOfMemory,
 )
-from kvproto.messages import Finished, FinishReason, Sampling, Started, Tokens
+from kvproto.messages import Finished, FinishReason, GenerateRequest, Sampling, Started, Tokens
+from services.worker import request_desk
 from tests.support.fake_fleet import FakeFleet
 
 PROMPT = tuple(range(100, 140))
@@ -392,3 +393,21 @@ async def test_a_released_lease_stays_released(fleet: FakeFleet, client: Client)
     await asyncio.sleep(0.3)
     entry = await worker.loop._lease._bucket.get("worker.w0")
     assert entry.value is None
+
+
+async def test_a_worker_whose_clock_is_ahead_serves_all_the_same(
+    fleet: FakeFleet, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its clock the deadline passed an hour ago; by the client's, which does not jump, there is time."""
+    check = request_desk.check_request
+
+    def ahead(request: GenerateRequest, *, unix_ms: float, **rest: Any) -> None:
+        check(request, unix_ms=unix_ms + 7_200_000, **rest)
+
+    monkeypatch.setattr(request_desk, "check_request", ahead)
+    await fleet.start("w0")
+    await ready(client, 1)
+    async with client.generate(Generation("demo", SAMPLING, PROMPT)) as stream:
+        events = [event async for event in stream]
+    assert isinstance(events[-1], Finished)
+    assert stream.attempts == 2

@@ -161,7 +161,7 @@ async def test_a_request_delivered_twice_runs_once(worker: FakeWorker, client: C
 @pytest.mark.parametrize(
     ("changes", "code", "field"),
     [
-        ({"expires_unix_ms": 1_000}, "deadline_exceeded", "expires_unix_ms"),
+        ({"expires_unix_ms": 1_000}, "unavailable", "expires_unix_ms"),
         ({"model": "other"}, "model_not_found", "model"),
         ({"inbox": "kvf.events.w0"}, "invalid_request", "inbox"),
         ({"inbox": "_ing.*"}, "invalid_request", "inbox"),

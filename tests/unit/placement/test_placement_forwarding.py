@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
 
@@ -153,6 +155,14 @@ class TestNextWorker:
         first = offer(core)
         actions = core.handle(WorkerAnswered(failed("r1", 0, "draining", retryable=True)), 1.01)
         assert the_forward(actions).worker != first.worker
+
+    def test_where_a_clock_is_wrong_without_the_date(self) -> None:
+        core = a_core("w1")
+        first = offer(core, deadline_ms=60_000)
+        late = replace(failed("r1", 0, "unavailable", retryable=True), field="expires_unix_ms")
+        again = the_forward(core.handle(WorkerAnswered(late), 1.01))
+        assert (again.worker, first.request.expires_unix_ms, again.request.expires_unix_ms) == ("w1", 1_060_000, None)
+        assert again.request.deadline_ms == 59_990
 
     @pytest.mark.parametrize("why", ["silence", "503", "refusal"])
     def test_each_ready_worker_once_then_the_producer_hears(self, why: str) -> None:
