@@ -24,6 +24,8 @@ from kvproto.messages import (
     Frame,
     GenerateRequest,
     Heartbeat,
+    Progress,
+    ResendRequest,
     Started,
     State,
     Tokens,
@@ -51,6 +53,12 @@ class FrameSource:
 
     async def on_admin(self, message: Message) -> None:
         await self._connection.publish(message.reply, codec.encode(AdminReply(data=codec.encode(self.bundle))))
+
+    async def on_resend(self, message: Message) -> None:
+        """All is on its way."""
+        asked = codec.decode(ResendRequest, message.data)
+        progress = Progress(asked.request, asked.attempt, 0)
+        await self._connection.publish(asked.inbox, codec.encode_frames([progress]))
 
     async def on_generate(self, message: Message) -> None:
         request = codec.decode(GenerateRequest, message.data)
@@ -93,6 +101,7 @@ async def main(url: str, streams: int, tokens: int) -> None:
     source = FrameSource(connection, streams, tokens)
     await connection.subscribe(subjects.worker_generate_all("source"), source.on_generate)
     await connection.subscribe(subjects.worker_admin("source"), source.on_admin)
+    await connection.subscribe(subjects.worker_resend("source"), source.on_resend)
     lease = Lease(await Bucket.open(connection, subjects.members_bucket), source.record)
     await lease.register()
     await lease.set(replace(source.record, state=State.READY))

@@ -27,6 +27,8 @@ from kvproto.messages import (
     Frame,
     GenerateRequest,
     Heartbeat,
+    Progress,
+    ResendRequest,
     Started,
     State,
     Tokens,
@@ -67,6 +69,7 @@ class TokenSource:
         for name in self._records:
             await self._connection.subscribe(subjects.worker_generate_all(name), self._on_generate)
             await self._connection.subscribe(subjects.worker_admin(name), self._on_admin)
+            await self._connection.subscribe(subjects.worker_resend(name), self._on_resend)
         await Bucket.open(self._connection, subjects.members_bucket)
         await self._renew()
 
@@ -87,6 +90,12 @@ class TokenSource:
 
     async def _on_admin(self, message: Message) -> None:
         await self._connection.publish(message.reply, codec.encode(AdminReply(data=codec.encode(self.bundle))))
+
+    async def _on_resend(self, message: Message) -> None:
+        """All is on its way."""
+        asked = codec.decode(ResendRequest, message.data)
+        progress = Progress(asked.request, asked.attempt, 0)
+        await self._connection.publish(asked.inbox, codec.encode_frames([progress]))
 
     async def _on_generate(self, message: Message) -> None:
         name = message.subject.split(".")[2]

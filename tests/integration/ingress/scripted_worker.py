@@ -38,6 +38,8 @@ from kvproto.messages import (
     Heartbeat,
     Inspection,
     Load,
+    Progress,
+    ResendRequest,
     Started,
     State,
     TierLoad,
@@ -108,6 +110,7 @@ class ScriptedWorker:
         for subject, handler in (
             (subjects.worker_generate_all(worker), self._on_generate),
             (subjects.worker_cancel(worker), self._on_cancel),
+            (subjects.worker_resend(worker), self._on_resend),
             (subjects.worker_admin(worker), self._on_admin),
         ):
             await connection.subscribe(subject, handler)
@@ -199,6 +202,12 @@ class ScriptedWorker:
             await send(*(ChoiceFinished(*me, choice, reason, len(reply)) for choice, (reason, reply) in ends))
         total = sum(map(len, replies))
         await send(Finished(*me, reasons[0], len(prompt), total, cached, self.id))
+
+    async def _on_resend(self, message: Message) -> None:
+        """It loses nothing: whoever asks only hears that it is there."""
+        asked = codec.decode(ResendRequest, message.data)
+        progress = Progress(asked.request, asked.attempt, 0)
+        await self.connection.publish(asked.inbox, codec.encode_frames([progress]))
 
     async def _on_cancel(self, message: Message) -> None:
         cancel = codec.decode(CancelRequest, message.data)
