@@ -214,8 +214,9 @@ class Forwarding:
 
     def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
         held = self._find(key)
-        if held is not None and (held.attempt, held.worker) == (frame.attempt, frame.worker):
-            if self._offered.pop(key, None) is None and self._parked.pop(key, None) is None:
+        is_awaited = held is not None and key not in self._parked  # what is parked was passed over, and told so
+        if held is not None and is_awaited and (held.attempt, held.worker) == (frame.attempt, frame.worker):
+            if self._offered.pop(key, None) is None:
                 return []  # said twice
             if not held.attached:
                 self._patience.answered(now - held.offered_at)
@@ -266,19 +267,23 @@ class Forwarding:
 
     def tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for table, do in ((self._offered, self._next), (self._parked, self._offer)):
+        for table, do in ((self._offered, self._pass_over), (self._parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
                 del table[due.key]
                 actions += do(due, now)
         return actions + self.watching.tick(now)
 
+    def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
+        """It may only be slow: so that it does not begin what goes elsewhere, it is told at once."""
+        leave = Cancel(silent.worker, CancelRequest(silent.request, silent.attempt, silent.inbox))
+        return [leave, *self._next(silent, now)]
+
     def _next(self, unanswered: Forwarded, now: float) -> list[Action]:
         """Who did not answer is passed over; but nobody else has what a repeat is to be attached to."""
         if not unanswered.attached:
             return self._offer(unanswered, now)
-        leave = CancelRequest(unanswered.request, unanswered.attempt, unanswered.inbox)
         error = Unavailable(f"worker {unanswered.worker}, which has the request, did not answer")
-        return [*self._fail(unanswered, error), Cancel(unanswered.worker, leave)]
+        return self._fail(unanswered, error)
 
     def _ping(self, worker: str, now: float) -> list[Action]:
         known = self._fleet.workers.get(worker)

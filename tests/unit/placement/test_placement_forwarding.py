@@ -116,7 +116,10 @@ class TestNextWorker:
         first = offer(core)
         assert core.wake_at() == pytest.approx(1.0 + ACKNOWLEDGE_S, abs=A_LITTLE)
         assert core.handle(Tick(), 1.0 + ACKNOWLEDGE_S - 0.001) == []
-        second = the_forward(core.handle(Tick(), 1.0 + ACKNOWLEDGE_S + A_LITTLE))
+        actions = core.handle(Tick(), 1.0 + ACKNOWLEDGE_S + A_LITTLE)
+        second = the_forward(actions)
+        (leave,) = [a for a in actions if isinstance(a, Cancel)]  # should it wake, nothing must come of it
+        assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == (first.worker, 0, INBOX)
         assert {first.worker, second.worker} == {"w1", "w2"}
         assert (second.request.attempt, second.reply) == (1, f"{REPLY}.1")
         assert second.request.sampling == first.request.sampling  # the seed too: the same tokens
@@ -127,7 +130,8 @@ class TestNextWorker:
         core = a_core("w1", "w2")
         offer(core, request="long", prompt="x" * 500_000)
         offer(core, request="short")
-        (retried,) = core.handle(Tick(), 1.06)
+        leave, retried = core.handle(Tick(), 1.06)
+        assert isinstance(leave, Cancel)
         assert isinstance(retried, Forward)
         assert retried.request.request == "short"
         core.check_integrity()

@@ -152,14 +152,18 @@ class TestCapsule:
         assert {first.worker, second.worker} == {"w2", "w3"}
         assert (second.request.attempt, second.request.source, second.request.handed_over) == (2, "w1", True)
 
-    def test_who_refused_is_asked_again_and_a_late_word_of_acceptance_counts(self) -> None:
+    def test_who_was_passed_over_is_asked_again_and_its_late_word_of_acceptance_does_not_count(self) -> None:
         core = draining(a_core("w1", "w2"))
         core.handle(a_capsule(), 1.0)
-        core.handle(Tick(), 1.0 + ACKNOWLEDGE_S)  # silent
+        (leave,) = core.handle(Tick(), 1.0 + ACKNOWLEDGE_S)  # silent
+        assert (leave.worker, leave.cancel.attempt) == ("w2", 1)
         assert core.forwarding.in_flight == 1
-        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.1)
+        (leave,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.1)
+        assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w2", 1, PRODUCER)
+        (again,) = of(Forward, core.handle(Tick(), 2.0))
+        assert (again.worker, again.request.attempt) == ("w2", 2)
+        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 2, "w2")), 2.01)
         assert (cancel.worker, cancel.cancel.attempt) == ("w1", 0)
-        assert of(Forward, core.handle(Tick(), 2.0)) == []
         core.check_integrity()
 
     def test_a_replica_that_is_full_leaves_it_to_the_worker(self) -> None:
