@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_build import an_ask
+from placement_build import a_generate, accepted, an_ask, finished
 from placement_rig import RATE, Rig
 
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State
 from services.placement.actions import Answer, Fail
 from services.placement.admission import MOST_RETRY_S, TurnedAway, limit_of
-from services.placement.events import HeartbeatHeard, PlaceAsked
+from services.placement.events import HeartbeatHeard, PlaceAsked, WorkerAnswered
 from services.placement.levels import Levels
 from services.placement.workloads import Workloads
 
@@ -116,6 +116,18 @@ class TestWait:
         for worker in ("w1", "w2"):
             rig.beat(worker, running=1, waiting=2)
         assert refusal(rig, "r1", max_wait_s=4.0) == pytest.approx(8.0, rel=0.05)
+
+    def test_a_producers_request_tells_how_long_slots_stay_taken(self) -> None:
+        """Its worker's notice comes before the milestone of its end."""
+        rig = Rig("w1", slots=1)
+        rig.tell(a_generate("g1"))
+        rig.tell(WorkerAnswered(accepted("g1", 0, "w1")))
+        rig.pass_("w1", "g1", Passed.ACCEPTED, Passed.STARTED)
+        rig.now += 4.0
+        rig.tell(WorkerAnswered(finished("g1", 0)))
+        rig.end("w1", "g1", output_tokens=9)
+        rig.beat("w1", running=1, waiting=1)
+        assert refusal(rig, "r1", max_wait_s=1.0) == pytest.approx(7.0, rel=0.01)
 
 
 class TestPriority:
