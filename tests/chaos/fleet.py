@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvproto.buckets import ensure_buckets
+from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.client import Client
 from kvproto.connection import Connection
+from kvproto.dataplane.keys import ensure_key
 from kvproto.ids import new_process_id
 from kvproto.messages import Role as MemberRole
 from kvproto.messages import State
@@ -89,6 +90,7 @@ class Fleet:
         await asyncio.to_thread(self.nats.start)
         connection = await self.connect("admin", inbox_prefix(ADMIN_INBOX, new_process_id()))
         await ensure_buckets(connection, self.subjects)
+        await ensure_key(await Bucket.open(connection, self.subjects.keys_bucket))
         self.observer = await Client.over(connection, self.subjects)
         for place in self.layout.processes:
             await self._add(place)
