@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvproto.buckets import ensure_buckets
+from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.client import Client
 from kvproto.connection import Connection
+from kvproto.dataplane.keys import ensure_key
 from kvproto.ids import new_process_id
 from kvproto.messages import Role as MemberRole
 from kvproto.messages import State
@@ -38,8 +39,11 @@ START_S = 300.0  # the first process ever compiles kernels
 WORKER_DRAIN_S = 2.0
 INGRESS_DRAIN_S = 20.0
 GRACE_S = {Role.WORKER: 12.0, Role.INGRESS: INGRESS_DRAIN_S + 10.0, Role.PLACEMENT: 10.0, Role.VAULT: 15.0}
-STEP_S = {REAL: 0.025}  # real tokens come so slowly that faults find them on their way
+STEP_S = {REAL: 0.025, FAKE: 0.0}  # real tokens come so slowly that faults find them on their way
+TOKEN_S = 0.0003  # and prompts take so long that to fetch what is left of a lost worker pays
 FAKE_TOKENS_PER_S = 150
+BLOCKS = 256  # on a device: so few that some are evicted
+HOST_BYTES = 16 * 2**20
 VAULT_BYTES = 32 * 2**20
 SMALL_VAULT_BYTES = 2**20  # of the one with a disk: most of what it has lies there
 
@@ -86,6 +90,7 @@ class Fleet:
         await asyncio.to_thread(self.nats.start)
         connection = await self.connect("admin", inbox_prefix(ADMIN_INBOX, new_process_id()))
         await ensure_buckets(connection, self.subjects)
+        await ensure_key(await Bucket.open(connection, self.subjects.keys_bucket))
         self.observer = await Client.over(connection, self.subjects)
         for place in self.layout.processes:
             await self._add(place)
@@ -241,9 +246,10 @@ def _flags(place: Place, fleet: Fleet) -> list[str]:
             return [f"--max-bytes={SMALL_VAULT_BYTES}", f"--disk-dir={disk}", f"--disk-max-bytes={64 * 2**20}"]
         return [f"--max-bytes={VAULT_BYTES}"]
     if place.role is Role.WORKER:
-        flags = [f"--drain-s={WORKER_DRAIN_S}", "--threads=1", "--host-bytes=33554432", "--preload-s=1"]
+        flags = [f"--drain-s={WORKER_DRAIN_S}", "--threads=1", f"--host-bytes={HOST_BYTES}", "--preload-s=1"]
+        flags += [f"--chaos-step-s={STEP_S[place.model]}", f"--chaos-token-s={TOKEN_S}", f"--blocks={BLOCKS}"]
         if place.model == REAL:
-            return [*flags, "--dtype=float32", "--blocks=512", f"--chaos-step-s={STEP_S[REAL]}"]
-        runner = ["--runner=fake", f"--fake-tokens-per-s={FAKE_TOKENS_PER_S}", "--blocks=1024"]
+            return [*flags, "--dtype=float32"]
+        runner = ["--runner=fake", f"--fake-tokens-per-s={FAKE_TOKENS_PER_S}"]
         return [*flags, *runner, f"--served-model-name={FAKE}"]
     return []

@@ -5,7 +5,8 @@
 --chaos-clock=FILE       its wall clock is ahead by the seconds (a double) in this file, from the moment they are there
 --chaos-version=N        the release that speaks wire version N, and N-1
 --chaos-data-plane=ADDR  others are told to reach its blocks there: a proxy
---chaos-step-s=S         each step of the engine takes so much longer: streams that last, without a busy core
+--chaos-step-s=S         each step of the model takes so much longer: streams that last, without a busy core,
+--chaos-token-s=S        and so much more for each token that it is fed: blocks are worth being fetched
 
 A worker balances its books twice a second when idle, instead of every ten.
 """
@@ -18,6 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 OPTION = "--chaos-"
 
@@ -49,16 +51,24 @@ def advertise(address: str) -> None:
     data_plane.reachable = proxied  # type: ignore[assignment]
 
 
-def slow_down(step_s: float) -> None:
-    from services.worker.engine import Engine
+def slow_down(runner: type[Any], step_s: float, token_s: float) -> None:
+    run = runner.run
 
-    step = Engine.step
+    def slow_run(self: Any, slices: Sequence[Any]) -> Any:
+        time.sleep(step_s + token_s * sum(len(part.ids) for part in slices))
+        return run(self, slices)
 
-    def slow_step(self: Engine) -> object:
-        time.sleep(step_s)
-        return step(self)
+    runner.run = slow_run
 
-    Engine.step = slow_step  # type: ignore[method-assign, assignment]
+
+def runner_of(flags: Sequence[str]) -> type[Any]:
+    if "--runner=fake" in flags:
+        from services.worker.model.fake import FakeRunner
+
+        return FakeRunner
+    from services.worker.model.runner import TorchRunner
+
+    return TorchRunner
 
 
 def check_often() -> None:
@@ -77,7 +87,7 @@ def main(argv: list[str]) -> None:
     if "data-plane" in options:
         advertise(options["data-plane"])
     if "step-s" in options:
-        slow_down(float(options["step-s"]))
+        slow_down(runner_of(flags), float(options["step-s"]), float(options["token-s"]))
     if role == "worker":
         check_often()
     module = f"services.{role}.main"

@@ -39,6 +39,9 @@ async def test_every_promise_is_kept(tmp_path: Path) -> None:
     assert counts["finished"] > 50, counts
     assert counts["tokens"] > 3000, counts
     assert outcome.history.counts["canaries"] > 5
+    assert outcome.history.counts["tokens from vault"] + outcome.history.counts["tokens from peer"] > 0, (
+        "tiers are used"
+    )
     text = page(QUICK.seed, 1.0, outcome.history, QUICK.layout, outcome.verdict, outcome.near_ties)
     assert "| **requests lost** | **0** |" in text
     assert all(kind.value in text for kind in Kind)
