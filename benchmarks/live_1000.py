@@ -28,7 +28,7 @@ from benchmarks._reliability import Fleet, one_server, percentile
 from benchmarks._report import finish, parse_quick, progress
 from kvproto.subjects import INGRESS_INBOX, batch_inbox, inbox_prefix
 
-STREAMS, WORKERS, PACE, TOKENS = 1000, 2, 3, 60
+STREAMS, WORKERS, PACE, TOKENS = 1000, 2, 3, 120
 FLOOR_MS = 250.0
 FLAT_MB_PER_MINUTE = 8.0
 MARK, NAMED = b'"type":"token"', b'"request_id":"'
@@ -85,7 +85,7 @@ class Reader(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._arrivals.live -= bool(self._request)
         if error is not None or not self._whole or self._tokens != TOKENS:
-            what = self._tail[:200].decode(errors="replace")
+            what = self._tail[:600].decode(errors="replace")
             self._arrivals.errors.append(f"{error!r} after {self._tokens} tokens: {what}")
         else:
             self._arrivals.completed += 1
