@@ -39,6 +39,7 @@ ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
 CARRY_S = 10.0
 PARKED_S = 0.2
+LAST_CHANCE_S = 1.5  # of the last worker that can be asked; its end is told within 4 s of a loss all the same
 UNHEARD_RETRY_S = 1.0  # if nobody who refused has said when
 NO_KEYS: tuple[str, ...] = ()
 
@@ -274,9 +275,24 @@ class Forwarding:
         return actions + self.watching.tick(now)
 
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
-        """It may only be slow: so that it does not begin what goes elsewhere, it is told at once."""
+        """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
+        left to ask, it is given more time."""
+        if (until := self._last_chance(silent)) > now:
+            silent.due = until
+            self._offered[silent.key] = silent
+            return []
         leave = Cancel(silent.worker, CancelRequest(silent.request, silent.attempt, silent.inbox))
         return [leave, *self._next(silent, now)]
+
+    def _last_chance(self, silent: Forwarded) -> float:
+        """Until when to wait for a worker that does not answer."""
+        body = silent.body
+        if body is None or silent.attached or silent.carried_until is not None:
+            return silent.due
+        if any(worker.id not in silent.tried for worker in self._fleet.ready(body.model).workers):
+            return silent.due
+        until = silent.offered_at + LAST_CHANCE_S + TOKENISE_S * len(body.prompt or "")
+        return until if body.deadline_ms is None else min(until, silent.asked_at + body.deadline_ms / 1000)
 
     def _next(self, unanswered: Forwarded, now: float) -> list[Action]:
         """Who did not answer is passed over; but nobody else has what a repeat is to be attached to."""

@@ -24,7 +24,7 @@ from services.placement.events import (
     WorkerUpdated,
 )
 from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
-from services.placement.forwarding import TOKENISE_S
+from services.placement.forwarding import LAST_CHANCE_S, TOKENISE_S
 from services.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
 from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S
 
@@ -184,6 +184,11 @@ class TestNextWorker:
                 }[why],
                 now,
             )
+            if why == "silence" and len(tried) == 3:  # there is nobody else: it may only be slow
+                assert actions == []
+                assert core.wake_at() == pytest.approx(now + LAST_CHANCE_S - ACKNOWLEDGE_S, abs=2 * A_LITTLE)
+                now += LAST_CHANCE_S
+                actions = core.handle(Tick(), now)
         assert sorted(tried) == ["w1", "w2", "w3"]
         (fail,) = failures(actions)
         assert (fail.failed.code, fail.failed.retryable, fail.failed.attempt) == ("no_workers", True, 2)
