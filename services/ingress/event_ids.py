@@ -85,6 +85,8 @@ class EventIds:
 
     def around(self, choice: int) -> tuple[bytes, bytes]:
         """What stands before and after the count in the id of this choice's tokens."""
+        if len(self.counts) == 1:
+            return self._prefix, b"\n"
         parts = self._parts()
         before = b"".join(part + b"." for part in parts[:choice])
         after = b"".join(b"." + part for part in parts[choice + 1 :])

@@ -172,10 +172,11 @@ class OpenAiEvents:
             return
         id_before, id_after = self.ids.around(choice)
         before, after = self._around[choice]
-        before = id_after + before
-        for number, piece in enumerate(said.pieces[begin:], begin + 1):
+        number = begin
+        for piece in said.pieces[begin:] if begin else said.pieces:
+            number += 1
             if piece:  # empty: held back, it comes with a later token
-                out += (id_before, b"%d" % number, before, dumps(piece), after)
+                out += (id_before, b"%d" % number, id_after, before, dumps(piece), after)
 
     def _scored_tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]

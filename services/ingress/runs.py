@@ -83,6 +83,7 @@ class Run:
         self.busy = False  # somebody is in `step`
         self.readers: set[object] = set()
         self.starts = 0
+        self.steps = 0
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._prepare = prepare
@@ -123,6 +124,7 @@ class Run:
         """
         assert not self.busy
         self.busy = True
+        self.steps += 1
         count = 0
         try:
             job = self._job

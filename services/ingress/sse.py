@@ -47,20 +47,27 @@ async def relay(exchange: Exchange, run: Run, at: Position, *, keepalive_s: floa
 
 
 async def _relay(exchange: Exchange, run: Run, reader: Reader, on_tokens: OnTokens) -> list[bytes]:
+    out: list[bytes] = []
     while not exchange.gone:
-        out: list[bytes] = []
         if run.finished:
             reader.finish(run.transcript, out)
             return out
+        seen = run.steps
         reader.advance(run.transcript, out)
         if out:
             if not exchange.started:
                 await exchange.start_events(placement_headers(run.transcript.started))
-            await exchange.write(out[0] if len(out) == 1 else b"".join(out))
+            await exchange.write(b"".join(out))
+            out = []
+            if run.busy or run.steps != seen or exchange.gone:  # another reader has read meanwhile, or nobody does
+                continue
         elif run.error is not None:
             raise run.error
-        else:
-            await _get_on(run, on_tokens)
+        elif run.busy:
+            await run.changed()
+            continue
+        if count := await run.step():  # the hot path: once for each read of the stream
+            on_tokens(count)
     raise Cancelled("the client left")
 
 
