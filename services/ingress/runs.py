@@ -123,6 +123,7 @@ class Run:
         Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`.
         """
         assert not self.busy
+        assert not self.over
         self.busy = True
         self.steps += 1
         count = 0

@@ -59,8 +59,8 @@ async def _relay(exchange: Exchange, run: Run, reader: Reader, on_tokens: OnToke
                 await exchange.start_events(placement_headers(run.transcript.started))
             await exchange.write(b"".join(out))
             out = []
-            if run.busy or run.steps != seen or exchange.gone:  # another reader has read meanwhile, or nobody does
-                continue
+            if run.over or run.busy or run.steps != seen or exchange.gone:
+                continue  # there is an end to write, others have read meanwhile, or nobody is here
         elif run.error is not None:
             raise run.error
         elif run.busy:
