@@ -14,10 +14,13 @@ from typing import Any
 from kvproto.testing.nats_proxy import EVENTS, FRAMES, Mangling
 from tests.chaos.fleet import Fleet
 from tests.chaos.history import Happened, History
+from tests.chaos.layout import Role
 from tests.chaos.schedule import TRAITS, Fault, Kind, Schedule
 
 SETTLE_S = 120.0  # for everybody to be back after a fault
 CALM_S = 1.0  # between the recovery of one and the fault of another in the same group
+BUSY_S = 2.0  # for a worker to have something to do, before it is broken
+RECENT = 100  # exchanges among which are all that run
 NATS_CALM_S = 3.0  # after an outage, before anything else breaks
 FULL_BYTES = 64 * 1024  # to which the files of a full disk cannot grow
 
@@ -60,6 +63,17 @@ class Breaker:
                     raise task.exception()  # type: ignore[misc]
             assert fleet.now() < end, f"{fault} cannot begin: {', '.join(self._unwell())} not ready"
             await asyncio.sleep(0.05)
+        end = fleet.now() + BUSY_S
+        while not self._is_busy(fault.target) and fleet.now() < end:
+            await asyncio.sleep(0.02)
+
+    def _is_busy(self, target: str) -> bool:
+        """Whether a stream is on its way at a worker, so that its loss is noticed at all; others always are."""
+        if target not in self._fleet.members or self._fleet.layout.place(target).role is not Role.WORKER:
+            return True
+        recent = self._history.exchanges[-RECENT:]
+        running = (one for one in recent if one.done_at is None and len(one.pieces) > 1)
+        return any(one.worker_at(self._fleet.now()) == target for one in running)
 
     def _may_begin(self, fault: Fault, *, alone: bool) -> bool:
         if alone:
