@@ -135,8 +135,12 @@ class Watch:
             pass  # the subscription is gone with its connection
 
 
-async def ensure_buckets(connection: Connection, subjects: Subjects, *, replicas: int = 1) -> list[str]:
-    """Create what is missing; return one line for each bucket whose configuration differs from what is wanted.
+async def ensure_buckets(
+    connection: Connection, subjects: Subjects, *, replicas: int = 1, patience_s: float = 0.0
+) -> list[str]:
+    """Create what is missing; return one line for each bucket whose configuration differs from what is wanted. Raises
+    Unavailable when JetStream cannot do it within `patience_s`: a cluster that has just started has no leader yet, or
+    too few servers.
 
     Members: history 1, 3 s to live with limit markers, so that watchers are told when a member vanishes. FILE storage:
     after a server restart a memory bucket's watchers stay blind until sequences catch up, and nothing reports it.
@@ -161,13 +165,9 @@ async def ensure_buckets(connection: Connection, subjects: Subjects, *, replicas
     ]
     differences = []
     for config in wanted:
-        try:
-            existing = await jetstream.key_value(config.bucket)
-        except js_errors.BucketNotFoundError:
-            await jetstream.create_key_value(config)
+        existing = await _find_or_create(jetstream, config, patience_s)
+        if existing is None:
             continue
-        except _BUSY as error:
-            raise Unavailable(f"JetStream does not answer: {type(error).__name__} {error}") from None
         status = await existing.status()
         found = status.stream_info.config
         for what, have, want in (
@@ -178,3 +178,21 @@ async def ensure_buckets(connection: Connection, subjects: Subjects, *, replicas
             if have != want:
                 differences.append(f"bucket {config.bucket}: {what} is {have}, the configuration says {want}")
     return differences
+
+
+async def _find_or_create(jetstream: Any, config: KeyValueConfig, patience_s: float) -> Any:
+    """The bucket as it is; None where it has just been made."""
+    until = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            try:
+                return await jetstream.key_value(config.bucket)
+            except js_errors.BucketNotFoundError:
+                await jetstream.create_key_value(config)
+                return None
+        except _BUSY as error:
+            if asyncio.get_running_loop().time() > until:
+                raise Unavailable(
+                    f"the bucket {config.bucket} cannot be made: {type(error).__name__} {error}"
+                ) from None
+            await asyncio.sleep(0.25)

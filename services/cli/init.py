@@ -15,6 +15,8 @@ from kvproto.ids import new_process_id
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
 from services.cli.console import err, fail
 
+PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
+
 
 async def create_buckets(
     url: str,
@@ -38,7 +40,7 @@ async def create_buckets(
     )
     try:
         subjects = Subjects(namespace)
-        differences = await ensure_buckets(connection, subjects, replicas=replicas)
+        differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S)
         keys = await Bucket.open(connection, subjects.keys_bucket)
         await ensure_key(keys)
         if rotate:
