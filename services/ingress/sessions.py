@@ -7,7 +7,7 @@ One head per session, written by compare-and-set only, and chunks of 4,096 ids (
 
     idle ──lock──▶ turn running ──commit──▶ idle, longer            one turn at a time
       ▲                │  failed, cancelled: as before
-      └────────────────┘  lease run out, or its ingress gone: the next turn may take it
+      └────────────────┘  lease not renewed, or its ingress gone: the next turn may take it
 
 The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
 compare-and-set too: an ingress that was away, lost its lease and comes back cannot overwrite what followed.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -30,6 +31,7 @@ from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy
 from kvproto.ids import new_process_id, session_key
 from kvproto.messages import SessionHead, Turn
 from services.ingress.config import SessionLimits
+from services.ingress.turn_sightings import TurnSightings
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +87,6 @@ class OpenTurn:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-def is_busy(turn: Turn | None, now_ms: int, is_ingress_alive: Callable[[str], bool]) -> bool:
-    """Whether a turn still holds its session: its lease is fresh and its ingress has not vanished. Pure."""
-    return turn is not None and turn.expires_unix_ms > now_ms and is_ingress_alive(turn.ingress)
-
-
 def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
     """Whether nobody used the session for longer than sessions are kept. Pure."""
     return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
@@ -106,12 +103,15 @@ class Sessions:
         *,
         unix_ms: Callable[[], int],
         is_ingress_alive: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
         self._ingress = ingress
         self._limits = limits
         self._unix_ms = unix_ms
         self._alive = is_ingress_alive
+        self._clock = clock
+        self._sightings = TurnSightings()
         self._turns: dict[str, OpenTurn] = {}
 
     @property
@@ -152,7 +152,14 @@ class Sessions:
         return session
 
     def is_busy(self, session: Session) -> bool:
-        return session.head is not None and is_busy(session.head.turn, self._unix_ms(), self._alive)
+        return session.head is not None and self._is_held(session.key, session.head.turn, session.revision)
+
+    def _is_held(self, key: str, turn: Turn | None, revision: int) -> bool:
+        """Whether a turn holds its session: its ingress has not vanished, and renews its lease."""
+        if turn is None or not self._alive(turn.ingress):
+            self._sightings.forget(key)
+            return False
+        return self._sightings.unchanged_s(key, revision, self._clock()) < self._limits.lease_s
 
     def fits(self, tokens: int) -> bool:
         """Whether a history of this length is kept."""
@@ -331,7 +338,7 @@ class Sessions:
         """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
         entry = await self._bucket.get(key)
         head = _read_head(entry)
-        if head is None or is_busy(head.turn, self._unix_ms(), self._alive):
+        if head is None or self._is_held(key, head.turn, entry.revision):
             return False
         if only_expired and not is_expired(replace(head, turn=None), self._unix_ms(), self._limits):
             return False

@@ -23,9 +23,10 @@ from kvproto.errors import (
 )
 from kvproto.messages import SessionHead, Turn
 from services.ingress import sessions as module
+from services.ingress import turn_sightings
 from services.ingress.config import SessionLimits
 from services.ingress.session_index import SessionIndex, SessionTable, auto_seq_id
-from services.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_busy, is_expired
+from services.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_expired
 
 LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15, commit_patience_s=0.0)
 
@@ -48,11 +49,17 @@ class Rig:
         self.bucket = MemoryBucket()
         self.now_ms = 1_000_000
         self.alive = {"one", "two"}
+        self.skew_ms: dict[str, int] = {}  # how wrong whose wall clock is
         self.one, self.two = self.ingress("one"), self.ingress("two")
 
     def ingress(self, name: str) -> Sessions:
         return Sessions(
-            self.bucket, name, LIMITS, unix_ms=lambda: self.now_ms, is_ingress_alive=lambda other: other in self.alive
+            self.bucket,
+            name,
+            LIMITS,
+            unix_ms=lambda: self.now_ms + self.skew_ms.get(name, 0),
+            is_ingress_alive=lambda other: other in self.alive,
+            clock=lambda: self.now_ms / 1000,
         )
 
     async def turn(self, sessions: Sessions, ids: tuple[int, ...], seq_id: str = "s") -> Session:
@@ -132,6 +139,8 @@ async def test_a_lease_ends_with_its_ingress_or_its_time_and_renewal_keeps_it(ri
     await rig.one.renew()
     rig.now_ms += 14_000
     assert rig.two.is_busy(await rig.two.read("t", "s"))
+    rig.now_ms += 14_000
+    assert rig.two.is_busy(await rig.two.read("t", "s")), "it was seen for the first time 14 s ago"
     rig.now_ms += 2_000
     assert not rig.two.is_busy(await rig.two.read("t", "s"))
     await rig.one.renew()
@@ -143,10 +152,25 @@ async def test_a_lease_ends_with_its_ingress_or_its_time_and_renewal_keeps_it(ri
     assert (await rig.two.read("t", "s")).ids == (7,)
 
 
+@pytest.mark.parametrize("wrong", ["one", "two"])
+@pytest.mark.parametrize("by_s", [-60, 60])
+async def test_a_wall_clock_that_jumps_takes_nobodys_turn(rig: Rig, wrong: str, by_s: int) -> None:
+    held = await rig.one.lock(await rig.one.read("t", "s"), "m", "r1")
+    rig.skew_ms[wrong] = by_s * 1000
+    for _ in range(6):
+        rig.now_ms += 5_000
+        await rig.one.renew()
+        with pytest.raises(SessionBusy):
+            await rig.two.lock(await rig.two.read("t", "s"), "m", "r2")
+    await rig.one.commit(held, "m", (1, 2, 3), "w")
+    assert (await rig.turn(rig.two, (4,))).ids == (1, 2, 3, 4)
+
+
 async def test_an_ingress_that_comes_back_overwrites_nothing(rig: Rig) -> None:
     """It wakes with an old view at any moment of the turn that replaced it."""
     await rig.turn(rig.one, (1, 2))
     held = await rig.one.lock(await rig.one.read("t", "s"), "m", "r1")
+    assert rig.two.is_busy(await rig.two.read("t", "s"))
     rig.now_ms += 60_000
     session = await rig.two.read("t", "s")
     async with locked(rig.two, session, "m", "r2") as turn:
@@ -181,6 +205,7 @@ async def test_without_nats_a_turn_fails_and_is_not_half_committed(rig: Rig) -> 
             rig.bucket.away = True
             await rig.one.commit(turn, "m", (1, 2), "w")
     rig.bucket.away = False
+    assert rig.two.is_busy(await rig.two.read("t", "s"))
     rig.now_ms += 20_000
     assert (await rig.turn(rig.two, (5,))).ids == (1, 5)
 
@@ -220,16 +245,21 @@ async def test_expiry(rig: Rig) -> None:
     assert len(rig.bucket.keys()) == 2  # and nothing of the old one
 
 
-def test_busy_and_expired_are_pure() -> None:
-    turn = Turn("r", "one", 1000)
-    assert is_busy(turn, 999, lambda _: True)
-    assert not is_busy(turn, 1000, lambda _: True)
-    assert not is_busy(turn, 999, lambda _: False)
-    assert not is_busy(None, 0, lambda _: True)
+def test_expired_is_pure() -> None:
     head = SessionHead("s", "m", 1, 1, 0, 0)
     assert not is_expired(head, 100_000, LIMITS)
     assert is_expired(head, 100_001, LIMITS)
-    assert not is_expired(replace(head, turn=turn), 10**9, LIMITS)
+    assert not is_expired(replace(head, turn=Turn("r", "one", 1000)), 10**9, LIMITS)
+
+
+def test_sightings_are_of_one_revision_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_sightings, "MOST", 2)
+    seen = turn_sightings.TurnSightings()
+    assert [seen.unchanged_s("a", 1, now) for now in (0.0, 3.0)] == [0.0, 3.0]
+    assert [seen.unchanged_s("a", 2, now) for now in (4.0, 5.0)] == [0.0, 1.0]
+    for key in "bc":
+        seen.unchanged_s(key, 1, 6.0)
+    assert seen.unchanged_s("a", 2, 7.0) == 0.0, "it was forgotten"
 
 
 async def test_length_is_limited(rig: Rig) -> None:
