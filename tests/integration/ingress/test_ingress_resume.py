@@ -106,6 +106,8 @@ async def test_a_turn_that_another_followed_is_not_resumed(pair: list[Served]) -
         await read(pair[0], GENERATE, {**body, "seq_id": seq_id})
         sent = {**body, "prompt": " and then", "seq_id": seq_id, "max_tokens": 400}
         before = await read(pair[0], GENERATE, sent, events=5)
+        while (await pair[1].http.get(f"/sessions/{seq_id}")).json()["busy"]:
+            await asyncio.sleep(0.02)
         await read(pair[1], GENERATE, {**body, "prompt": " but", "seq_id": seq_id})
         refused = await served.http.post(GENERATE, json=sent, headers={"last-event-id": before[-1].id})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_busy")
