@@ -209,10 +209,10 @@ class RemoteTiers(Remote):
                 questions.append(_Question(source, look, names, by_root(names), exact))
         look.expect([question.source.tier for question in questions])
         for question in questions:
-            if not question.source.look(question):
+            if not question.source.look(question, limit_s):
                 self._deadlines.after(0.0, partial(look.answered, question.source.tier))
-        limit_s = self._settings.look_limit_s if limit_s is None else limit_s
-        self._deadlines.after(limit_s if questions else 0.0, look.end)
+        within_s = self._settings.look_limit_s if limit_s is None else limit_s
+        self._deadlines.after(within_s if questions else 0.0, look.end)
         return finding
 
     def fetch(

@@ -80,15 +80,17 @@ class Source:
 
     # ------------------------------------------------------------------ to look
 
-    def look(self, job: Job) -> bool:
-        """False: it would not be answered in time, or at all."""
+    def look(self, job: Job, limit_s: float | None = None) -> bool:
+        """False: it would not be answered in time, or at all. Who has more time than usual, `limit_s`, asks it however
+        late it was with others."""
         self.start()
         looks = self._looks
         now = time.monotonic()
-        if looks is None or now < self._unasked_until:
+        patient = limit_s is not None and limit_s > self._look_limit_s
+        if looks is None or (now < self._unasked_until and not patient):
             return False
         busy_since = looks.busy_since
-        if busy_since is not None and now - busy_since > self._look_limit_s:
+        if busy_since is not None and now - busy_since > (self._look_limit_s if limit_s is None else limit_s):
             return False
         return looks.submit(job)
 

@@ -169,9 +169,16 @@ def ready(remote: RemoteTiers, tier: Tier = Tier.VAULT) -> None:
     until(lambda: remote.speed(tier) is not None)
 
 
-def look(remote: RemoteTiers, names: Sequence[BlockName], *, exact: bool = False, peer: str = "") -> Finding:
+def look(
+    remote: RemoteTiers,
+    names: Sequence[BlockName],
+    *,
+    exact: bool = False,
+    peer: str = "",
+    limit_s: float | None = None,
+) -> Finding:
     done = threading.Event()
-    finding = remote.look(names, exact=exact, peer=peer, on_ready=done.set)
+    finding = remote.look(names, exact=exact, peer=peer, on_ready=done.set, limit_s=limit_s)
     assert done.wait(5)
     assert finding.ready
     return finding

@@ -125,6 +125,7 @@ def test_a_slow_vault_counts_as_empty_and_is_left_alone_for_a_while(vault: Vault
         times.append(time.monotonic() - began)
         until(lambda: remote._vaults["v1"]._looks.busy_since is None)
     assert times[-1] < LIMIT_S / 2, "it is not waited for any more"
+    assert look(remote, names, limit_s=20 * LIMIT_S).vault == 5, "but by who has time: blocks were handed over"
     vault.store.pause_s = 0.0
     until(lambda: look(remote, names).vault == 5)
 
