@@ -99,12 +99,18 @@ class Stage:
         return some
 
     async def frames_of_old_attempts(self) -> None:
-        """Its worker is taken for dead, as placement says it: what it still sends comes when another one serves."""
-        way = self.worker_ways[self.serving]
-        way.latency_s = 0.3
-        await self._members.delete(member_key("worker", self.serving))
+        """Its worker, sick by now, is taken for dead, as placement says it; the cancel is lost, and it goes on."""
+        old, other = self.serving, next(name for name in self.worker_ways if name != self.serving)
+        self.worker_ways[old].mangling = Mangling(("kvf.worker.*.cancel",), lost=1.0)
+        self.worker_ways[other].latency_s = 0.1
+        runner = next(fleet.workers[old] for fleet in self._fleets if old in fleet.workers).thread._engine.runner
+        healthy = runner._hashed
+        runner._hashed = lambda seen: healthy(seen) ^ 1
+        await self._members.delete(member_key("worker", old))
         await asyncio.sleep(1.0)
-        way.latency_s = 0.0
+        runner._hashed = healthy
+        self.worker_ways[old].mangling = None
+        self.worker_ways[other].latency_s = 0.0
 
     async def repeated_frames(self) -> None:
         self.client_way.mangling = Mangling(duplicated=0.5, seed=1)
