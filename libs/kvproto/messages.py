@@ -434,6 +434,7 @@ class WorkerRecord:
     public_prefixes: Annotated[tuple[PublicPrefix, ...], MaxLength(256)] = ()
     data_plane: Addresses = ()
     kv_format: bytes = b""  # 16 bytes: which blocks' bytes it can use (`kvproto.dataplane.block.kv_format`)
+    attaches: bool = False  # an attempt of its may have several readers, and one of them may leave by itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bund
         slots=settings.slots,
         started_unix_ms=int(time.time() * 1000),
         public_prefixes=tuple(public_prefix(ids) for ids in bundle.public_prefixes),
+        attaches=True,
     )
 
 
