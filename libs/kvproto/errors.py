@@ -68,6 +68,7 @@ class UnknownEnumValue(CodecError):
 
 class VersionMismatch(CodecError):
     code = "version_mismatch"
+    retryable = True  # by another worker, or by the same one in an older version
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -25,6 +25,7 @@ from kvproto.errors import (
     KvfleetError,
     PayloadTooLarge,
     Unavailable,
+    VersionMismatch,
     WorkerLost,
     from_code,
 )
@@ -98,6 +99,7 @@ class RequestDriver:
                 moved = await self._attempt(stream, generation, placement, trials.deadline)
             except KvfleetError as error:
                 stream.trusts_clocks = stream.trusts_clocks and error.field != EXPIRES
+                stream.trusts_versions = stream.trusts_versions and not isinstance(error, VersionMismatch)
                 await self._leave(worker, stream)
                 if isinstance(error, WorkerLost) and not stream.closed:
                     self.counters.lost_total += 1
@@ -161,7 +163,7 @@ class RequestDriver:
             body = replace(body, source=mover.worker, source_tokens=held, handed_over=True)
         elif placement.source:
             body = replace(body, source=placement.source, source_tokens=placement.source_tokens)
-        data = codec.encode(body, self._version_of(placement.worker))
+        data = codec.encode(body, self._version_of(placement.worker) if stream.trusts_versions else None)
         if len(data) > self.connection.max_payload:
             raise PayloadTooLarge(
                 f"{len(data)} bytes on the wire, NATS takes at most {self.connection.max_payload}", field="prompt"
@@ -213,9 +215,10 @@ class RequestDriver:
             if stream.mover is not None and (_has_begun(stream) or assembly.tokens > tokens_before):
                 await self._release_mover(stream)
 
-    def _version_of(self, worker: str) -> int:
+    def _version_of(self, worker: str) -> int | None:
+        """None: that of all who are not known better."""
         view = self.members.view.workers.get(worker)
-        return codec.common_version(view.record.versions) if view else codec.VERSION
+        return codec.common_version(view.record.versions) if view else None
 
     def _connected_at(self) -> float:
         return self.now() - self.connection.connected_for_s

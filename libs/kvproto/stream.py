@@ -81,6 +81,7 @@ class Stream:
         self.gap_since: float | None = None
         self.paused_since: float | None = None
         self.was_paused = False  # in this attempt
+        self.trusts_versions = True  # until a worker cannot read what its record says that it can
         self.trusts_clocks = True  # until a worker says that the deadline has passed, and it has not
         self._clock = clock
         self._limit = buffer_tokens
@@ -154,16 +155,18 @@ class Stream:
             return
         self.last_frame_at = self._clock()
         if type(frame) is Tokens:
+            self.accepted = True  # the acknowledgement may be lost, any frame proves as much
             self._deliver(self.assembly.accept(frame))
         elif isinstance(frame, Accepted):
             if frame.worker == self.worker:
                 self.accepted, self.worker_epoch = True, frame.epoch
                 self.signal(Signal.ACCEPTED)
         elif isinstance(frame, Progress):
+            self.accepted = True
             self._answered(frame)
         else:
             if not isinstance(frame, Failed):  # that may be a refusal
-                self.accepted = True  # an acknowledgement may be lost, a frame proves as much
+                self.accepted = True
             self._deliver(self.assembly.accept(frame))
             if isinstance(frame, Started):
                 self.signal(Signal.STARTED)

@@ -19,6 +19,7 @@ from kvproto.errors import (
     ModelNotFound,
     NoWorkers,
     OutOfMemory,
+    VersionMismatch,
 )
 from kvproto.messages import Finished, FinishReason, GenerateRequest, Sampling, Started, Tokens
 from services.worker import request_desk
@@ -393,6 +394,29 @@ async def test_a_released_lease_stays_released(fleet: FakeFleet, client: Client)
     await asyncio.sleep(0.3)
     entry = await worker.loop._lease._bucket.get("worker.w0")
     assert entry.value is None
+
+
+async def test_a_worker_that_was_replaced_by_an_older_release_is_written_to_in_its_version(
+    fleet: FakeFleet, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the client knows of it is out of date: it slept, or the record is on its way."""
+    monkeypatch.setattr(codec, "VERSION", 2)
+    decode = codec.decode
+    refused: list[int] = []
+
+    def older(kind: Any, data: bytes, **limit: int) -> Any:
+        if kind is GenerateRequest and data[0] == 2:
+            refused.append(data[0])
+            raise VersionMismatch("version 2, this reader accepts 1 to 1")
+        return decode(kind, data, **limit)
+
+    monkeypatch.setattr(codec, "decode", older)
+    await fleet.start("w0")
+    await ready(client, 1)
+    async with client.generate(Generation("demo", SAMPLING, PROMPT)) as stream:
+        events = [event async for event in stream]
+    assert isinstance(events[-1], Finished)
+    assert refused == [2]
 
 
 async def test_a_worker_whose_clock_is_ahead_serves_all_the_same(
