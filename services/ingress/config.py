@@ -47,6 +47,7 @@ class IngressConfig:
     splice_bytes: int = 64 * 1024 * 1024
     tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)
     tokenizer_threads: int = 2
+    fleet_key: bytes = b""  # the same at all ingresses: request ids of Idempotency-Keys follow from it
     default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()
