@@ -66,7 +66,7 @@ def name_request(
 
 
 def request_of_key(tenant: str, key: str, secret: bytes = b"") -> str:
-    """The request id that a tenant's key stands for, to whom has the secret. Raises InvalidRequest for what is no key."""
+    """The request id that a tenant's key stands for, to whom has the secret. Raises InvalidRequest for no key."""
     if len(key) >= 2 and key[0] == key[-1] == '"':  # a structured field's string
         key = key[1:-1]
     if not (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
