@@ -159,7 +159,7 @@ def up(
                 fleet.workers.append(_service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i)))
             front = [*common, f"--host={host}", f"--port={port}", f"--drain-s={DRAIN_S}"]
             front += [f"--api-keys-file={api_keys_file}"] if api_keys_file else []
-            fleet.ingresses.append(_service("ingress", "i0", front, login))
+            fleet.ingresses.append(_service("ingress", "i0", front, key))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, vaults, stopping):
                 sys.stdout.write(f"ready {base}\n")
@@ -226,7 +226,7 @@ def _alive(pid: int) -> bool:
 
 
 def _fleet_key(state: Path) -> str:
-    """The secret of the tenants' cache salts, kept with the state so that it outlives a restart."""
+    """The secret of the tenants' cache salts and request ids, kept with the state so that it outlives a restart."""
     path = state / "fleet.key"
     if not path.exists():
         path.touch(mode=0o600)

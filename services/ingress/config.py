@@ -16,9 +16,9 @@ class SessionLimits:
     per_tenant: int = 100_000
     max_tokens: int = 131_072  # history of one session, the running turn's prompt and max_tokens included
     lease_s: float = 15.0
-    commit_patience_s: float = (
-        12.0  # for a JetStream without a leader; shorter than the lease, which is not renewed then
-    )
+    # For a JetStream without a leader. A commit renews no lease: with the third of it since the last renewal, and the
+    # 2 s of the last try, this is no longer than the lease.
+    commit_patience_s: float = 8.0
     sweep_period_s: float = 60.0
 
 
@@ -47,6 +47,7 @@ class IngressConfig:
     splice_bytes: int = 64 * 1024 * 1024
     tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)
     tokenizer_threads: int = 2
+    fleet_key: bytes = b""  # the same at all ingresses: request ids of Idempotency-Keys follow from it
     default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()

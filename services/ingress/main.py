@@ -37,6 +37,7 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
         request_deadline_s=settings.request_deadline_s,
         max_wait_s=settings.max_wait_s,
         splice_bytes=settings.splice_memory_bytes,
+        fleet_key=settings.fleet_key.encode(),
         sessions=SessionLimits(
             idle_expiry_s=settings.session_ttl_s,
             per_tenant=settings.max_sessions_per_tenant,

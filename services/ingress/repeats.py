@@ -3,13 +3,15 @@
     Last-Event-ID: <request id>:<position>   a client whose connection broke goes on where it was
     Idempotency-Key: <anything>              a client that may have to send its request again
 
-The request id follows from either alone, so that a repeat has the same one at every ingress of the fleet. What a repeat
-must have in common with the first request is its route and its body: `digest_of`.
+The request id follows from either alone, so that a repeat has the same one at every ingress of the fleet. Who knows the
+id may cancel the request, so none follows from another tenant's key without the fleet's secret: `key_secret`. What a
+repeat must have in common with the first request is its route and its body: `digest_of`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +40,21 @@ class RequestName:
         return IDEMPOTENCY_KEY if self.keyed else LAST_EVENT_ID
 
 
-def name_request(tenant: str, last_event_id: str | None, idempotency_key: str | None) -> RequestName:
+def key_secret(fleet_key: bytes, tenants: int) -> tuple[bytes, bool]:
+    """What request ids of keys are hashed with, and whether all ingresses have the same.
+
+    Without a fleet key tenants are kept apart by a secret of this process alone: its keys mean nothing elsewhere.
+    """
+    if fleet_key:
+        return hashlib.blake2b(fleet_key, person=b"kvf-idempotency").digest(), True
+    return (secrets.token_bytes(32), False) if tenants > 1 else (b"", True)
+
+
+def name_request(
+    tenant: str, last_event_id: str | None, idempotency_key: str | None, secret: bytes = b""
+) -> RequestName:
     """From the two headers. Raises InvalidRequest naming the one that is wrong."""
-    keyed = request_of_key(tenant, idempotency_key) if idempotency_key is not None else None
+    keyed = request_of_key(tenant, idempotency_key, secret) if idempotency_key is not None else None
     if last_event_id:  # empty is what a client that has had no event says
         request, at = read_event_id(last_event_id)
         if keyed is not None and keyed != request:
@@ -51,13 +65,14 @@ def name_request(tenant: str, last_event_id: str | None, idempotency_key: str | 
     return RequestName(new_request_id())
 
 
-def request_of_key(tenant: str, key: str) -> str:
-    """The request id that a tenant's key stands for. Raises InvalidRequest for what is no key."""
+def request_of_key(tenant: str, key: str, secret: bytes = b"") -> str:
+    """The request id that a tenant's key stands for, to whom has the secret. Raises InvalidRequest for no key."""
     if len(key) >= 2 and key[0] == key[-1] == '"':  # a structured field's string
         key = key[1:-1]
     if not (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
         raise InvalidRequest(f"must be 1 to {MAX_KEY_CHARS} printable ASCII characters", field=IDEMPOTENCY_KEY)
-    return base32(hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=16, person=b"kvf-idempotency").digest())
+    said = f"{tenant}\0{key}".encode()
+    return base32(hashlib.blake2b(said, digest_size=16, key=secret, person=b"kvf-idempotency").digest())
 
 
 def digest_of(route: str, body: dict[str, Any]) -> bytes:

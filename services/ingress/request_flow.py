@@ -37,7 +37,7 @@ from services.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read
 from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
 from services.ingress.openai_schema import ChatAsk, CompletionAsk, check_vocabulary, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
-from services.ingress.repeats import RequestName, digest_of, name_request
+from services.ingress.repeats import RequestName, digest_of, key_secret, name_request
 from services.ingress.runs import Job, Prepare, Run, Runs
 from services.ingress.sampling_ask import SamplingAsk
 from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
@@ -95,6 +95,9 @@ class RequestFlow:
         self._runs = runs
         self._metrics = metrics
         self._tally = metrics.tally
+        self._secret, everywhere = key_secret(config.fleet_key, len(tenancy.tenants))
+        if not everywhere:
+            log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 
     # ------------------------------------------------------------------ routes
 
@@ -125,8 +128,12 @@ class RequestFlow:
         ask = read(body)
         require_policy(caller, ask.placement.policy)
         priority = priority_of(caller, ask.placement.priority)
-        name = name_request(caller.tenant, exchange.header(b"last-event-id"), exchange.header(b"idempotency-key"))
+        name = name_request(
+            caller.tenant, exchange.header(b"last-event-id"), exchange.header(b"idempotency-key"), self._secret
+        )
         if self._runs.is_foreign(caller.tenant, name.request):
+            if name.at != START:  # under another id it would be another stream: none is begun in the middle
+                raise InvalidRequest("is of no request that is known here", field=LAST_EVENT_ID)
             name = replace(name, request=new_request_id())
         exchange.request_id = name.request
         return Call(route, ask, caller, priority, name, digest_of(route, body), _traceparent(exchange), arrived_at)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_IDS = 4096
 COMMIT_RETRY_S = 0.5
+LOCK_TRIES = 4
 
 
 class KeyValue(Protocol):
@@ -130,15 +131,25 @@ class Sessions:
                 return Session(key, seq_id, entry.revision)
             if is_expired(head, self._unix_ms(), self._limits):
                 return Session(key, seq_id, entry.revision, expired=head)
-            chunks = await asyncio.gather(
-                *(self._bucket.get(_chunk_key(key, head.generation, n)) for n in range(_chunks(head.length)))
-            )
-            if all(chunk.value is not None for chunk in chunks):
-                ids = unpack_ids(b"".join((chunk.value or b"")[: 4 * CHUNK_IDS] for chunk in chunks))
-                if len(ids) >= head.length:
-                    revisions = tuple(chunk.revision for chunk in chunks)
-                    return Session(key, seq_id, entry.revision, head, ids[: head.length], revisions)
+            if (history := await self._read_chunks(key, head)) is not None:
+                return Session(key, seq_id, entry.revision, head, *history)
         raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
+
+    async def _read_chunks(self, key: str, head: SessionHead) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The history that a head names, and its chunks' revisions; None where they have just been replaced."""
+        chunks = await asyncio.gather(
+            *(self._bucket.get(_chunk_key(key, head.generation, n)) for n in range(_chunks(head.length)))
+        )
+        if any(chunk.value is None for chunk in chunks):
+            return None
+        ids = unpack_ids(b"".join((chunk.value or b"")[: 4 * CHUNK_IDS] for chunk in chunks))
+        return (ids[: head.length], tuple(chunk.revision for chunk in chunks)) if len(ids) >= head.length else None
+
+    async def _holds(self, key: str, ids: Sequence[int]) -> bool:
+        """Whether the session's history begins with these."""
+        head = _read_head(await self._bucket.get(key))
+        history = await self._read_chunks(key, head) if head is not None and head.length >= len(ids) else None
+        return history is not None and history[0][: len(ids)] == tuple(ids)
 
     def fresh(self, tenant: str, seq_id: str) -> Session:
         """A session under a name that was drawn just now: there is nothing to read."""
@@ -178,8 +189,22 @@ class Sessions:
         """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
 
         A turn of the same request, at another ingress, is taken over: both read one and the same stream, and whoever
-        finishes first commits.
+        finishes first commits. Where the other has committed it since, what is returned has ended already.
         """
+        for _ in range(LOCK_TRIES):
+            try:
+                return await self._lock(session, model, request)
+            except StaleRevision:
+                entry = await self._bucket.get(session.key)
+                head = _read_head(entry)
+                if head is not None and head.last_request == request:
+                    return OpenTurn(session, head, entry.revision, ended=True)
+                if not _is_as_before(session, head, request):
+                    break
+                session = replace(session, head=head, revision=entry.revision)
+        raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} has just begun or ended", retry_after_s=1.0)
+
+    async def _lock(self, session: Session, model: str, request: str) -> OpenTurn:
         ours = session.head is not None and session.head.turn is not None and session.head.turn.request == request
         if self.is_busy(session) and not ours:
             raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
@@ -198,12 +223,7 @@ class Sessions:
             )
         else:
             head = replace(session.head, turn=turn)
-        try:
-            revision = await self._bucket.update(session.key, codec.encode(head), session.revision)
-        except StaleRevision:
-            raise SessionBusy(
-                f"another turn of session {session.seq_id[:80]!r} has just begun or ended", retry_after_s=1.0
-            ) from None
+        revision = await self._bucket.update(session.key, codec.encode(head), session.revision)
         held = self._turns[request] = OpenTurn(session, head, revision)
         if session.expired is not None:
             await self._erase_chunks(session.key, session.expired)
@@ -222,6 +242,10 @@ class Sessions:
                 await self._commit(turn, model, ids, worker, start)
             except _Committed:
                 turn.ended = True
+            except SessionBusy:
+                if not await self._holds(turn.session.key, ids):
+                    raise
+                turn.ended = True  # by another ingress, and the conversation has gone on from it
             except Unavailable as error:
                 if asyncio.get_running_loop().time() > until:
                     raise
@@ -300,16 +324,28 @@ class Sessions:
             raise _lost(turn.session)
         turn.revision = entry.revision
 
+    async def _adopt_left(self, turn: OpenTurn) -> None:
+        """As `_adopt`, also where another ingress that ran the same request has let go of it, or is gone."""
+        entry = await self._bucket.get(turn.session.key)
+        head = _read_head(entry)
+        ours, found = turn.head.turn, head.turn if head is not None else None
+        if ours is None or not _is_as_before(turn.session, head, ours.request):
+            raise _lost(turn.session)
+        if found is not None and found.ingress != ours.ingress and self._alive(found.ingress):
+            raise _lost(turn.session)
+        turn.revision = entry.revision
+
     async def _adopt_shared(self, turn: OpenTurn) -> None:
-        """As `_adopt`, from another ingress too that runs the same request. Raises _Committed if it was committed."""
+        """As `_adopt`, from another ingress too that runs the same request, or that has let go of it. Raises
+        _Committed if it was committed."""
         entry = await self._bucket.get(turn.session.key)
         head = _read_head(entry)
         ours = turn.head.turn
-        if ours is None or head is None:
+        if ours is None:
             raise _lost(turn.session)
-        if head.last_request == ours.request:
+        if head is not None and head.last_request == ours.request:
             raise _Committed
-        if head.turn is None or head.turn.request != ours.request:
+        if not _is_as_before(turn.session, head, ours.request):
             raise _lost(turn.session)
         turn.revision = entry.revision
 
@@ -374,7 +410,8 @@ class Sessions:
             await self.renew()
 
     async def renew(self) -> None:
-        """One renewal of all running turns. A turn that was lost is noticed when it commits."""
+        """One renewal of all running turns. A turn that was lost is noticed when it commits; one that another ingress
+        let go of, which ran the same request for a while, is taken again."""
         for request, turn in list(self._turns.items()):
             async with turn.lock:
                 if request not in self._turns:
@@ -382,7 +419,7 @@ class Sessions:
                 lease = Turn(request, self._ingress, self._lease_end(self._unix_ms()))
                 head = replace(turn.head, turn=lease)
                 try:
-                    await self._update_ours(turn, head)
+                    await self._update_ours(turn, head, adopt=self._adopt_left)
                     turn.head = head
                 except KvfleetError as error:
                     log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)
@@ -390,6 +427,20 @@ class Sessions:
 
 class _Committed(Exception):
     """Another ingress has committed the same request."""
+
+
+def _is_as_before(session: Session, head: SessionHead | None, request: str) -> bool:
+    """Whether nothing but this request's own turn has come to a session since it was read, whichever ingress began the
+    turn and whether or not it has let go of it: of a new session nothing is left then. Pure."""
+    before = session.head
+    is_new = before is None or not before.turns
+    if head is None:
+        return is_new
+    if request != (head.turn.request if head.turn is not None else head.left_request):
+        return False
+    if before is None or is_new:
+        return not head.turns
+    return (head.generation, head.length, head.turns) == (before.generation, before.length, before.turns)
 
 
 def _read_head(entry: Entry) -> SessionHead | None:

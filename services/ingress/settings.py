@@ -17,6 +17,11 @@ class IngressSettings(ServiceSettings):
         None, description="TOML or JSON file with hashed API keys; absent: everybody may"
     )
     api_keys: str | None = Field(None, description="the same as text")
+    fleet_key: str = Field(
+        "",
+        description="secret from which request ids of Idempotency-Keys follow; equal in all processes; without it "
+        "such a key is known to one ingress only, if the API keys are of several tenants",
+    )
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="longest request body")
     max_streams: int = Field(1024, ge=1, description="most requests at once; more get 503 with Retry-After")
     default_max_tokens: int = Field(1024, ge=1, description="bound where a chat names none")

@@ -142,6 +142,11 @@ class Tenancy:
     def is_open(self) -> bool:
         return not self._by_hash
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Whose keys there are; of an open ingress the one that everybody is."""
+        return frozenset(key.tenant for key in self._by_hash.values()) or frozenset((OPEN.tenant,))
+
     def authenticate(self, authorization: str | None, api_key: str | None = None) -> ApiKey:
         """From `Authorization: Bearer <key>` or `x-api-key`. Raises AuthenticationFailed."""
         if self.is_open:

@@ -64,7 +64,7 @@ class Deployment:
         self.headers: dict[str, str] = {}
 
     def _env(self, role: str) -> dict[str, str]:
-        env = {"KVFLEET_NATS_URL": self.nats_url}
+        env = {"KVFLEET_NATS_URL": self.nats_url, "KVFLEET_FLEET_KEY": "secret of the deployment"}
         if self.passwords is not None:
             env |= {"KVFLEET_NATS_USER": role, "KVFLEET_NATS_PASSWORD": self.passwords[role]}
             if role == "placement":

@@ -138,20 +138,20 @@ async def test_another_tenants_requests_are_not_known(serving: Serve, worker: Sc
     theirs = await read(served, GENERATE, body, x_api_key="b", idempotency_key="order-1")
     assert theirs[0].id != before[0].id
     for state in ("parked", "finished"):
-        # who knows another's event id gets what an unknown id gets, under a name of its own
-        guessed = await read(served, GENERATE, body, x_api_key="b", last_event_id=before[-1].id)
+        # who knows another's event id gets nothing of it, and no other stream's middle either
+        for prompt, said in (("x", before[-1].id), ("y", f"{before[-1].id[:26]}:99")):
+            other = await served.http.post(
+                GENERATE, json={**body, "prompt": prompt}, headers={"x-api-key": "b", "last-event-id": said}
+            )
+            assert (other.status_code, other.json()["error"]["param"]) == (400, "Last-Event-ID"), "not of the body"
+        started = f"{before[-1].id[:26]}:start"
+        guessed = await read(served, GENERATE, body, x_api_key="b", last_event_id=started)
         assert guessed[0].id.partition(":")[0] not in (before[0].id[:26], theirs[0].id[:26]), state
-        other = await served.http.post(
-            GENERATE, json={"prompt": "y"}, headers={"x-api-key": "b", "last-event-id": f"{before[-1].id[:26]}:99"}
-        )
-        assert (other.status_code, other.json()["error"]["param"]) == (400, "Last-Event-ID"), (
-            "no word of the other body"
-        )
         if state == "parked":
             after = await read(served, GENERATE, body, x_api_key="a", last_event_id=before[-1].id)
     assert texts(before + after) == texts(theirs)
     tenants = [tenant for tenant, _ in worker.requests]
-    assert tenants == ["alice", "bob", "bob", "bob", "alice", "bob", "bob"]
+    assert tenants == ["alice", "bob", "bob", "alice", "bob"]
 
 
 async def test_at_another_ingress_it_is_the_same_request_and_one_turn(serving: Serve, worker: ScriptedWorker) -> None:
@@ -217,3 +217,14 @@ async def test_the_openai_package_sends_a_key(served: Served, worker: ScriptedWo
         with pytest.raises(openai.UnprocessableEntityError):
             await client.completions.create(model="demo", prompt="x", extra_headers={"Idempotency-Key": "k"})
     assert len(worker.requests) == 1
+
+
+async def test_a_keys_request_is_named_with_the_fleets_secret(serving: Serve, worker: ScriptedWorker) -> None:
+    """At every ingress alike; without a fleet key tenants are kept apart all the same."""
+    body = {"prompt": "x"}
+    for fleet_key in (b"secret", b""):
+        for served in (await serving(keys=KEYS, fleet_key=fleet_key), await serving(keys=KEYS, fleet_key=fleet_key)):
+            await read(served, GENERATE, body, x_api_key="a", idempotency_key="order-1")
+    one, two, three, four = (request.request for _, request in worker.requests)
+    assert one == two
+    assert len({request_of_key("alice", "order-1"), two, three, four}) == 4

@@ -14,7 +14,7 @@ from services.ingress.event_ids import START, EventIds, Position, check_choices,
 from services.ingress.event_writer import Form, Reader
 from services.ingress.native_events import NativeForm
 from services.ingress.openai_events import AnswerHead, OpenAiForm
-from services.ingress.repeats import name_request, request_of_key
+from services.ingress.repeats import key_secret, name_request, request_of_key
 from services.ingress.transcript import Transcript
 
 R = "a" * 26
@@ -133,3 +133,17 @@ def test_a_key_makes_the_same_request_everywhere_and_another_one_for_another_ten
     assert name_request("t", "", None).at == START
     with pytest.raises(InvalidRequest, match="Last-Event-ID: is of another request"):
         name_request("t", f"{R}:3", "k")
+
+
+def test_who_guesses_anothers_key_does_not_know_its_request() -> None:
+    one, everywhere = key_secret(b"the fleet's", 2)
+    assert everywhere
+    assert key_secret(b"the fleet's", 1) == (one, True), "every ingress has the same"
+    assert key_secret(b"x" * 1000, 2)[1], "of any length"
+    assert request_of_key("t", "order-17", one) == name_request("t", None, "order-17", one).request
+    assert request_of_key("t", "order-17", one) != request_of_key("t", "order-17")
+    assert request_of_key("t", "order-17", one) != request_of_key("t", "order-17", key_secret(b"another", 2)[0])
+    own, everywhere = key_secret(b"", 2)
+    assert not everywhere
+    assert own != key_secret(b"", 2)[0]
+    assert key_secret(b"", 1) == (b"", True)

@@ -415,3 +415,89 @@ async def test_who_lets_go_of_a_turn_that_was_taken_over_leaves_it(rig: Rig, kno
     assert not after.has_moved_on("r")
     await rig.turn(rig.two, (9,))
     assert (await rig.one.read("t", "s")).has_moved_on("r")
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("renews", [False, True])
+async def test_who_took_a_turn_over_and_let_go_takes_it_from_nobody(rig: Rig, known: bool, renews: bool) -> None:
+    """The first still runs the same request, and commits; it holds its session again with its next renewal."""
+    if known:
+        await rig.turn(rig.one, (1, 2))
+    before = await rig.one.read("t", "s")
+    one = await rig.one.lock(before, "m", "r")
+    two = await rig.two.lock(await rig.two.read("t", "s"), "m", "r")
+    await rig.two.abandon(two)
+    if renews:
+        await rig.one.renew()
+        with pytest.raises(SessionBusy):
+            await rig.two.lock(await rig.two.read("t", "s"), "m", "another")
+    await rig.one.commit(one, "m", (*before.ids, 3), "w", start=len(before.ids))
+    after = await rig.two.read("t", "s")
+    assert (after.ids, after.is_last("r"), rig.two.is_busy(after)) == ((*before.ids, 3), True, False)
+
+
+async def test_who_took_a_turn_over_and_died_leaves_it_to_the_first(rig: Rig) -> None:
+    one = await rig.one.lock(await rig.one.read("t", "s"), "m", "r")
+    await rig.two.lock(await rig.two.read("t", "s"), "m", "r")
+    rig.alive.remove("two")
+    await rig.one.renew()
+    three = rig.ingress("three")
+    with pytest.raises(SessionBusy):
+        await three.lock(await three.read("t", "s"), "m", "another")
+    await rig.one.commit(one, "m", (1,), "w")
+
+
+async def test_a_turn_that_another_took_in_between_is_lost_all_the_same(rig: Rig) -> None:
+    await rig.turn(rig.one, (1, 2))
+    one = await rig.one.lock(await rig.one.read("t", "s"), "m", "r")
+    await rig.two.abandon(await rig.two.lock(await rig.two.read("t", "s"), "m", "r"))
+    other = await rig.two.lock(await rig.two.read("t", "s"), "m", "another")
+    with pytest.raises(SessionBusy, match="lost its lease"):
+        await rig.one.commit(one, "m", (1, 2, 3), "w")
+    await rig.two.commit(other, "m", (1, 2, 4), "w")
+    with pytest.raises(SessionBusy, match="lost its lease"):
+        await rig.one.commit(one, "m", (1, 2, 3), "w")
+    assert (await rig.two.read("t", "s")).ids == (1, 2, 4)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_the_conversation_has_gone_on_when_the_slower_one_commits(rig: Rig, known: bool) -> None:
+    if known:
+        await rig.turn(rig.one, (1, 2))
+    before = await rig.one.read("t", "s")
+    one = await rig.one.lock(before, "m", "r")
+    two = await rig.two.lock(await rig.two.read("t", "s"), "m", "r")
+    await rig.two.commit(two, "m", (*before.ids, 3), "w")
+    await rig.turn(rig.two, (4,))
+    await rig.one.commit(one, "m", (*before.ids, 3), "w")
+    assert (await rig.two.read("t", "s")).ids == (*before.ids, 3, 4)
+    assert rig.one.running == 0
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("meanwhile", ["begins", "renews", "commits", "lets go"])
+async def test_a_twin_that_writes_while_a_session_is_read_refuses_nobody(rig: Rig, known: bool, meanwhile: str) -> None:
+    if known:
+        await rig.turn(rig.one, (1, 2))
+    before = stale = await rig.two.read("t", "s")
+    one = await rig.one.lock(await rig.one.read("t", "s"), "m", "r")
+    if meanwhile != "begins":
+        stale = await rig.two.read("t", "s")
+    if meanwhile == "renews":
+        await rig.one.renew()
+    elif meanwhile == "commits":
+        await rig.one.commit(one, "m", (*before.ids, 3), "w")
+    elif meanwhile == "lets go":
+        await rig.one.abandon(one)
+    two = await rig.two.lock(stale, "m", "r")
+    assert two.ended == (meanwhile == "commits")
+    await rig.two.commit(two, "m", (*before.ids, 3), "w")
+    after = await rig.one.read("t", "s")
+    assert (after.ids, after.head and after.head.turns) == ((*before.ids, 3), 2 if known else 1)
+    with pytest.raises(SessionBusy):
+        await rig.one.lock(before, "m", "another")
+
+
+def test_a_commit_gives_up_before_its_lease_ends() -> None:
+    limits = SessionLimits()
+    assert limits.lease_s / 3 + limits.commit_patience_s + 2.0 <= limits.lease_s
