@@ -168,7 +168,7 @@ async def test_without_a_successor_blocks_wait_in_a_vault(fleet: Deployment) -> 
     for other in others:
         assert fleet.services[other].stop() == 0
     coming = "w2"
-    tokens = 2 * TOKENS
+    tokens = 4 * TOKENS  # six seconds of them
     async with opened(fleet) as client:
         ids: list[int] = []
         ended: list[str] = []
