@@ -156,7 +156,7 @@ def test_a_deleted_session_leaves_nothing_but_what_others_share(http: httpx.Clie
         " And so she weeps, and sighs, and walks the hall alone.",
         " The battle is begun, and many brave men fall.",
     )
-    counted = http.post("/v1/completions", json={"model": "demo", "prompt": shared, "max_tokens": 1}).json()
+    counted = http.post("/v1/completions", json={"model": "demo", "prompt": shared + " ", "max_tokens": 1}).json()
     kept, gone = (events(http, "/generate", {"prompt": shared + tail, **asked})[0] for tail in tails)
     about = {start["seq_id"]: http.get(f"/sessions/{start['seq_id']}").json() for start in (kept, gone)}
     for start in (kept, gone):
