@@ -73,6 +73,7 @@ class Record:
     finished_at: float = 0.0
     deadline: float = float("inf")  # of the event loop's clock
     paused_at: float | None = None
+    is_left: bool = False  # by its last reader: the engine was told to cancel it
 
     @property
     def output_tokens(self) -> int:
@@ -167,6 +168,7 @@ class FrameBook:
         be cancelled then, and its end is sent to whoever was there last."""
         leaving = [reader for reader in record.readers if reader.inbox == inbox]
         if not inbox or len(leaving) == len(record.readers):
+            record.is_left = True
             return True
         for reader in leaving:
             record.readers.remove(reader)
@@ -270,7 +272,9 @@ class FrameBook:
         return [(record, record.started), self.end(record, finished, now)]
 
     def end(self, record: Record, terminal: Finished | Failed | Moved, now: float) -> tuple[Record, Frame]:
-        """Close an attempt with its one terminal frame."""
+        """Close an attempt with its one terminal frame: the first that is given."""
+        if record.terminal is not None:
+            return record, record.terminal
         record.terminal, record.finished_at = terminal, now
         record.pending.clear()
         record.asked = None
