@@ -80,6 +80,9 @@ class Record:
         """Of all choices together, those of earlier attempts included."""
         return sum(track.next_index for track in self.tracks)
 
+    def is_read_at(self, inbox: str) -> bool:
+        return any(reader.inbox == inbox for reader in self.readers)
+
 
 class FrameBook:
     """Owned by the worker's event loop. One record per attempt; exactly one terminal frame each.
@@ -156,7 +159,7 @@ class FrameBook:
         if request.watcher and reply not in record.watchers:
             record.watchers.append(reply)
         if record.terminal is None:
-            if any(reader.inbox == request.inbox for reader in record.readers):
+            if record.is_read_at(request.inbox):
                 return []
             reader = Reader(request.inbox, request.encoding)
             record.readers.append(reader)
@@ -175,17 +178,23 @@ class FrameBook:
             self.leases.release(reader)
         return False
 
-    def let_go(self, request: str, attempt: int, inbox: str) -> bool:
-        """A reader of an attempt that has moved goes on elsewhere. Whether all have."""
-        record = self._records.get((request, attempt))
-        if record is None or not isinstance(record.terminal, Moved):
-            return False
-        record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
-        return not record.readers
+    def let_go(self, request: str, attempt: int | None, inbox: str) -> list[int]:
+        """A reader of an attempt that has moved goes on elsewhere (all of them, without `inbox`; any attempt, without
+        `attempt`). The attempts that no reader needs here any more."""
+        numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
+        free = []
+        for number in numbers:
+            record = self._records.get((request, number))
+            if record is None or not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
+                continue
+            record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
+            if not record.readers:
+                free.append(number)
+        return free
 
     def read_at(self, inbox: str) -> list[Record]:
         """Running attempts with a reader there."""
-        return [r for r in self._running.values() if any(reader.inbox == inbox for reader in r.readers)]
+        return [record for record in self._running.values() if record.is_read_at(inbox)]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[Record, Frame]]:
         """The frames to send for one output of the engine; none for an attempt that has already ended."""

@@ -65,11 +65,9 @@ class HandOver:
         self._has_successor = has_successor
         self._awaited: set[Key] = set()  # moved, and their blocks still wanted
 
-    def let_go(self, request: str, attempt: int | None) -> None:
-        """Its reader says that a moved request goes on elsewhere, or that nobody wants it."""
-        self._awaited = {
-            key for key in self._awaited if key[0] != request or (attempt is not None and key[1] != attempt)
-        }
+    def let_go(self, request: str, attempt: int) -> None:
+        """All readers of a moved request, or placement, say that it goes on elsewhere, or that nobody wants it."""
+        self._awaited.discard((request, attempt))
 
     async def run(self, limit_s: float) -> None:
         """Returns when nothing is left here that anybody needs, after `limit_s` at the latest."""

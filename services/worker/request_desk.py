@@ -35,7 +35,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
-from services.worker.request_intake import check_capacity, check_request, content_of, sequences_of
+from services.worker.request_intake import check_capacity, check_request, content_of, may_read, sequences_of
 from services.worker.tiers.base import Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.prospect import Prospect, names_of
@@ -56,8 +56,8 @@ class WorkerLimits:
 
 
 class RequestDesk:
-    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of every cancel: it is also
-    the word that an attempt which was handed over goes on elsewhere."""
+    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of attempts that were
+    handed over and that all readers have cancelled here: it is the word that they go on elsewhere."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RequestDesk:
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
-        self.on_let_go: Callable[[str, int | None], None] = lambda request, attempt: None
+        self.on_let_go: Callable[[str, int], None] = lambda request, attempt: None
         self._record = record
         self._engine = engine
         self._frames = frames
@@ -104,7 +104,10 @@ class RequestDesk:
             request = codec.decode(GenerateRequest, message.data)
             give_way = self._check(request, len(self._tokenising))
             if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
-                self._spawn(self._tokenise_aside(message, request, tenant))
+                key = request.request, request.attempt, request.inbox
+                if key not in self._tokenising:
+                    self._tokenising.add(key)  # from now on a cancel finds it
+                    self._spawn(self._tokenise_aside(message, request, tenant))
                 return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
             self._take(request, ids, tenant, message.reply, give_way)
@@ -117,9 +120,6 @@ class RequestDesk:
     async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
         """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
         key = request.request, request.attempt, request.inbox
-        if key in self._tokenising:
-            return
-        self._tokenising.add(key)
         try:
             encoded = asyncio.get_running_loop().run_in_executor(
                 self._tokenisers, self._encode_prompt, request.prompt or ""
@@ -256,8 +256,8 @@ class RequestDesk:
             and cancel.attempt in (None, attempt)
             and (not cancel.inbox or cancel.inbox == inbox)
         }
-        if cancel.attempt is None or self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox):
-            self.on_let_go(cancel.request, cancel.attempt)
+        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox):
+            self.on_let_go(cancel.request, attempt)
         for attempt in self._frames.attempts(cancel.request):
             if cancel.attempt in (None, attempt):
                 self._leave(cancel.request, attempt, cancel.inbox)
@@ -265,7 +265,7 @@ class RequestDesk:
     def _leave(self, request: str, attempt: int, inbox: str) -> None:
         """A reader leaves, all of them without `inbox`; with the last one the attempt ends."""
         record = self._frames.find(request, attempt)
-        if record is None:
+        if record is None or (inbox and not record.is_read_at(inbox)):
             return
         if self._frames.leave(record, inbox):
             self._engine.cancel(request, attempt)
@@ -309,6 +309,11 @@ class RequestDesk:
                 raise CodecError("must be an inbox", field="inbox")
         except CodecError as error:
             self._malformed(message, error)
+            return
+        known = self._frames.known(asked.request, asked.attempt)
+        if known is not None and not may_read(asked.inbox, known.tenant):
+            self.refused_total += 1
+            log.warning("%s asks for an attempt of another tenant", asked.inbox)
             return
         frames = self._frames.repeat(
             asked.request,

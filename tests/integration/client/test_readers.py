@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvproto.messages import (
     Moved,
     PauseRequest,
     Progress,
+    ResendRequest,
     Sampling,
     Started,
     Tokens,
@@ -254,8 +256,48 @@ async def test_every_reader_hears_that_a_request_moves(worker: FakeWorker, reade
     worker.loop.outbox.send_frames([frames.end(record, Moved("r1", 0, record.output_tokens), 0.0)])
     for reader in (first, second):
         await reader.until(Moved)
-    assert not frames.let_go("r1", 0, first.inbox), "the second has not begun elsewhere yet"
-    assert frames.let_go("r1", 0, second.inbox)
+    assert frames.let_go("r1", 0, first.inbox) == [], "the second has not begun elsewhere yet"
+    assert frames.let_go("r1", 0, "_prd.other.x.b") == []
+    assert frames.let_go("r1", None, "_prd.other.x.b") == []
+    assert frames.let_go("r1", 0, second.inbox) == [0]
+
+
+async def test_what_another_tenant_asks_for_is_not_sent(worker: FakeWorker, readers: Any) -> None:
+    """Producers may publish these words; ids are no secret."""
+    owner, stranger, ingress = await readers("a"), await readers("b"), await readers("c")
+    await owner.ask()
+    await owner.until(Tokens, 3)
+    for subject, inbox in (("_prd.other.x.b", "_prd.other.x.b"), ("_ing.x.b", "_ing.x.b")):
+        reader = stranger if inbox.startswith("_prd") else ingress
+        await reader.connection.subscribe(subject, reader._on_message)
+        await reader.connection.synced()
+        asked = codec.encode(ResendRequest("r1", 0, 0, inbox))
+        await reader.connection.publish(reader._subjects.worker_resend("w0"), asked)
+        await reader.connection.synced()
+    await ingress.until(Tokens)
+    assert stranger.frames == []
+    assert worker.loop.requests.refused_total == 1
+
+
+async def test_a_cancel_from_where_nobody_reads_it_ends_nothing(worker: FakeWorker, readers: Any) -> None:
+    owner = await readers("a")
+    await owner.ask()
+    await owner.until(Tokens)
+    await owner.leave(inbox="_prd.other.x.b")
+    await owner.until(Finished)
+
+
+async def test_a_cancel_right_after_a_long_text_ends_it(worker: FakeWorker, readers: Any) -> None:
+    reader = await readers("a")
+    desk = worker.loop.requests
+    body = GenerateRequest("r1", 0, "demo", SAMPLING, reader.inbox, prompt="a " * 4000, encoding=Encoding.FRAMES)
+    cancel = CancelRequest("r1", 0, reader.inbox)
+    before = set(worker.loop._tasks)
+    await desk.on_generate(SimpleNamespace(subject="x.public", reply="", data=codec.encode(body), headers=None))
+    spawned = worker.loop._tasks - before
+    await desk.on_cancel(SimpleNamespace(subject="x", reply="", data=codec.encode(cancel), headers=None))
+    await asyncio.wait(spawned, timeout=10)
+    assert desk.requests_total == 0
 
 
 # ---------------------------------------------------------------------------------------------- leases
