@@ -115,6 +115,11 @@ class FrameBook:
         """What the engine has to do with: choices of running attempts that have not ended."""
         return sum(len(record.pending) for record in self._running.values())
 
+    def pending_of(self, key: Key) -> int:
+        """The same of one attempt."""
+        record = self._running.get(key)
+        return 0 if record is None else len(record.pending)
+
     def find(self, request: str, attempt: int) -> Record | None:
         """A running attempt."""
         return self._running.get((request, attempt))

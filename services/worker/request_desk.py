@@ -33,6 +33,7 @@ from kvproto.tenant_roots import TenantRoots
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook
+from services.worker.giving_way import Attempt, Departures
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
 from services.worker.request_intake import check_capacity, check_request, content_of, may_read, sequences_of
@@ -88,6 +89,7 @@ class RequestDesk:
         self._state = state
         self._spawn = spawn
         self._remote = remote
+        self._departures = Departures()
         self._tokenising: set[tuple[str, int, str]] = set()  # request, attempt, inbox
         self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
@@ -141,7 +143,7 @@ class RequestDesk:
         if known is None:
             self._accept(request, ids, tenant, reply, content)
             if give_way:
-                self._engine.make_room(request.request, request.attempt, give_way)
+                self._make_room(request, give_way)
             return
         if known.content != content:
             raise InvalidRequest("another request of this id runs here, or did a moment ago", field="request")
@@ -179,6 +181,14 @@ class RequestDesk:
             prospect=self._prospects(request, root, ids),
         ):
             self._engine.submit(spec)
+
+    def _make_room(self, request: GenerateRequest, count: int) -> None:
+        def answered(answer: asyncio.Future[frozenset[Attempt]]) -> None:
+            failed = answer.cancelled() or answer.exception() is not None  # the engine is gone, and all sequences
+            self._departures.answered(count, () if failed else answer.result())
+
+        self._departures.ask(count)
+        self._engine.make_room(request.request, request.attempt, count).add_done_callback(answered)
 
     def _prospects(
         self, request: GenerateRequest, root: Root, ids: tuple[int, ...]
@@ -222,8 +232,9 @@ class RequestDesk:
             return 0  # one more reader is no more work
         limit = self._limits.waiting + self._record.slots
         taken = self._frames.pending_sequences + before
+        leaving = self._departures.count(self._frames.pending_of)
         load, rates = self._engine.measure()
-        return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates)
+        return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""

@@ -48,11 +48,14 @@ def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> b
     return digest.digest()
 
 
-def check_capacity(request: GenerateRequest, *, taken: int, limit: int, load: Load, rates: Rates) -> int:
+def check_capacity(
+    request: GenerateRequest, *, taken: int, limit: int, load: Load, rates: Rates, leaving: int = 0
+) -> int:
     """Every choice is a sequence of its own, waiting or running. Raises InvalidRequest, or Overloaded for now.
 
-    Returns how many sequences of lower priority have to give way to it. What goes on, after an earlier attempt, is not
-    judged by how long it will wait: it may be served late, and nobody else will be asked then.
+    `leaving` of those taken were asked to give way, and are still counted. Returns how many sequences of lower
+    priority have to give way to it. What goes on, after an earlier attempt, is not judged by how long it will wait: it
+    may be served late, and nobody else will be asked then.
     """
     if request.sampling.n > limit:
         raise InvalidRequest(f"this worker takes at most {limit} choices, waiting and running", field="n")
@@ -60,8 +63,8 @@ def check_capacity(request: GenerateRequest, *, taken: int, limit: int, load: Lo
     if request.deadline_ms is not None and wait_s > request.deadline_ms / 1000 and not _goes_on(request):
         late_s = wait_s - request.deadline_ms / 1000
         raise Overloaded(f"it would wait for {wait_s:.1f} s, past its deadline", retry_after_s=round(late_s, 3))
-    excess = taken + request.sampling.n - limit
-    if excess > could_give_way(load, request.priority):
+    excess = taken - leaving + request.sampling.n - limit
+    if excess > 0 and excess > could_give_way(load, request.priority, leaving):
         raise full(wait_s / max(load.waiting, 1))  # until the next one is served there is no room for another
     return max(excess, 0)
 
