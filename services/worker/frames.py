@@ -27,11 +27,15 @@ from kvproto.messages import (
     TokenLogprobs,
     Tokens,
 )
+from kvproto.subjects import is_inbox
 from services.worker.milestones import Course, MilestoneLog
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
 from services.worker.readers import Leases, Reader
 
 KEEP_FINISHED_S = 30.0
+KEEP_FINISHED_TOKENS = 4_000_000  # of all together; an alternative's log probability counts as one
+LEAST_TOKENS = 32  # a record without any takes memory too
+MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
 SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
@@ -52,6 +56,11 @@ class Track:
     @property
     def next_index(self) -> int:
         return self.first_index + len(self.ids)
+
+    @property
+    def weight(self) -> int:
+        """What it takes to keep, in tokens."""
+        return len(self.ids) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
 
 
 @dataclass(slots=True)
@@ -95,7 +104,8 @@ class FrameBook:
         self._worker = worker
         self._milestones = milestones
         self._records: dict[Key, Record] = {}
-        self._finished: OrderedDict[Key, None] = OrderedDict()
+        self._finished: OrderedDict[Key, int] = OrderedDict()  # and the tokens kept of each
+        self._kept = 0
         self._running: dict[Key, Record] = {}
         self.leases = Leases()
 
@@ -140,7 +150,7 @@ class FrameBook:
             request.request,
             request.attempt,
             [reader],
-            [reply] if request.watcher else [],
+            [reply] if request.watcher and is_inbox(reply) else [],
             self._milestones.accept(tenant, request.request, request.attempt, now),
             *_tracks(request),
             tenant,
@@ -156,15 +166,19 @@ class FrameBook:
 
         What an inbox that reads already asks for once more was delivered twice, or only its acknowledgement was lost:
         there is nothing to send. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
-        attempt was continued, from further on than this reader is.
+        attempt was continued, from further on than this reader is, or has all the readers that it may have.
         """
         here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
         if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
             raise Unavailable("this attempt goes on after tokens that are elsewhere: its beginning is not here")
-        if request.watcher and reply not in record.watchers:
-            record.watchers.append(reply)
         if record.terminal is None:
-            if record.is_read_at(request.inbox):
+            watches = request.watcher and is_inbox(reply) and reply not in record.watchers
+            reads = not record.is_read_at(request.inbox)
+            if len(record.readers) + reads > MAX_READERS or len(record.watchers) + bool(watches) > MAX_READERS:
+                raise Unavailable(f"this attempt has {MAX_READERS} readers already")
+            if watches:
+                record.watchers.append(reply)
+            if not reads:
                 return []
             reader = Reader(request.inbox, request.encoding)
             record.readers.append(reader)
@@ -294,9 +308,13 @@ class FrameBook:
         record.asked = None
         for reader in record.readers:
             self.leases.release(reader)
-        self._finished[record.request, record.attempt] = None
+        kept = LEAST_TOKENS + sum(track.weight for track in record.tracks)
+        self._finished[record.request, record.attempt] = kept
+        self._kept += kept
         self._running.pop((record.request, record.attempt), None)
         record.course.ended(terminal, now)
+        while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
+            self._forget()
         return record, terminal
 
     def repeat(
@@ -341,12 +359,14 @@ class FrameBook:
 
     def sweep(self, now: float) -> None:
         """Forget what finished more than 30 s ago."""
-        while self._finished:
-            key = next(iter(self._finished))
-            if now - self._records[key].finished_at < KEEP_FINISHED_S:
-                return
-            del self._finished[key]
-            del self._records[key]
+        while self._finished and now - self._records[next(iter(self._finished))].finished_at >= KEEP_FINISHED_S:
+            self._forget()
+
+    def _forget(self) -> None:
+        """What finished first."""
+        key, kept = self._finished.popitem(last=False)
+        self._kept -= kept
+        del self._records[key]
 
 
 def _tracks(request: GenerateRequest) -> tuple[list[Track], set[int]]:
