@@ -82,6 +82,7 @@ class Record:
     finished_at: float = 0.0
     deadline: float = float("inf")  # of the event loop's clock
     paused_at: float | None = None
+    paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them
     is_left: bool = False  # by its last reader: the engine was told to cancel it
 
     @property
@@ -91,6 +92,11 @@ class Record:
 
     def is_read_at(self, inbox: str) -> bool:
         return any(reader.inbox == inbox for reader in self.readers)
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether no reader wants more for now."""
+        return "" in self.paused_by or all(reader.inbox in self.paused_by for reader in self.readers)
 
 
 class FrameBook:
@@ -195,7 +201,15 @@ class FrameBook:
         for reader in leaving:
             record.readers.remove(reader)
             self.leases.release(reader)
+        record.paused_by -= {inbox, ""}  # it may have been who had all parked; who still wants that says so
         return False
+
+    def pause(self, record: Record, inbox: str, *, paused: bool) -> None:
+        """What a reader wants (all of them, without `inbox`)."""
+        if not paused:
+            record.paused_by -= {inbox, ""} if inbox else record.paused_by
+        elif not inbox or record.is_read_at(inbox):
+            record.paused_by.add(inbox)
 
     def let_go(self, request: str, attempt: int | None, inbox: str) -> list[int]:
         """A reader of an attempt that has moved goes on elsewhere (all of them, without `inbox`; any attempt, without

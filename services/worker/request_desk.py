@@ -32,7 +32,7 @@ from kvproto.subjects import is_inbox
 from kvproto.tenant_roots import TenantRoots
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook
+from services.worker.frames import FrameBook, Record
 from services.worker.giving_way import Attempt, Departures
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
@@ -148,6 +148,8 @@ class RequestDesk:
         if known.content != content:
             raise InvalidRequest("another request of this id runs here, or did a moment ago", field="request")
         frames = self._frames.join(known, request, reply)
+        if known.terminal is None:
+            self._park(known)  # a newcomer wants to read
         self._acknowledge(request, reply)
         self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
         if request.watcher and known.terminal is not None:
@@ -280,9 +282,8 @@ class RequestDesk:
             return
         if self._frames.leave(record, inbox):
             self._engine.cancel(request, attempt)
-        elif record.paused_at is not None:  # it may have been the one who had it parked; who still wants that says so
-            record.paused_at = None
-            self._engine.resume(request, attempt)
+        else:
+            self._park(record)
 
     async def on_unheard(self, message: Message) -> None:
         """NATS has nobody to give a reader's frames to."""
@@ -305,12 +306,20 @@ class RequestDesk:
             self._malformed(message, error)
             return
         record = self._frames.find(pause.request, pause.attempt)
-        if record is not None:
-            record.paused_at = asyncio.get_running_loop().time() if pause.paused else None
-            if pause.paused:
-                self._engine.pause(pause.request, pause.attempt)
-            else:
-                self._engine.resume(pause.request, pause.attempt)
+        if record is not None and (not pause.inbox or record.is_read_at(pause.inbox)):
+            self._frames.pause(record, pause.inbox, paused=pause.paused)
+            self._park(record, again=pause.paused)
+
+    def _park(self, record: Record, *, again: bool = False) -> None:
+        """Parked while all its readers want that. `again`: they have just said so."""
+        key, parked = (record.request, record.attempt), record.paused_at is not None
+        if record.wants_pause and (again or not parked):
+            record.paused_at = asyncio.get_running_loop().time()
+            if not parked:
+                self._engine.pause(*key)
+        elif parked and not record.wants_pause:
+            record.paused_at = None
+            self._engine.resume(*key)
 
     async def on_resend(self, message: Message) -> None:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""

@@ -245,6 +245,54 @@ async def test_who_parked_a_sequence_and_left_holds_nobody_up(worker: FakeWorker
     assert len(second.ids) == 60
 
 
+async def test_an_attempt_is_parked_while_all_its_readers_want_that(worker: FakeWorker, readers: Any) -> None:
+    first, second, third = await readers("a"), await readers("b"), await readers("c")
+    for reader in (first, second):
+        await reader.ask(sampling=ENDLESS)
+        await reader.until(Tokens)
+    (record,) = worker.loop.frames.running
+
+    async def pause(reader: Reader, paused: bool = True, inbox: str | None = None) -> None:
+        word = PauseRequest("r1", 0, paused, reader.inbox if inbox is None else inbox)
+        await reader.connection.publish(reader._subjects.worker_pause("w0"), codec.encode(word))
+        await reader.connection.synced()
+
+    async def parked(so: bool) -> None:
+        async with asyncio.timeout(10):
+            while (record.paused_at is not None) is not so:
+                await asyncio.sleep(0.005)
+
+    async def goes_on() -> None:
+        had = record.output_tokens
+        async with asyncio.timeout(10):
+            while record.output_tokens < had + 3:
+                await asyncio.sleep(0.005)
+
+    await pause(first)
+    await pause(first, inbox="_prd.other.x.b")
+    async with asyncio.timeout(10):
+        while not record.paused_by:
+            await asyncio.sleep(0.005)
+    await goes_on()
+    assert record.paused_at is None
+    await pause(second)
+    await parked(True)
+    await third.ask(sampling=ENDLESS)  # it has nothing yet
+    await third.until(Tokens)
+    await goes_on()
+    await third.leave()
+    await parked(True)
+    await pause(second, paused=False)
+    await parked(False)
+    await second.leave()
+    await parked(True)
+    await pause(first, paused=False)
+    await parked(False)
+    await goes_on()
+    await first.leave()
+    await until_idle(worker)
+
+
 async def test_every_reader_hears_that_a_request_moves(worker: FakeWorker, readers: Any) -> None:
     first, second = await readers("a"), await readers("b")
     for reader in (first, second):
