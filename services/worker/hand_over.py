@@ -25,9 +25,10 @@ from kvproto.subjects import Subjects
 from services.worker.broadcast import Broadcast
 from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook, Record
+from services.worker.frames import FrameBook
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
+from services.worker.records import Record
 
 log = logging.getLogger(__name__)
 

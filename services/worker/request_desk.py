@@ -32,10 +32,11 @@ from kvproto.subjects import is_inbox
 from kvproto.tenant_roots import TenantRoots
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook, Record
+from services.worker.frames import FrameBook
 from services.worker.giving_way import Attempt, Departures
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
+from services.worker.records import Record
 from services.worker.request_intake import check_capacity, check_request, content_of, may_read, sequences_of
 from services.worker.tiers.base import Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S
