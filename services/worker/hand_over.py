@@ -167,7 +167,7 @@ def _plain(record: Record) -> Reader | None:
 
 def _needs_placement(record: Record) -> bool:
     """Somebody reads it who cannot resume, and was placed by somebody who can have it resumed."""
-    return bool(record.watchers) and _plain(record) is not None
+    return bool(record.watchers) and _plain(record) is not None and not record.is_left
 
 
 def _failed(record: Record, error: KvfleetError) -> Failed:

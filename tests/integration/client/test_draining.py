@@ -134,15 +134,17 @@ async def test_a_cancel_while_it_is_offered_to_placement_is_kept(worker: FakeWor
     assert worker.loop.hand_over.moved_total == 0
 
 
-async def test_a_cancel_after_the_engine_let_go_is_kept(worker: FakeWorker, placement: Placement) -> None:
-    await placement.ask("a", watched=False)
+@pytest.mark.parametrize("name", ["a", "a.plain"])
+async def test_a_cancel_after_the_engine_let_go_is_kept(worker: FakeWorker, placement: Placement, name: str) -> None:
+    await placement.ask(name, watched=True)
     (record,) = worker.loop.frames.running
     await worker.thread.call(lambda engine: engine.hand_over("r1", 0, keep=False))
-    await placement.cancel("_prd.public.a")
+    await placement.cancel(f"_prd.public.{name}")
     await until(lambda: record.is_left)
     async with asyncio.timeout(DRAIN_S):
         await worker.loop.drain()
-    assert (await placement.until("_prd.public.a", Failed)).code == "cancelled"
+    assert (await placement.until(f"_plc.p1.r.r1.0.{name}", Failed)).code == "cancelled"
+    assert placement.capsules == []
 
 
 async def test_blocks_stay_until_the_successor_has_started(worker: FakeWorker, placement: Placement) -> None:
