@@ -270,9 +270,12 @@ class ResendRequest:
 
 @dataclass(frozen=True, slots=True)
 class PauseRequest:
+    """A reader wants no more for now, or goes on (all of them, without `inbox`). Parked is what all want no more of."""
+
     request: Name
     attempt: Count
     paused: bool
+    inbox: Annotated[str, MaxLength(512)] = ""
 
 
 # ---------------------------------------------------------------------------------------------- frames

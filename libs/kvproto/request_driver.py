@@ -263,7 +263,7 @@ class RequestDriver:
             stream.paused_since = None
         await self.connection.publish(
             self.subjects.worker_pause(worker),
-            codec.encode(PauseRequest(stream.request, stream.assembly.attempt, paused)),
+            codec.encode(PauseRequest(stream.request, stream.assembly.attempt, paused, self.inbox.batch)),
         )
 
 

@@ -20,7 +20,7 @@ from services.worker import request_limits
 from services.worker.block_pool import BlockPool, Match
 from services.worker.context_window import ContextWindow
 from services.worker.detokenizer import Detokenizer
-from services.worker.giving_way import by_priority, full, giving_way, until_served
+from services.worker.giving_way import Queued, by_priority, full, giving_way
 from services.worker.model.abort import StepAborted
 from services.worker.model.base import Drawn, ModelRunner
 from services.worker.outputs import (
@@ -132,17 +132,22 @@ class Engine:
             self._fail(sequence, Cancelled("the request was cancelled"))
         return len(found)
 
-    def make_room(self, request: str, attempt: int, count: int) -> None:
-        """So many sequences of lower priority that wait and have not begun give way to this attempt, or it does."""
+    def make_room(self, request: str, attempt: int, count: int) -> frozenset[tuple[str, int]]:
+        """So many sequences of lower priority that wait and have not begun give way to this attempt, or it does.
+        Returns the attempts that go."""
         found = self._find(request, attempt)
         if not found:
-            return
+            return frozenset()
         shed = giving_way(self.scheduler.waiting, found[0].spec.priority, count)
         if not shed and not any(sequence.started for sequence in found):
             shed = found
-        wait_s = until_served(self.load(), self.rates(), min((s.spec.priority for s in shed), default=0))
-        for sequence in shed:
-            self._fail(sequence, full(wait_s))
+        if shed:
+            rate, least = self._rates.prefill_tokens_per_s, min(s.spec.priority for s in shed)
+            ahead = sum(tokens for s, tokens in self._queued() if s.spec.priority >= least) if rate else 0
+            error = full(ahead / rate if rate else 0.0)
+            for sequence in shed:
+                self._fail(sequence, error)
+        return frozenset(sequence.key[:2] for sequence in shed)
 
     def give_up(self, request: str, attempt: int | None = None) -> None:
         """From any thread, before `cancel`: a step that computes for nobody else need not be finished."""
@@ -393,11 +398,7 @@ class Engine:
     def load(self) -> Load:
         """Requests, blocks and tokens now; `*_total` count since the start."""
         scheduler, pool = self.scheduler, self.pool
-        queued = [  # choices share their prompt
-            (s, max(len(s.ids) - pool.depth(s.hashes) * pool.block_size, 1) if s is s.siblings[0] else 0)
-            for s in scheduler.waiting
-        ]
-        queued += [(s, s.remaining if s.remaining > 1 else 0) for s in scheduler.running]
+        queued = self._queued()
         restoring = self.tiers.waiting if self.tiers is not None else 0
         return Load(
             waiting=len(scheduler.waiting) + restoring,
@@ -417,6 +418,14 @@ class Engine:
             evictions_total=pool.evictions,
             tiers=self.tiers.loads() if self.tiers is not None else {},
         )
+
+    def _queued(self) -> list[Queued]:
+        scheduler, pool = self.scheduler, self.pool
+        queued = [  # choices share their prompt
+            (s, max(len(s.ids) - pool.depth(s.hashes) * pool.block_size, 1) if s is s.siblings[0] else 0)
+            for s in scheduler.waiting
+        ]
+        return queued + [(s, s.remaining if s.remaining > 1 else 0) for s in scheduler.running]
 
     def rates(self) -> Rates:
         """Measured from steps; 0 until measured."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kvproto.errors import Unavailable
 from kvproto.messages import (
@@ -24,60 +23,23 @@ from kvproto.messages import (
     Progress,
     Started,
     Tier,
-    TokenLogprobs,
     Tokens,
 )
-from services.worker.milestones import Course, MilestoneLog
+from kvproto.subjects import is_inbox
+from services.worker.milestones import MilestoneLog
 from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
 from services.worker.readers import Leases, Reader
+from services.worker.records import Record, tracks_of
 
 KEEP_FINISHED_S = 30.0
+KEEP_FINISHED_TOKENS = 4_000_000  # of all together; an alternative's log probability counts as one
+LEAST_TOKENS = 32  # a record without any takes memory too
+MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
 SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
 
 Key = tuple[str, int]
-
-
-@dataclass(slots=True)
-class Track:
-    """One choice's tokens. `first_index` is the generated index of `ids[0]`: a continued attempt starts later."""
-
-    first_index: int
-    ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # none, or one per id
-    ended: ChoiceFinished | None = None
-
-    @property
-    def next_index(self) -> int:
-        return self.first_index + len(self.ids)
-
-
-@dataclass(slots=True)
-class Record:
-    """One attempt's frames. `pending` are the choices that the engine is to generate, or go on with."""
-
-    request: str
-    attempt: int
-    readers: list[Reader]  # one at least; the last one stays until the end
-    watchers: list[str]  # who wants to see it end: placements, for bare producers
-    course: Course
-    tracks: list[Track]
-    pending: set[int]
-    tenant: str
-    asked: GenerateRequest | None  # until it has ended
-    content: bytes  # digest of what was asked for
-    started: Started | None = None
-    terminal: Finished | Failed | Moved | None = None
-    finished_at: float = 0.0
-    deadline: float = float("inf")  # of the event loop's clock
-    paused_at: float | None = None
-
-    @property
-    def output_tokens(self) -> int:
-        """Of all choices together, those of earlier attempts included."""
-        return sum(track.next_index for track in self.tracks)
 
 
 class FrameBook:
@@ -91,7 +53,8 @@ class FrameBook:
         self._worker = worker
         self._milestones = milestones
         self._records: dict[Key, Record] = {}
-        self._finished: OrderedDict[Key, None] = OrderedDict()
+        self._finished: OrderedDict[Key, int] = OrderedDict()  # and the tokens kept of each
+        self._kept = 0
         self._running: dict[Key, Record] = {}
         self.leases = Leases()
 
@@ -110,6 +73,11 @@ class FrameBook:
     def pending_sequences(self) -> int:
         """What the engine has to do with: choices of running attempts that have not ended."""
         return sum(len(record.pending) for record in self._running.values())
+
+    def pending_of(self, key: Key) -> int:
+        """The same of one attempt."""
+        record = self._running.get(key)
+        return 0 if record is None else len(record.pending)
 
     def find(self, request: str, attempt: int) -> Record | None:
         """A running attempt."""
@@ -131,9 +99,9 @@ class FrameBook:
             request.request,
             request.attempt,
             [reader],
-            [reply] if request.watcher else [],
+            [reply] if request.watcher and is_inbox(reply) else [],
             self._milestones.accept(tenant, request.request, request.attempt, now),
-            *_tracks(request),
+            *tracks_of(request),
             tenant,
             request,
             content,
@@ -147,15 +115,19 @@ class FrameBook:
 
         What an inbox that reads already asks for once more was delivered twice, or only its acknowledgement was lost:
         there is nothing to send. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
-        attempt was continued, from further on than this reader is.
+        attempt was continued, from further on than this reader is, or has all the readers that it may have.
         """
         here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
         if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
             raise Unavailable("this attempt goes on after tokens that are elsewhere: its beginning is not here")
-        if request.watcher and reply not in record.watchers:
-            record.watchers.append(reply)
         if record.terminal is None:
-            if any(reader.inbox == request.inbox for reader in record.readers):
+            watches = request.watcher and is_inbox(reply) and reply not in record.watchers
+            reads = not record.is_read_at(request.inbox)
+            if len(record.readers) + reads > MAX_READERS or len(record.watchers) + bool(watches) > MAX_READERS:
+                raise Unavailable(f"this attempt has {MAX_READERS} readers already")
+            if watches:
+                record.watchers.append(reply)
+            if not reads:
                 return []
             reader = Reader(request.inbox, request.encoding)
             record.readers.append(reader)
@@ -167,23 +139,38 @@ class FrameBook:
         be cancelled then, and its end is sent to whoever was there last."""
         leaving = [reader for reader in record.readers if reader.inbox == inbox]
         if not inbox or len(leaving) == len(record.readers):
+            record.is_left = True
             return True
         for reader in leaving:
             record.readers.remove(reader)
             self.leases.release(reader)
+        record.paused_by -= {inbox, ""}  # it may have been who had all parked; who still wants that says so
         return False
 
-    def let_go(self, request: str, attempt: int, inbox: str) -> bool:
-        """A reader of an attempt that has moved goes on elsewhere. Whether all have."""
-        record = self._records.get((request, attempt))
-        if record is None or not isinstance(record.terminal, Moved):
-            return False
-        record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
-        return not record.readers
+    def pause(self, record: Record, inbox: str, *, paused: bool) -> None:
+        """What a reader wants (all of them, without `inbox`)."""
+        if not paused:
+            record.paused_by -= {inbox, ""} if inbox else record.paused_by
+        elif not inbox or record.is_read_at(inbox):
+            record.paused_by.add(inbox)
+
+    def let_go(self, request: str, attempt: int | None, inbox: str) -> list[int]:
+        """A reader of an attempt that has moved goes on elsewhere (all of them, without `inbox`; any attempt, without
+        `attempt`). The attempts that no reader needs here any more."""
+        numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
+        free = []
+        for number in numbers:
+            record = self._records.get((request, number))
+            if record is None or not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
+                continue
+            record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
+            if not record.readers:
+                free.append(number)
+        return free
 
     def read_at(self, inbox: str) -> list[Record]:
         """Running attempts with a reader there."""
-        return [r for r in self._running.values() if any(reader.inbox == inbox for reader in r.readers)]
+        return [record for record in self._running.values() if record.is_read_at(inbox)]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[Record, Frame]]:
         """The frames to send for one output of the engine; none for an attempt that has already ended."""
@@ -270,15 +257,21 @@ class FrameBook:
         return [(record, record.started), self.end(record, finished, now)]
 
     def end(self, record: Record, terminal: Finished | Failed | Moved, now: float) -> tuple[Record, Frame]:
-        """Close an attempt with its one terminal frame."""
+        """Close an attempt with its one terminal frame: the first that is given."""
+        if record.terminal is not None:
+            return record, record.terminal
         record.terminal, record.finished_at = terminal, now
         record.pending.clear()
         record.asked = None
         for reader in record.readers:
             self.leases.release(reader)
-        self._finished[record.request, record.attempt] = None
+        kept = LEAST_TOKENS + sum(track.weight for track in record.tracks)
+        self._finished[record.request, record.attempt] = kept
+        self._kept += kept
         self._running.pop((record.request, record.attempt), None)
         record.course.ended(terminal, now)
+        while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
+            self._forget()
         return record, terminal
 
     def repeat(
@@ -323,25 +316,14 @@ class FrameBook:
 
     def sweep(self, now: float) -> None:
         """Forget what finished more than 30 s ago."""
-        while self._finished:
-            key = next(iter(self._finished))
-            if now - self._records[key].finished_at < KEEP_FINISHED_S:
-                return
-            del self._finished[key]
-            del self._records[key]
+        while self._finished and now - self._records[next(iter(self._finished))].finished_at >= KEEP_FINISHED_S:
+            self._forget()
 
-
-def _tracks(request: GenerateRequest) -> tuple[list[Track], set[int]]:
-    """Where each choice begins, and which of them are to be generated: those that have not ended."""
-    tracks: list[Track] = []
-    for choice in range(request.sampling.n):
-        before = request.continuation(choice)
-        count = len(before.output_ids)
-        track = Track(count)
-        if before.finished is not None:
-            track.ended = ChoiceFinished(request.request, request.attempt, choice, before.finished, count)
-        tracks.append(track)
-    return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None}
+    def _forget(self) -> None:
+        """What finished first."""
+        key, kept = self._finished.popitem(last=False)
+        self._kept -= kept
+        del self._records[key]
 
 
 def _by_tier(hit: int, restored: Mapping[Tier, int]) -> dict[str, int]:

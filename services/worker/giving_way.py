@@ -6,7 +6,7 @@ begun, here or elsewhere, is never sent away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvproto.errors import Overloaded
 from kvproto.messages import Load, PriorityLoad, Rates
@@ -14,6 +14,7 @@ from services.worker.sequence import Sequence, State
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 
+Attempt = tuple[str, int]
 Queued = tuple[Sequence, int]  # and its prompt tokens that are still to be computed
 
 
@@ -45,11 +46,32 @@ def full(wait_s: float) -> Overloaded:
     return Overloaded("this worker has all it takes, waiting and running", retry_after_s=round(retry_after_s, 3))
 
 
-def could_give_way(load: Load, priority: int) -> int:
-    """How many sequences would, at most, to one of this priority."""
+def could_give_way(load: Load, priority: int, leaving: int = 0) -> int:
+    """How many sequences would, at most, to one of this priority. `leaving` were asked to: the lowest of all."""
     if not load.priorities:
-        return load.waiting if priority > 0 else 0
-    return sum(level.unstarted for level in load.priorities if level.priority < priority)
+        return max(load.waiting - leaving, 0) if priority > 0 else 0
+    return max(sum(level.unstarted for level in load.priorities if level.priority < priority) - leaving, 0)
+
+
+class Departures:
+    """Who was asked to give way and is still counted. Owned by the request desk."""
+
+    def __init__(self) -> None:
+        self._asked = 0  # sequences; the engine has not said yet who goes
+        self._going: set[Attempt] = set()
+
+    def ask(self, count: int) -> None:
+        self._asked += count
+
+    def answered(self, count: int, going: Iterable[Attempt]) -> None:
+        self._asked -= count
+        self._going.update(going)
+
+    def count(self, pending: Callable[[Attempt], int]) -> int:
+        """`pending`: how many sequences of an attempt have not ended yet."""
+        left = {attempt: pending(attempt) for attempt in self._going}
+        self._going = {attempt for attempt, number in left.items() if number}
+        return self._asked + sum(left.values())
 
 
 def giving_way(waiting: Iterable[Sequence], priority: int, count: int) -> list[Sequence]:

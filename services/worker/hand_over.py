@@ -6,7 +6,8 @@
 
 A reader that can resume (a Client, an ingress) is told `Moved`, goes on elsewhere, and has its new worker bring the
 blocks from this one; with its successor's first word it cancels the attempt here, and that is what is waited for. The
-request of a bare producer travels as a `Capsule` to whichever placement takes it; the producer sees nothing of it.
+request of a bare producer travels as a `Capsule` to whichever placement takes it; the producer sees nothing of it, and
+placement cancels it here when its successor has started.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from dataclasses import replace
 
 from kvproto import codec
 from kvproto.connection import Connection
-from kvproto.errors import Draining, KvfleetError, WorkerLost
+from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
 from kvproto.messages import Capsule, Continuation, Encoding, Failed, Frame, GenerateRequest, Moved
 from kvproto.subjects import Subjects
 from services.worker.broadcast import Broadcast
 from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook, Record
+from services.worker.frames import FrameBook
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
+from services.worker.records import Record
 
 log = logging.getLogger(__name__)
 
 FINISH_S = 0.5  # what ends within this is not worth a move
 LAST_S = 1.5  # of the time to drain, for moves when nobody was ready to take over
 CAPSULE_S = 1.0  # for a placement to take one
-LINGER_S = 0.25  # a capsule's successor has accepted, and may not have all blocks yet
+LEAST_S = 0.1  # for a step that comes when time has run out
 POLL_S = 0.02
 
 Key = tuple[str, int]
@@ -64,11 +66,9 @@ class HandOver:
         self._has_successor = has_successor
         self._awaited: set[Key] = set()  # moved, and their blocks still wanted
 
-    def let_go(self, request: str, attempt: int | None) -> None:
-        """Its reader says that a moved request goes on elsewhere, or that nobody wants it."""
-        self._awaited = {
-            key for key in self._awaited if key[0] != request or (attempt is not None and key[1] != attempt)
-        }
+    def let_go(self, request: str, attempt: int) -> None:
+        """All readers of a moved request, or placement, say that it goes on elsewhere, or that nobody wants it."""
+        self._awaited.discard((request, attempt))
 
     async def run(self, limit_s: float) -> None:
         """Returns when nothing is left here that anybody needs, after `limit_s` at the latest."""
@@ -89,66 +89,91 @@ class HandOver:
         await wait(lambda: self._engine.is_lending, until)
 
     async def _move(self, until: float) -> None:
-        loop = asyncio.get_running_loop()
+        clock = asyncio.get_running_loop().time
         to_vaults = not self._has_successor()
+        settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # a step that hangs keeps nobody from being told
         keys = [(record.request, record.attempt) for record in self._frames.running]
         try:
-            await self._engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
-            while to_vaults and loop.time() < until - LAST_S / 2:
-                if await self._engine.call(lambda engine: engine.is_settled):
-                    break
-                await asyncio.sleep(POLL_S)
+            async with asyncio.timeout_at(settled_by):
+                await self._engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
+                while to_vaults and not await self._engine.call(lambda engine: engine.is_settled):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            log.warning("the engine has not let go of all blocks in time")
         except KvfleetError as error:  # the engine is gone: what it told until now is all there is
             log.warning("blocks are not handed over: %s", error)
         self._broadcast.flush()  # who decides where they go on should know what is here
-        moved = [record for record in self._frames.running if not record.watchers]
-        watched = [record for record in self._frames.running if record.watchers]
-        now = loop.time()
-        self._awaited = {(record.request, record.attempt) for record in moved}
+        watched = [record for record in self._frames.running if _needs_placement(record)]
+        moved = [record for record in self._frames.running if not _needs_placement(record)]
+        now = clock()
         self._outbox.send_frames([self._end(record, now) for record in moved])
-        taken = await asyncio.gather(*(self._send(record) for record in watched))
-        if any(taken):
-            await asyncio.sleep(LINGER_S)
+        await asyncio.gather(*(self._send(record, until) for record in watched))
         log.info("moved %d requests, %d of them as capsules", len(moved) + len(watched), len(watched))
 
     def _end(self, record: Record, now: float) -> tuple[Record, Frame]:
+        """`Moved`, unless its last reader left after the engine had let go of it: nobody else would say so then."""
+        if record.is_left:
+            return self._fail(record, Cancelled("the request was cancelled"), now)
         self.moved_total += 1
+        self._awaited.add((record.request, record.attempt))
         return self._frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now)
 
-    async def _send(self, record: Record) -> bool:
+    def _fail(self, record: Record, error: KvfleetError, now: float) -> tuple[Record, Frame]:
+        return self._frames.end(record, _failed(record, error), now)
+
+    async def _send(self, record: Record, until: float) -> None:
         """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
-        now = asyncio.get_running_loop().time()
-        assert record.asked is not None
-        carried = _cannot_resume(record.readers)
+        clock = asyncio.get_running_loop().time
+        carried = _plain(record)
+        if record.terminal is not None or record.asked is None or carried is None:
+            return  # it ended, a moment ago
         asked = replace(record.asked, inbox=carried.inbox, encoding=carried.encoding)
-        capsule = Capsule(record.tenant, self._worker, _carried(record, asked, self._worker, now))
+        capsule = Capsule(record.tenant, self._worker, _carried(record, asked, self._worker, clock()))
+        limit_s = min(CAPSULE_S, max(until - clock(), LEAST_S))
+        refusal: Draining | None = None
         try:
-            data = codec.encode(capsule)
-            await self._connection.request(self._subjects.placement_capsules(), data, CAPSULE_S)
+            await self._connection.request(self._subjects.placement_capsules(), codec.encode(capsule), limit_s)
         except (KvfleetError, TimeoutError) as error:
             why = "no placement is there to move it" if isinstance(error, WorkerLost) else str(error)
             log.warning("request %s is not moved: %s", record.request, why)
-            end = Draining(f"worker {self._worker} is going, and the request could not be moved: {why}")
-            failed = Failed(
-                record.request, record.attempt, end.code, end.message, end.retryable, None, record.output_tokens
-            )
-            self._outbox.send_frames([self._frames.end(record, failed, now)])
-            return False
+            refusal = Draining(f"worker {self._worker} is going, and the request could not be moved: {why}")
+        if record.terminal is not None:
+            log.info("request %s ended here while it was offered to placement", record.request)
+        elif record.is_left:  # where it goes on is placement's to know; who left is sent nothing from here
+            log.info("request %s was cancelled while it was offered to placement", record.request)
+            self._outbox.send_frames([self._end(record, clock())])
+        elif refusal is not None:
+            self._outbox.send_frames([self._fail(record, refusal, clock())])
+        else:
+            self._tell_moved(record, carried, clock())
+
+    def _tell_moved(self, record: Record, carried: Reader, now: float) -> None:
+        """A placement has it: all but the producer hear of it."""
         _, moved = self._end(record, now)
         for watcher in record.watchers:
             self._outbox.send(watcher, codec.encode_frames([moved]))
-        late = Draining(f"worker {self._worker} is going, and the request goes on for another reader")
-        key = record.request, record.attempt
-        failed = Failed(*key, late.code, late.message, late.retryable, None, record.output_tokens)
+        late = _failed(record, Draining(f"worker {self._worker} is going, and the request goes on for another reader"))
         for reader in record.readers:
             if reader != carried:
-                self._outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else failed])
-        return True
+                self._outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else late])
+        # A plain reader that was told to ask again will not say that it goes on.
+        record.readers = [one for one in record.readers if one == carried or one.encoding is Encoding.FRAMES]
 
 
-def _cannot_resume(readers: list[Reader]) -> Reader:
+def _plain(record: Record) -> Reader | None:
     """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
-    return next((reader for reader in readers if reader.encoding is not Encoding.FRAMES), readers[0])
+    return next((reader for reader in record.readers if reader.encoding is not Encoding.FRAMES), None)
+
+
+def _needs_placement(record: Record) -> bool:
+    """Somebody reads it who cannot resume, and was placed by somebody who can have it resumed."""
+    return bool(record.watchers) and _plain(record) is not None and not record.is_left
+
+
+def _failed(record: Record, error: KvfleetError) -> Failed:
+    return Failed(
+        record.request, record.attempt, error.code, error.message, error.retryable, None, record.output_tokens
+    )
 
 
 def _hand_over(engine: Engine, keys: Iterable[Key], *, keep: bool) -> None:

@@ -36,12 +36,13 @@ from kvproto.tenant_roots import TenantRoots
 from services.worker.admin import AdminDesk
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook, Record
+from services.worker.frames import FrameBook
 from services.worker.hand_over import HandOver
 from services.worker.kv_publisher import KvPublisher
 from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
+from services.worker.records import Record
 from services.worker.request_desk import RequestDesk, WorkerLimits
 from services.worker.tiers.base import Remote
 

@@ -17,8 +17,8 @@ from kvproto.errors import Cancelled, Unavailable
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.messages import TERMINAL, Encoding, Failed, Frame
 from kvproto.subjects import receipt_inbox
-from services.worker.frames import Record
 from services.worker.readers import Leases, Reader
+from services.worker.records import Record
 
 log = logging.getLogger(__name__)
 

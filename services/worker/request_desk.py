@@ -33,9 +33,11 @@ from kvproto.tenant_roots import TenantRoots
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook
+from services.worker.giving_way import Attempt, Departures
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
-from services.worker.request_intake import check_capacity, check_request, content_of, sequences_of
+from services.worker.records import Record
+from services.worker.request_intake import check_capacity, check_request, content_of, may_read, sequences_of
 from services.worker.tiers.base import Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.prospect import Prospect, names_of
@@ -56,8 +58,8 @@ class WorkerLimits:
 
 
 class RequestDesk:
-    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of every cancel: it is also
-    the word that an attempt which was handed over goes on elsewhere."""
+    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of attempts that were
+    handed over and that all readers have cancelled here: it is the word that they go on elsewhere."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class RequestDesk:
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
-        self.on_let_go: Callable[[str, int | None], None] = lambda request, attempt: None
+        self.on_let_go: Callable[[str, int], None] = lambda request, attempt: None
         self._record = record
         self._engine = engine
         self._frames = frames
@@ -88,6 +90,7 @@ class RequestDesk:
         self._state = state
         self._spawn = spawn
         self._remote = remote
+        self._departures = Departures()
         self._tokenising: set[tuple[str, int, str]] = set()  # request, attempt, inbox
         self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
@@ -104,7 +107,10 @@ class RequestDesk:
             request = codec.decode(GenerateRequest, message.data)
             give_way = self._check(request, len(self._tokenising))
             if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
-                self._spawn(self._tokenise_aside(message, request, tenant))
+                key = request.request, request.attempt, request.inbox
+                if key not in self._tokenising:
+                    self._tokenising.add(key)  # from now on a cancel finds it
+                    self._spawn(self._tokenise_aside(message, request, tenant))
                 return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
             self._take(request, ids, tenant, message.reply, give_way)
@@ -117,9 +123,6 @@ class RequestDesk:
     async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
         """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
         key = request.request, request.attempt, request.inbox
-        if key in self._tokenising:
-            return
-        self._tokenising.add(key)
         try:
             encoded = asyncio.get_running_loop().run_in_executor(
                 self._tokenisers, self._encode_prompt, request.prompt or ""
@@ -141,11 +144,13 @@ class RequestDesk:
         if known is None:
             self._accept(request, ids, tenant, reply, content)
             if give_way:
-                self._engine.make_room(request.request, request.attempt, give_way)
+                self._make_room(request, give_way)
             return
         if known.content != content:
             raise InvalidRequest("another request of this id runs here, or did a moment ago", field="request")
         frames = self._frames.join(known, request, reply)
+        if known.terminal is None:
+            self._park(known)  # a newcomer wants to read
         self._acknowledge(request, reply)
         self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
         if request.watcher and known.terminal is not None:
@@ -179,6 +184,14 @@ class RequestDesk:
             prospect=self._prospects(request, root, ids),
         ):
             self._engine.submit(spec)
+
+    def _make_room(self, request: GenerateRequest, count: int) -> None:
+        def answered(answer: asyncio.Future[frozenset[Attempt]]) -> None:
+            failed = answer.cancelled() or answer.exception() is not None  # the engine is gone, and all sequences
+            self._departures.answered(count, () if failed else answer.result())
+
+        self._departures.ask(count)
+        self._engine.make_room(request.request, request.attempt, count).add_done_callback(answered)
 
     def _prospects(
         self, request: GenerateRequest, root: Root, ids: tuple[int, ...]
@@ -222,8 +235,9 @@ class RequestDesk:
             return 0  # one more reader is no more work
         limit = self._limits.waiting + self._record.slots
         taken = self._frames.pending_sequences + before
+        leaving = self._departures.count(self._frames.pending_of)
         load, rates = self._engine.measure()
-        return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates)
+        return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
@@ -256,8 +270,8 @@ class RequestDesk:
             and cancel.attempt in (None, attempt)
             and (not cancel.inbox or cancel.inbox == inbox)
         }
-        if cancel.attempt is None or self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox):
-            self.on_let_go(cancel.request, cancel.attempt)
+        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox):
+            self.on_let_go(cancel.request, attempt)
         for attempt in self._frames.attempts(cancel.request):
             if cancel.attempt in (None, attempt):
                 self._leave(cancel.request, attempt, cancel.inbox)
@@ -265,13 +279,12 @@ class RequestDesk:
     def _leave(self, request: str, attempt: int, inbox: str) -> None:
         """A reader leaves, all of them without `inbox`; with the last one the attempt ends."""
         record = self._frames.find(request, attempt)
-        if record is None:
+        if record is None or (inbox and not record.is_read_at(inbox)):
             return
         if self._frames.leave(record, inbox):
             self._engine.cancel(request, attempt)
-        elif record.paused_at is not None:  # it may have been the one who had it parked; who still wants that says so
-            record.paused_at = None
-            self._engine.resume(request, attempt)
+        else:
+            self._park(record)
 
     async def on_unheard(self, message: Message) -> None:
         """NATS has nobody to give a reader's frames to."""
@@ -294,12 +307,20 @@ class RequestDesk:
             self._malformed(message, error)
             return
         record = self._frames.find(pause.request, pause.attempt)
-        if record is not None:
-            record.paused_at = asyncio.get_running_loop().time() if pause.paused else None
-            if pause.paused:
-                self._engine.pause(pause.request, pause.attempt)
-            else:
-                self._engine.resume(pause.request, pause.attempt)
+        if record is not None and (not pause.inbox or record.is_read_at(pause.inbox)):
+            self._frames.pause(record, pause.inbox, paused=pause.paused)
+            self._park(record, again=pause.paused)
+
+    def _park(self, record: Record, *, again: bool = False) -> None:
+        """Parked while all its readers want that. `again`: they have just said so."""
+        key, parked = (record.request, record.attempt), record.paused_at is not None
+        if record.wants_pause and (again or not parked):
+            record.paused_at = asyncio.get_running_loop().time()
+            if not parked:
+                self._engine.pause(*key)
+        elif parked and not record.wants_pause:
+            record.paused_at = None
+            self._engine.resume(*key)
 
     async def on_resend(self, message: Message) -> None:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
@@ -309,6 +330,11 @@ class RequestDesk:
                 raise CodecError("must be an inbox", field="inbox")
         except CodecError as error:
             self._malformed(message, error)
+            return
+        known = self._frames.known(asked.request, asked.attempt)
+        if known is not None and not may_read(asked.inbox, known.tenant):
+            self.refused_total += 1
+            log.warning("%s asks for an attempt of another tenant", asked.inbox)
             return
         frames = self._frames.repeat(
             asked.request,

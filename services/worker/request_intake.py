@@ -10,7 +10,7 @@ from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from kvproto.messages import GenerateRequest, Load, Rates
-from kvproto.subjects import is_inbox
+from kvproto.subjects import PRODUCER_INBOX, is_inbox
 from services.worker.giving_way import could_give_way, full, until_served
 from services.worker.sequence import SequenceSpec
 from services.worker.tiers.prospect import Prospect
@@ -33,6 +33,12 @@ def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_
         raise Unavailable("the request arrived after its deadline, by this worker's clock", field=EXPIRES)
 
 
+def may_read(inbox: str, tenant: str) -> bool:
+    """Whether a tenant's frames may be sent there: a producer's inbox names its tenant, the fleet's own serve all."""
+    role, _, rest = inbox.partition(".")
+    return role != PRODUCER_INBOX or rest.partition(".")[0] == tenant
+
+
 def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> bytes:
     """A digest of whose request this is and what it asks for: a repeat has the same one, whatever it knows already."""
     bias = dict(sorted(request.sampling.logit_bias.items()))
@@ -42,11 +48,14 @@ def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> b
     return digest.digest()
 
 
-def check_capacity(request: GenerateRequest, *, taken: int, limit: int, load: Load, rates: Rates) -> int:
+def check_capacity(
+    request: GenerateRequest, *, taken: int, limit: int, load: Load, rates: Rates, leaving: int = 0
+) -> int:
     """Every choice is a sequence of its own, waiting or running. Raises InvalidRequest, or Overloaded for now.
 
-    Returns how many sequences of lower priority have to give way to it. What goes on, after an earlier attempt, is not
-    judged by how long it will wait: it may be served late, and nobody else will be asked then.
+    `leaving` of those taken were asked to give way, and are still counted. Returns how many sequences of lower
+    priority have to give way to it. What goes on, after an earlier attempt, is not judged by how long it will wait: it
+    may be served late, and nobody else will be asked then.
     """
     if request.sampling.n > limit:
         raise InvalidRequest(f"this worker takes at most {limit} choices, waiting and running", field="n")
@@ -54,8 +63,8 @@ def check_capacity(request: GenerateRequest, *, taken: int, limit: int, load: Lo
     if request.deadline_ms is not None and wait_s > request.deadline_ms / 1000 and not _goes_on(request):
         late_s = wait_s - request.deadline_ms / 1000
         raise Overloaded(f"it would wait for {wait_s:.1f} s, past its deadline", retry_after_s=round(late_s, 3))
-    excess = taken + request.sampling.n - limit
-    if excess > could_give_way(load, request.priority):
+    excess = taken - leaving + request.sampling.n - limit
+    if excess > 0 and excess > could_give_way(load, request.priority, leaving):
         raise full(wait_s / max(load.waiting, 1))  # until the next one is served there is no room for another
     return max(excess, 0)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvproto.messages import (
     Moved,
     PauseRequest,
     Progress,
+    ResendRequest,
     Sampling,
     Started,
     Tokens,
@@ -243,6 +245,54 @@ async def test_who_parked_a_sequence_and_left_holds_nobody_up(worker: FakeWorker
     assert len(second.ids) == 60
 
 
+async def test_an_attempt_is_parked_while_all_its_readers_want_that(worker: FakeWorker, readers: Any) -> None:
+    first, second, third = await readers("a"), await readers("b"), await readers("c")
+    for reader in (first, second):
+        await reader.ask(sampling=ENDLESS)
+        await reader.until(Tokens)
+    (record,) = worker.loop.frames.running
+
+    async def pause(reader: Reader, paused: bool = True, inbox: str | None = None) -> None:
+        word = PauseRequest("r1", 0, paused, reader.inbox if inbox is None else inbox)
+        await reader.connection.publish(reader._subjects.worker_pause("w0"), codec.encode(word))
+        await reader.connection.synced()
+
+    async def parked(so: bool) -> None:
+        async with asyncio.timeout(10):
+            while (record.paused_at is not None) is not so:
+                await asyncio.sleep(0.005)
+
+    async def goes_on() -> None:
+        had = record.output_tokens
+        async with asyncio.timeout(10):
+            while record.output_tokens < had + 3:
+                await asyncio.sleep(0.005)
+
+    await pause(first)
+    await pause(first, inbox="_prd.other.x.b")
+    async with asyncio.timeout(10):
+        while not record.paused_by:
+            await asyncio.sleep(0.005)
+    await goes_on()
+    assert record.paused_at is None
+    await pause(second)
+    await parked(True)
+    await third.ask(sampling=ENDLESS)  # it has nothing yet
+    await third.until(Tokens)
+    await goes_on()
+    await third.leave()
+    await parked(True)
+    await pause(second, paused=False)
+    await parked(False)
+    await second.leave()
+    await parked(True)
+    await pause(first, paused=False)
+    await parked(False)
+    await goes_on()
+    await first.leave()
+    await until_idle(worker)
+
+
 async def test_every_reader_hears_that_a_request_moves(worker: FakeWorker, readers: Any) -> None:
     first, second = await readers("a"), await readers("b")
     for reader in (first, second):
@@ -254,8 +304,48 @@ async def test_every_reader_hears_that_a_request_moves(worker: FakeWorker, reade
     worker.loop.outbox.send_frames([frames.end(record, Moved("r1", 0, record.output_tokens), 0.0)])
     for reader in (first, second):
         await reader.until(Moved)
-    assert not frames.let_go("r1", 0, first.inbox), "the second has not begun elsewhere yet"
-    assert frames.let_go("r1", 0, second.inbox)
+    assert frames.let_go("r1", 0, first.inbox) == [], "the second has not begun elsewhere yet"
+    assert frames.let_go("r1", 0, "_prd.other.x.b") == []
+    assert frames.let_go("r1", None, "_prd.other.x.b") == []
+    assert frames.let_go("r1", 0, second.inbox) == [0]
+
+
+async def test_what_another_tenant_asks_for_is_not_sent(worker: FakeWorker, readers: Any) -> None:
+    """Producers may publish these words; ids are no secret."""
+    owner, stranger, ingress = await readers("a"), await readers("b"), await readers("c")
+    await owner.ask()
+    await owner.until(Tokens, 3)
+    for subject, inbox in (("_prd.other.x.b", "_prd.other.x.b"), ("_ing.x.b", "_ing.x.b")):
+        reader = stranger if inbox.startswith("_prd") else ingress
+        await reader.connection.subscribe(subject, reader._on_message)
+        await reader.connection.synced()
+        asked = codec.encode(ResendRequest("r1", 0, 0, inbox))
+        await reader.connection.publish(reader._subjects.worker_resend("w0"), asked)
+        await reader.connection.synced()
+    await ingress.until(Tokens)
+    assert stranger.frames == []
+    assert worker.loop.requests.refused_total == 1
+
+
+async def test_a_cancel_from_where_nobody_reads_it_ends_nothing(worker: FakeWorker, readers: Any) -> None:
+    owner = await readers("a")
+    await owner.ask()
+    await owner.until(Tokens)
+    await owner.leave(inbox="_prd.other.x.b")
+    await owner.until(Finished)
+
+
+async def test_a_cancel_right_after_a_long_text_ends_it(worker: FakeWorker, readers: Any) -> None:
+    reader = await readers("a")
+    desk = worker.loop.requests
+    body = GenerateRequest("r1", 0, "demo", SAMPLING, reader.inbox, prompt="a " * 4000, encoding=Encoding.FRAMES)
+    cancel = CancelRequest("r1", 0, reader.inbox)
+    before = set(worker.loop._tasks)
+    await desk.on_generate(SimpleNamespace(subject="x.public", reply="", data=codec.encode(body), headers=None))
+    spawned = worker.loop._tasks - before
+    await desk.on_cancel(SimpleNamespace(subject="x", reply="", data=codec.encode(cancel), headers=None))
+    await asyncio.wait(spawned, timeout=10)
+    assert desk.requests_total == 0
 
 
 # ---------------------------------------------------------------------------------------------- leases

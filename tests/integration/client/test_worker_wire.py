@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -244,3 +246,45 @@ async def test_a_producer_is_not_told_of_an_attempt_that_placement_took_back(
     assert failed.code == "cancelled"
     await asyncio.sleep(0.1)
     assert not any(b"failed" in frame for frame in plain)
+
+
+async def test_many_of_high_priority_at_once_send_no_more_away_than_they_are(
+    nats_url: str, fleet_buckets: Subjects, client: Client
+) -> None:
+    """The engine answers none of them before all are here."""
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    try:
+        worker = await fleet.start("w9", slots=1, waiting=15, fake_tokens_per_s=100)
+        desk, frames = worker.loop.requests, worker.loop.frames
+        endless = replace(SAMPLING, max_tokens=3000)
+
+        async def come(name: str, count: int, priority: int) -> None:
+            for number in range(count):
+                prompt = (ord(name[0]), number, *range(20))
+                body = GenerateRequest(
+                    f"{name}{number}", 0, "demo", endless, f"_prd.public.{name}", prompt_ids=prompt, priority=priority
+                )
+                data = codec.encode(body)
+                await desk.on_generate(SimpleNamespace(subject="x.public", reply="", data=data, headers=None))
+
+        await come("low", 16, 0)
+        async with asyncio.timeout(10):
+            while worker.thread.measure()[0].waiting < 15:
+                await asyncio.sleep(0.02)
+        gate = threading.Event()
+        worker.thread.post(lambda engine: gate.wait(10) and None)
+        await come("high", 6, 5)
+        gate.set()
+        assert frames.pending_sequences == 22
+        async with asyncio.timeout(10):
+            while frames.pending_sequences > 16:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        left = [record.request for record in frames.running]
+        assert sum(name.startswith("high") for name in left) == 6
+        assert len(left) == 16
+        assert desk.refused_total == 0
+        for record in frames.running:
+            worker.thread.cancel(record.request, record.attempt)
+    finally:
+        await fleet.stop()

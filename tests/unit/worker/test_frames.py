@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvproto.errors import EngineFailure
+import pytest
+
+from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import (
     ChoiceFinished,
     Continuation,
@@ -21,8 +23,10 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.stream_assembly import StreamAssembly
+from services.worker import frames
 from services.worker.frames import (
     KEEP_FINISHED_S,
+    MAX_READERS,
     PAUSED_LIMIT_S,
     SCORED_PER_RESEND,
     TOKENS_PER_RESEND,
@@ -218,3 +222,60 @@ def test_repeats_with_log_probabilities_come_in_smaller_pieces() -> None:
     say(book, *(tokens(0, i, i) for i in range(SCORED_PER_RESEND + 1)))
     frames = [frame for frame in book.repeat("r", 0, 0) if isinstance(frame, Tokens)]
     assert [len(frame.ids) for frame in frames] == [len(frame.logprobs) for frame in frames] == [SCORED_PER_RESEND, 1]
+
+
+# ---------------------------------------------------------------------------------------------- bounds
+
+
+def test_readers_and_watchers_are_bounded() -> None:
+    book = make_book()
+    record = book.open(request(watcher="p1"), "", "public", 0.0)
+    assert record.watchers == [], "no inbox to tell"
+    for number in range(1, MAX_READERS):
+        book.join(record, replace(request(watcher="p1"), inbox=f"_ing.{number}.b"), f"_plc.{number}")
+    with pytest.raises(Unavailable) as refused:
+        book.join(record, replace(request(), inbox="_ing.more.b"), "")
+    assert refused.value.retryable
+    assert book.join(record, replace(request(watcher="p1"), inbox="_ing.1.b"), "") == [], "who reads already may ask"
+    assert len(record.readers) == len(book.leases) == MAX_READERS
+    book.join(record, request(watcher="p1"), "_plc.last")
+    with pytest.raises(Unavailable):
+        book.join(record, request(watcher="p1"), "_plc.more")
+    assert len(record.watchers) == MAX_READERS
+    assert all(record.watchers)
+    book.end(record, Finished("r", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
+    assert book.join(record, replace(request(), inbox="_ing.more.b"), ""), "what has ended everybody may read"
+    assert len(record.readers) == MAX_READERS
+    assert len(book.leases) == 0
+
+
+def test_an_attempt_ends_once_whoever_ends_it() -> None:
+    book = make_book()
+    record = book.open(request(), "", "public", 0.0)
+    first = book.end(record, Finished("r", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
+    assert book.end(record, Failed("r", 0, "cancelled", ""), 2.0) == first
+    assert record.finished_at == 1.0
+    assert len(book.leases) == 0
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "KEEP_FINISHED_TOKENS", 10_000)
+    book = make_book()
+    each = 10 if scored else 1000
+    for number in range(50):
+        book.open(replace(request(), request=f"r{number}"), "", "public", 0.0)
+        ids, text = tuple(range(each)), ("",) * each
+        scores = (TokenLogprobs(-1.0, tuple(range(100)), (-1.0,) * 100),) * each if scored else ()
+        book.add(SequenceTokens(f"r{number}", 0, 0, ids, text, 0, scores), 0.0)
+        book.add(SequenceFinished(f"r{number}", 0, FinishReason.STOP, 7, each, 0), 1.0)
+    assert 8 <= len(book) < 10
+    assert book.known("r49", 0) is not None
+    assert book.known("r0", 0) is None
+    assert book.running_count == 0
+    book.sweep(100.0)
+    assert len(book) == book._kept == 0
+    big = book.open(replace(request(), request="big"), "", "public", 0.0)
+    book.add(SequenceTokens("big", 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
+    book.end(big, Finished("big", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
+    assert book.known("big", 0) is not None, "the last one is there however large it is"

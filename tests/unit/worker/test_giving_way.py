@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_rig import make_engine, spec
 
 from kvproto.errors import Overloaded
-from kvproto.messages import Load, PriorityLoad
+from kvproto.messages import GenerateRequest, Load, PriorityLoad, Rates, Sampling
 from services.worker.engine import Engine
+from services.worker.giving_way import Departures
 from services.worker.outputs import SequenceFailed, SequenceFinished
+from services.worker.request_intake import check_capacity
 
 PROMPT = tuple(range(20, 28))
 
@@ -105,3 +108,40 @@ def test_equals_do_not_give_way_and_a_newcomer_that_began_meanwhile_stays() -> N
     assert shed(engine) == []
     engine.make_room("nobody", 0, 1)
     assert finished(engine) == {"a", "b", "high"}
+
+
+def test_the_engine_says_who_goes() -> None:
+    engine = an_engine(("a", 1), ("b", 1), ("c", 0), ("d", -1))
+    engine.load = None  # type: ignore[assignment, method-assign] - all there is, by tier and priority, is not measured
+    engine.add(spec("new", PROMPT, 4, priority=1))
+    assert engine.make_room("new", 0, 1) == {("d", 0)}
+    assert engine.make_room("new", 0, 1) == {("c", 0)}
+    assert engine.make_room("new", 0, 1) == {("new", 0)}
+    assert engine.make_room("new", 0, 1) == set()
+
+
+def test_who_was_asked_to_go_is_not_counted_again() -> None:
+    """Newcomers ask for one each, however late the engine answers: not 1 + 2 + 3."""
+    limit = 20
+    load = Load(waiting=15, priorities=(PriorityLoad(0, 20, 15, 0),))
+    pending = dict.fromkeys([(f"low{number}", 0) for number in range(20)], 1)
+    departures = Departures()
+    asked = []
+    for number in range(15):
+        newcomer = GenerateRequest(f"high{number}", 0, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1,), priority=5)
+        leaving = departures.count(lambda attempt: pending.get(attempt, 0))
+        asked.append(
+            check_capacity(newcomer, taken=len(pending), limit=limit, load=load, rates=Rates(), leaving=leaving)
+        )
+        pending[newcomer.request, 0] = 1
+        departures.ask(asked[-1])
+        if number >= 5:  # the engine has answered; what it ended comes with its next results
+            departures.answered(1, [(f"low{number - 5}", 0)])
+        if number >= 8:
+            del pending[f"low{number - 8}", 0]
+    assert asked == [1] * 15
+    leaving = departures.count(lambda attempt: pending.get(attempt, 0))
+    assert len(pending) - leaving == limit
+    load = Load(waiting=8, priorities=(PriorityLoad(5, 15, 0, 0), PriorityLoad(0, 13, 8, 0)))
+    with pytest.raises(Overloaded):  # there is nobody left to go
+        check_capacity(newcomer, taken=len(pending), limit=limit, load=load, rates=Rates(), leaving=leaving)

@@ -8,7 +8,7 @@ import pytest
 
 from kvproto.errors import InvalidRequest, Overloaded, Unavailable
 from kvproto.messages import Continuation, FinishReason, GenerateRequest, Load, PriorityLoad, Rates, Sampling
-from services.worker.request_intake import check_capacity, sequences_of
+from services.worker.request_intake import check_capacity, may_read, sequences_of
 
 
 def check(
@@ -68,6 +68,22 @@ def test_when_all_is_taken_lower_priorities_have_to_give_way() -> None:
     assert check(replace(REQUEST, priority=1), taken=10, load=Load(waiting=1)) == 1  # all is of priority 0
     with pytest.raises(Overloaded):
         check(replace(REQUEST, priority=0), taken=10, load=Load(waiting=9))
+
+
+@pytest.mark.parametrize(
+    ("inbox", "may"),
+    [
+        ("_prd.public.x.b", True),
+        ("_prd.public", True),
+        ("_prd", False),
+        ("_prd.publicity.x", False),
+        ("_prd.other.public", False),
+        ("_ing.x.b", True),
+        ("_plc.p.r.r1.0", True),
+    ],
+)
+def test_a_producer_reads_what_is_its_tenants(inbox: str, may: bool) -> None:
+    assert may_read(inbox, "public") is may
 
 
 def test_each_choice_goes_on_where_it_was() -> None:
