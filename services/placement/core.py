@@ -256,10 +256,14 @@ class PlacementCore:
         worker = self.fleet.workers.get(milestones.worker)
         if worker is None or worker.epoch != milestones.epoch:
             return []
+        actions: list[Action] = []
         for one in milestones.items:
             if one.passed is Passed.ENDED:
-                self.forwarding.watching.on_ended(worker.id, one, self.forwarding.keys_of(one.request))
-        return self.accounts.hear(milestones, now)
+                keys = self.forwarding.keys_of(one.request)
+                actions += self.forwarding.watching.on_ended(worker.id, one, keys)
+            elif one.passed is not Passed.ACCEPTED:
+                actions += self.forwarding.on_started(worker.id, one)
+        return actions + self.accounts.hear(milestones, now)
 
     def _adopt(self, watches: Watches, now: float) -> list[Action]:
         actions: list[Action] = []

@@ -35,6 +35,7 @@ class Worker:
     space: AddressSpace
     column: int
     kv_format: bytes = b""  # of the blocks that others can pull from it, and it from them; b"": none
+    attaches: bool = False  # an attempt there may have several readers
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
 
@@ -120,8 +121,9 @@ class Fleet:
         column = self.workloads.add(_token_bytes(record), now)
         space = address_space(record)
         worker = Worker(
-            record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record)
-        )
+            record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record),
+            record.attaches,
+        )  # fmt: skip
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
             self.workloads.report(column, heartbeat.load, heartbeat.rates, (), now)

@@ -45,6 +45,11 @@ class Forwarded:
     def fail(self, failed: Failed) -> Fail:
         return Fail(self.inbox, failed, self.encoding)
 
+    def release_source(self) -> list[Cancel]:
+        """Whoever handed it over may go: said once."""
+        told, self.let_go = self.let_go, None
+        return [] if told is None else [told]
+
     def watch(self) -> Watch:
         return Watch(self.tenant, self.request, self.attempt, self.worker, self.epoch, self.inbox, self.encoding)
 

@@ -14,8 +14,8 @@
 The 50 ms grow with a long text, which the worker tokenises before it accepts, and while workers answer late
 (`patience`). Every end of a request is one here, so
 the producer gets at most one terminal frame from placement, and none once the worker's own was seen. Each offer is one
-attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. With the successor's word the
-worker that handed a request over may let go of it.
+attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. The worker that handed a
+request over may let go of it when its successor has started: it has the blocks by then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import count
 
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
-from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Watch
+from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Milestone, Watch
 from services.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
 from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
@@ -86,7 +86,7 @@ class Forwarding:
     @property
     def producer_failures_total(self) -> int:
         """Terminal failures sent to producers."""
-        return self._failures + self.watching.lost_total
+        return self._failures + self.watching.lost_total + self.watching.cancelled_total
 
     def is_in_flight(self, request: str) -> bool:
         return request in self._keys
@@ -137,10 +137,11 @@ class Forwarding:
         body, source = capsule.request, capsule.worker
         if self.in_flight >= self._limit:
             return []
+        actions: list[Action] = [TakenOver(reply)]
         for key in list(self.keys_of(body.request)):
             held = self.watching.get(key)
             if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
-                self.watching.release(held)
+                actions += self.watching.release(held)
         self.carried_total += 1
         forwarded = Forwarded(
             "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
@@ -149,7 +150,7 @@ class Forwarding:
             let_go=Cancel(source, CancelRequest(body.request, body.attempt)),
         )  # fmt: skip
         self._enter(forwarded)
-        return [TakenOver(reply), *self._offer(forwarded, now)]
+        return [*actions, *self._offer(forwarded, now)]
 
     def adopt(self, watch: Watch, now: float) -> list[Action]:
         """Go on watching what another replica watched."""
@@ -210,8 +211,17 @@ class Forwarding:
             return self._on_refused(offered, frame, now)
         if isinstance(frame, TERMINAL):
             self._end(offered)
-            return _let_go(offered)
+            return [*offered.release_source()]
         return []
+
+    def on_started(self, worker: str, one: Milestone) -> list[Action]:
+        """It has the blocks of what was handed over: from here on nothing is needed of the worker that did."""
+        actions: list[Action] = []
+        for key in self.keys_of(one.request):
+            held = self._find(key)
+            if held is not None and (held.tenant, held.worker, held.attempt) == (one.tenant, worker, one.attempt):
+                actions += held.release_source()
+        return actions
 
     def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
         held = self._find(key)
@@ -224,7 +234,7 @@ class Forwarding:
             self.forwarded_total += 1
             held.epoch = frame.epoch
             self.watching.watch(held, now)
-            return [held.let_go] if held.let_go is not None else []
+            return []
         self.late_acceptances_total += 1
         self._patience.was_late()
         if key != frame.request:
@@ -245,7 +255,7 @@ class Forwarding:
             return self._offer(offered, now)
         self._end(offered, failed=True)
         self._failures += 1
-        return [offered.fail(refusal), *_let_go(offered)]
+        return [offered.fail(refusal), *offered.release_source()]
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
         """The next worker at once; and whoever is deaf to this request may be dead to all."""
@@ -320,7 +330,7 @@ class Forwarding:
 
     def _fail(self, forwarded: Forwarded, error: KvfleetError) -> list[Action]:
         self._end(forwarded, failed=True)
-        return [self._failure(forwarded, error), *_let_go(forwarded)]
+        return [self._failure(forwarded, error), *forwarded.release_source()]
 
     def _failure(self, forwarded: Forwarded, error: KvfleetError) -> Fail:
         self._failures += 1
@@ -352,7 +362,3 @@ class Forwarding:
         assert all(f.tried or f.attached for f in self._offered.values())
         assert all(len(set(f.tried)) == len(f.tried) for f in (*self._offered.values(), *self._parked.values()))
         assert all(f.carried_until is not None for f in self._parked.values())
-
-
-def _let_go(forwarded: Forwarded) -> list[Action]:
-    return [forwarded.let_go] if forwarded.let_go is not None else []

@@ -1,6 +1,7 @@
 """Requests of bare producers that a worker has accepted, watched to their end. Pure.
 
     watched ──terminal notice, or the worker's milestone (it told the producer itself)──▶ over
+      │ │ └────of a cancel, of which it tells no bare producer──▶ Failed(cancelled)
       │ ▲
       │ │ back within 0.1 s, same life
       ▼ │ worker left, restarted or silent
@@ -12,9 +13,20 @@ A watch that a replica which goes hands on goes on here: the worker is asked at 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from kvproto.errors import WorkerLost
-from kvproto.messages import TERMINAL, CancelRequest, Failed, Frame, Milestone, Progress, ResendRequest, Watch
+from kvproto.errors import Cancelled, WorkerLost
+from kvproto.messages import (
+    TERMINAL,
+    CancelRequest,
+    Encoding,
+    Failed,
+    Frame,
+    Milestone,
+    Progress,
+    ResendRequest,
+    Watch,
+)
 from services.placement.actions import Action, AskStillRunning, Cancel, failed_frame
 from services.placement.fleet import Fleet
 from services.placement.forwarded import Forwarded
@@ -32,6 +44,7 @@ class Watching:
 
     def __init__(self, inbox_prefix: str, fleet: Fleet, over: Callable[[Forwarded, bool], None]) -> None:
         self.lost_total = 0
+        self.cancelled_total = 0  # told to producers
         self.abandoned_total = 0
         self._inbox_prefix = inbox_prefix
         self._fleet = fleet
@@ -67,9 +80,9 @@ class Watching:
             self._set_lost([forwarded], now)
         return [self._ask(forwarded)]
 
-    def release(self, forwarded: Forwarded) -> None:
+    def release(self, forwarded: Forwarded) -> list[Action]:
         """Somebody else watches it from now on."""
-        self._end(forwarded)
+        return self._end(forwarded)
 
     def watches(self) -> tuple[Watch, ...]:
         return tuple(forwarded.watch() for table in (self._lost, self._watched) for forwarded in table.values())
@@ -82,18 +95,35 @@ class Watching:
             return []
         if isinstance(frame, Failed) and frame.code == WorkerLost.code and held.asks:
             return self._lose(held)  # the answer to our question: it forgot the request, so nobody else will end it
+        if isinstance(frame, Failed) and frame.code == Cancelled.code:
+            return self._tell_cancelled(held, frame.output_tokens)
         if isinstance(frame, TERMINAL):
-            self._end(held)
-        elif isinstance(frame, Progress) and key in self._watched:
+            return self._end(held)
+        if isinstance(frame, Progress) and key in self._watched:
             self.watch(held, now)
         return []
 
-    def on_ended(self, worker: str, one: Milestone, keys: Iterable[str]) -> None:
+    def on_ended(self, worker: str, one: Milestone, keys: Iterable[str]) -> list[Action]:
         """All readers of an attempt have been told how it ended. Notices go to whoever was watching first."""
+        actions: list[Action] = []
         for key in list(keys):
             held = self.get(key)
-            if held is not None and (held.tenant, held.worker, held.attempt) == (one.tenant, worker, one.attempt):
-                self._end(held)
+            if held is None or (held.tenant, held.worker, held.attempt) != (one.tenant, worker, one.attempt):
+                continue
+            cancelled = one.code == Cancelled.code
+            actions += self._tell_cancelled(held, one.output_tokens) if cancelled else self._end(held)
+        return actions
+
+    def _tell_cancelled(self, held: Forwarded, output_tokens: int) -> list[Action]:
+        """A worker tells no bare producer of it: what placement took back ends so too, but that is not watched under
+        its number any more. One that knows of one reader only has told it."""
+        ended = self._end(held)
+        known = self._fleet.workers.get(held.worker)
+        if held.encoding is Encoding.FRAMES or (known is not None and not known.attaches):
+            return ended
+        self.cancelled_total += 1
+        frame = failed_frame(Cancelled("the request was cancelled"), held.request, held.attempt)
+        return [*ended, held.fail(replace(frame, output_tokens=output_tokens))]
 
     # ------------------------------------------------------------------ workers come and go
 
@@ -129,8 +159,7 @@ class Watching:
         """A worker that answers no question keeps the request; only placement stops watching it."""
         if silent.asks >= ASKS_LIMIT:
             self.abandoned_total += 1
-            self._end(silent)
-            return []
+            return self._end(silent)
         asks = silent.asks
         self.watch(silent, now)
         silent.asks = asks
@@ -157,13 +186,14 @@ class Watching:
             orphans = self._orphans.setdefault(lost.worker, [])
             orphans.append((gone_at, cancel))
             del orphans[:-MAX_ORPHANS]
-        self._end(lost, lost=True)
         error = WorkerLost(f"worker {lost.worker} was lost")
-        return [lost.fail(failed_frame(error, lost.request, lost.attempt)), cancel]
+        told = lost.fail(failed_frame(error, lost.request, lost.attempt))
+        return [cancel, *self._end(lost, lost=True), told]  # told last: nothing should come after it
 
-    def _end(self, forwarded: Forwarded, *, lost: bool = False) -> None:
+    def _end(self, forwarded: Forwarded, *, lost: bool = False) -> list[Action]:
         self._remove(forwarded)
         self._over(forwarded, lost)
+        return [*forwarded.release_source()]
 
     def _remove(self, forwarded: Forwarded) -> None:
         for table in (self._watched, self._lost):

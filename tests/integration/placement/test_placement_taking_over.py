@@ -39,8 +39,8 @@ async def knows(loop: PlacementLoop, *workers: str) -> None:
     await until(lambda: {w.id for w in loop.core.fleet.ready(MODEL).workers} == set(workers))
 
 
-async def say(worker: FakeWorker, subjects: Subjects, request: str, *passed: Passed) -> None:
-    items = tuple(Milestone("public", request, 0, one) for one in passed)
+async def say(worker: FakeWorker, subjects: Subjects, request: str, *passed: Passed, attempt: int = 0) -> None:
+    items = tuple(Milestone("public", request, attempt, one) for one in passed)
     data = codec.encode(Milestones(worker.id, worker.epoch, items))
     await worker.connection.publish(subjects.milestones(worker.id), data)
 
@@ -92,6 +92,9 @@ async def test_what_a_draining_worker_hands_over_goes_on_and_the_producer_sees_o
     capsule = Capsule("public", "w1", request)
     assert await drained.connection.request(fleet_buckets.placement_capsules(), codec.encode(capsule), 1.0)
     await drained.answer(reply, Moved("mine", 0, 0))
+    await until(lambda: sum(loop.forwarded_total for loop in loops) == 2)
+    assert not drained.cancelled
+    await say(successor, fleet_buckets, "mine", Passed.ACCEPTED, Passed.STARTED, attempt=1)
     await until(lambda: bool(drained.cancelled))
     assert (drained.cancelled[0].request, drained.cancelled[0].attempt) == ("mine", 0)
     ((_, carried, answer),) = successor.seen

@@ -29,8 +29,9 @@ INBOX = "_INBOX.somebody"
 
 def a_record(worker: str, *, epoch: str = "e1", state: State = State.READY, model: str = MODEL) -> WorkerRecord:
     return WorkerRecord(
-        id=worker, epoch=epoch, lease="l", state=state, model=model, address="", host="h", pid=1, versions=(1, 1)
-    )
+        id=worker, epoch=epoch, lease="l", state=state, model=model, address="", host="h", pid=1, versions=(1, 1),
+        attaches=True,
+    )  # fmt: skip
 
 
 def a_beat(

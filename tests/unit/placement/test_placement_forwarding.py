@@ -8,11 +8,12 @@ import pytest
 from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
 
 from kvproto.ids import model_token
-from kvproto.messages import Encoding, Overflow, Progress, State, Tokens
+from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
 from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
 from services.placement.core import SILENCE_LIMIT_S, PlacementCore
 from services.placement.events import (
     HeartbeatHeard,
+    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     Tick,
@@ -267,6 +268,59 @@ class TestEnd:
         core = a_core("w1")
         offer(core)
         assert core.handle(WorkerAnswered(finished("r1", 0)), 1.01) == []
+        assert is_over(core)
+
+
+class TestCancelled:
+    """Of a cancel that placement did not send, a worker tells nobody but placement."""
+
+    CANCELLED = failed("r1", 0, "cancelled", retryable=False)
+
+    def milestone(self, attempt: int = 0) -> MilestonesHeard:
+        ended = Milestone("public", "r1", attempt, Passed.ENDED, output_tokens=4, code="cancelled")
+        return MilestonesHeard(Milestones("w1", "e1", (ended,)))
+
+    @pytest.mark.parametrize("first", ["notice", "milestone"])
+    def test_the_producer_hears_of_it_once(self, first: str) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        events = [WorkerAnswered(self.CANCELLED), self.milestone()]
+        actions: list[Action] = []
+        for event in events if first == "notice" else events[::-1]:
+            actions += core.handle(event, 2.0)
+        (fail,) = failures(actions)
+        assert (fail.inbox, fail.encoding, fail.failed.code, fail.failed.attempt, fail.failed.retryable) == (
+            INBOX, Encoding.MSGPACK, "cancelled", 0, False,
+        )  # fmt: skip
+        assert core.forwarding.producer_failures_total == 1
+        assert is_over(core)
+        assert failures(core.handle(WorkerLeft("w1"), 2.1) + core.handle(Tick(), 9.0)) == []
+
+    def test_within_the_grace_too(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        assert [f.failed.code for f in failures(core.handle(WorkerAnswered(self.CANCELLED), 2.01))] == ["cancelled"]
+        assert is_over(core)
+
+    def test_an_attempt_that_was_taken_back_tells_nobody(self) -> None:
+        core = a_core("w1", "w2", policy="round_robin")
+        first = offer(core)
+        second = the_forward(core.handle(Tick(), 1.06))
+        core.handle(WorkerAnswered(accepted("r1", 1, second.worker)), 1.07)
+        assert core.handle(WorkerAnswered(self.CANCELLED), 1.08) == []
+        assert core.handle(self.milestone(), 1.09) == []
+        assert first.worker != second.worker
+        assert core.forwarding.in_flight == 1
+
+    @pytest.mark.parametrize("who", ["an older worker", "a reader of batches"])
+    def test_nor_anybody_whom_the_worker_tells(self, who: str) -> None:
+        core = a_core()
+        core.handle(WorkerJoined(replace(a_record("w1"), attaches=who != "an older worker")), 0.0)
+        encoding = Encoding.FRAMES if who == "a reader of batches" else Encoding.JSON
+        core.handle(a_generate(encoding=encoding), 1.0)
+        core.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.01)
+        assert core.handle(WorkerAnswered(self.CANCELLED), 2.0) == []
         assert is_over(core)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
@@ -71,6 +73,13 @@ def draining(core: PlacementCore, worker: str = "w1") -> PlacementCore:
     return core
 
 
+def tell(
+    core: PlacementCore, worker: str, passed: Passed, *, attempt: int = 1, tenant: str = "acme", code: str | None = None
+) -> list[Action]:
+    one = Milestone(tenant, "r1", attempt, passed, code=code)
+    return core.handle(MilestonesHeard(Milestones(worker, "e1", (one,))), 2.5)
+
+
 def of(kind: type, actions: list[Action]) -> list:  # type: ignore[type-arg]
     return [a for a in actions if isinstance(a, kind)]
 
@@ -87,11 +96,34 @@ class TestCapsule:
             "w1", True, PRODUCER, Encoding.JSON,
         )  # fmt: skip
         assert (request.output_ids, request.text_sent, request.sampling.seed) == ((4, 5), 7, 5)
-        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
+        assert core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01) == []  # it may not have all blocks yet
+        assert tell(core, "w2", Passed.ACCEPTED) == tell(core, "w2", Passed.STARTED, attempt=0) == []
+        assert tell(core, "w3", Passed.STARTED) == tell(core, "w2", Passed.STARTED, tenant="public") == []
+        (cancel,) = tell(core, "w2", Passed.STARTED)
         assert isinstance(cancel, Cancel)
         assert (cancel.worker, cancel.cancel.request, cancel.cancel.attempt) == ("w1", "r1", 0)
+        assert tell(core, "w2", Passed.FIRST_TOKEN) == []  # once
         core.handle(WorkerAnswered(finished("r1", 1)), 2.0)
         assert core.forwarding.in_flight == 0
+        core.check_integrity()
+
+    @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "milestone", "lost", "handed over again"])
+    def test_the_worker_that_handed_it_over_may_go_however_it_ends_before_it_has_started(self, how: str) -> None:
+        core = draining(a_core("w1", "w2", "w3", policy="round_robin"))
+        (first,) = of(Forward, core.handle(a_capsule(), 1.0))
+        core.handle(WorkerAnswered(accepted("r1", 1, first.worker)), 1.01)
+        if how == "milestone":
+            actions = tell(core, first.worker, Passed.ENDED)
+        elif how == "lost":
+            actions = core.handle(WorkerLeft(first.worker), 2.0) + core.handle(Tick(), 2.0 + LOST_GRACE_S)
+            assert [type(a) for a in actions][-1] is Fail  # nothing comes after it
+        elif how == "handed over again":
+            capsule = Capsule("acme", first.worker, replace(first.request, attempt=1))
+            actions = core.handle(CapsuleHeard(REPLY, capsule), 2.0)
+        else:
+            frame = finished("r1", 1) if how == "finished" else failed("r1", 1, how, retryable=False)
+            actions = core.handle(WorkerAnswered(frame), 2.0)
+        assert [(c.worker, c.cancel.attempt) for c in of(Cancel, actions) if c.worker == "w1"] == [("w1", 0)]
         core.check_integrity()
 
     def test_whoever_watched_it_hears_moved_and_lets_go(self) -> None:
@@ -162,7 +194,8 @@ class TestCapsule:
         assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w2", 1, PRODUCER)
         (again,) = of(Forward, core.handle(Tick(), 2.0))
         assert (again.worker, again.request.attempt) == ("w2", 2)
-        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 2, "w2")), 2.01)
+        core.handle(WorkerAnswered(accepted("r1", 2, "w2")), 2.01)
+        (cancel,) = tell(core, "w2", Passed.STARTED, attempt=2)
         assert (cancel.worker, cancel.cancel.attempt) == ("w1", 0)
         core.check_integrity()
 
