@@ -633,6 +633,7 @@ class Capsule:
     tenant: Name
     worker: Name
     request: GenerateRequest
+    held_attempt: Count | None = None  # of which `worker` has the blocks, where a placement has offered later ones
 
 
 # ---------------------------------------------------------------------------------------------- admin

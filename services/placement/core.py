@@ -268,7 +268,8 @@ class PlacementCore:
     def _adopt(self, watches: Watches, now: float) -> list[Action]:
         actions: list[Action] = []
         for one in watches.items:
-            if not self.repeats.has_ended((one.tenant, one.request), one.attempt):
+            # Of any other end its worker is asked: nobody may have told the producer.
+            if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvproto.messages import Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
+from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
 from kvproto.subjects import request_inbox
 from services.placement.actions import Cancel, Fail
 from services.placement.events import GenerateAsked
@@ -44,6 +44,24 @@ class Forwarded:
 
     def fail(self, failed: Failed) -> Fail:
         return Fail(self.inbox, failed, self.encoding)
+
+    def take_back(self) -> Cancel:
+        """The present offer."""
+        return Cancel(self.worker, CancelRequest(self.request, self.attempt, self.inbox))
+
+    def left_ms(self, now: float) -> int | None:
+        """Of its deadline."""
+        assert self.body is not None
+        limit_ms = self.body.deadline_ms
+        return None if limit_ms is None else limit_ms - int((now - self.asked_at) * 1000)
+
+    def capsule(self, now: float) -> Capsule | None:
+        """For another replica to carry on, if it was handed over and nobody has accepted it."""
+        if self.carried_until is None or self.body is None or self.let_go is None:
+            return None
+        left_ms = self.left_ms(now)
+        body = replace(self.body, attempt=self.attempt, deadline_ms=None if left_ms is None else max(left_ms, 0))
+        return Capsule(self.tenant, self.let_go.worker, body, self.let_go.cancel.attempt)
 
     def release_source(self) -> list[Cancel]:
         """Whoever handed it over may go: said once."""

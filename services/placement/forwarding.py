@@ -26,7 +26,7 @@ from itertools import count
 
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
 from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Milestone, Watch
-from services.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
+from services.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
 from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
 from services.placement.fleet import Fleet
@@ -133,22 +133,25 @@ class Forwarding:
         return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
-        """Take over what a draining worker lets go of. Nobody is answered if there is no room for it here."""
+        """Take over what a draining worker lets go of, or, without `reply`, a replica that goes. A worker gets no answer
+        if there is no room for it here: then it tells the producer itself."""
         body, source = capsule.request, capsule.worker
+        held_attempt = body.attempt if capsule.held_attempt is None else capsule.held_attempt
+        actions: list[Action] = [TakenOver(reply)] if reply else []
+        forwarded = Forwarded(
+            "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
+            replace(body, watcher=self._placement, source=source, handed_over=True), now,
+            tried=[source], carried_until=now + CARRY_S,
+            let_go=Cancel(source, CancelRequest(body.request, held_attempt)),
+        )  # fmt: skip
         if self.in_flight >= self._limit:
-            return []
-        actions: list[Action] = [TakenOver(reply)]
+            full = Unavailable(f"placement watches {self._limit} requests already")
+            return [] if reply else [self._failure(forwarded, full), *forwarded.release_source()]
         for key in list(self.keys_of(body.request)):
             held = self.watching.get(key)
             if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
                 actions += self.watching.release(held)
         self.carried_total += 1
-        forwarded = Forwarded(
-            "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
-            replace(body, watcher=self._placement, source=source, handed_over=True), now,
-            tried=[source], carried_until=now + CARRY_S,
-            let_go=Cancel(source, CancelRequest(body.request, body.attempt)),
-        )  # fmt: skip
         self._enter(forwarded)
         return [*actions, *self._offer(forwarded, now)]
 
@@ -163,11 +166,24 @@ class Forwarding:
         self._enter(forwarded)
         return self.watching.adopt(forwarded, now)
 
+    def leave(self, has_others: bool, now: float) -> list[Action]:
+        """This replica goes: what no worker has accepted is for another one, or its producer hears of it now."""
+        actions: list[Action] = [offered.take_back() for offered in self._offered.values()]
+        for held in [*self._offered.values(), *self._parked.values()]:
+            self._parked.pop(held.key, None)
+            capsule = held.capsule(now) if has_others else None
+            if capsule is None:
+                actions += self._fail(held, Unavailable("this placement goes: ask again"))
+            else:
+                self._end(held)
+                actions.append(CarryOn(capsule))
+        return actions + self.watching.release_sources()
+
     def _offer(self, forwarded: Forwarded, now: float) -> list[Action]:
         """Offer to the next worker, park, or fail. `forwarded` is in no table."""
         body = forwarded.body
         assert body is not None
-        left_ms = None if body.deadline_ms is None else body.deadline_ms - int((now - forwarded.asked_at) * 1000)
+        left_ms = forwarded.left_ms(now)
         attempt, is_first = forwarded.attempt + 1, not forwarded.tried
         try:
             if left_ms is not None and left_ms <= 0:
@@ -291,8 +307,7 @@ class Forwarding:
             silent.due = until
             self._offered[silent.key] = silent
             return []
-        leave = Cancel(silent.worker, CancelRequest(silent.request, silent.attempt, silent.inbox))
-        return [leave, *self._next(silent, now)]
+        return [silent.take_back(), *self._next(silent, now)]
 
     def _last_chance(self, silent: Forwarded) -> float:
         """Until when to wait for a worker that does not answer."""

@@ -313,7 +313,7 @@ class PlacementLoop:
 
     async def stop(self, grace_s: float = 3.0) -> None:
         """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`; what is left is
-        handed on, if there is another replica. Never raises."""
+        handed on, if there is another replica, else producers hear of what no worker has. Never raises."""
         if self._stopped:
             return
         if self._renewing is not None:
@@ -325,9 +325,11 @@ class PlacementLoop:
         until = self._now() + grace_s
         while self.in_flight and self._now() < until:
             await asyncio.sleep(0.02)
-        if self.courier.has_others():
-            await self.courier.hand_on(self.core.forwarding.watching.watches())
-        self._stopped = True
+        self._stopped = True  # what comes from here on is for whoever goes on
+        has_others, forwarding = self.courier.has_others(), self.core.forwarding
+        await self.courier.carry_out(forwarding.leave(has_others, self._now()))
+        if has_others:
+            await self.courier.hand_on(forwarding.watching.watches())
         self._alarm.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)

@@ -84,6 +84,12 @@ class Watching:
         """Somebody else watches it from now on."""
         return self._end(forwarded)
 
+    def release_sources(self) -> list[Action]:
+        """Nobody here will hear that they have started."""
+        return [
+            one for table in (self._lost, self._watched) for held in table.values() for one in held.release_source()
+        ]
+
     def watches(self) -> tuple[Watch, ...]:
         return tuple(forwarded.watch() for table in (self._lost, self._watched) for forwarded in table.values())
 

@@ -127,6 +127,49 @@ async def test_a_replica_that_goes_hands_its_watches_to_another(
     assert staying.in_flight == 0
 
 
+async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
+    start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer, fleet_buckets: Subjects
+) -> None:
+    going = await start_placement()
+    drained = await start_worker("w1", "hold")
+    await knows(going, "w1")
+    inboxes = [await producer.ask(as_json=True, prompt="hi", request=f"r{number}") for number in range(2)]
+    await until(lambda: going.forwarded_total == 2)
+    drained.lease.record = replace(drained.lease.record, state=State.DRAINING)
+    await until(lambda: not going.core.fleet.ready(MODEL).workers)
+
+    async def hand_over(number: int) -> None:
+        _, request, reply = drained.seen[number]
+        data = codec.encode(Capsule("public", "w1", request))
+        assert (await drained.connection.request(fleet_buckets.placement_capsules(), data, 1.0)).data == b"taken"
+        await drained.answer(reply, Moved(request.request, 0, 0))
+
+    await hand_over(0)
+    staying = await start_placement()
+    await until(lambda: going.courier.has_others() and "w1" in staying.core.fleet.workers)
+    await going.stop(grace_s=0.0)
+    await until(lambda: staying.in_flight == 2)  # one is parked there now, one is watched
+    await hand_over(1)
+    await start_worker("w2")
+    for inbox in inboxes:
+        tokens, end = await producer.frames(inbox, as_json=True)
+        assert (tokens["attempt"], end["type"]) == (1, "finished")
+
+
+async def test_the_last_replica_that_goes_tells_the_producer(
+    start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+) -> None:
+    loop = await start_placement()
+    silent = await start_worker("w1", "silent")
+    await knows(loop, "w1")
+    inbox = await producer.ask(as_json=True, prompt="hi")
+    await until(lambda: bool(silent.seen))
+    await loop.stop(grace_s=0.0)
+    (end,) = await producer.frames(inbox, as_json=True)
+    assert (end["code"], end["retryable"]) == ("unavailable", True)
+    await until(lambda: bool(silent.cancelled))
+
+
 async def test_garbage_is_neither_taken_over_nor_answered(
     start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
 ) -> None:

@@ -24,7 +24,7 @@ from kvproto.messages import (
     Watches,
 )
 from services.placement import intake
-from services.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, TakenOver
+from services.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
 from services.placement.core import PlacementCore
 from services.placement.events import (
     CapsuleHeard,
@@ -213,6 +213,72 @@ class TestCapsule:
         core.check_integrity()
 
 
+class TestLeaving:
+    """A replica stops while something is on its way to a worker."""
+
+    @pytest.mark.parametrize("state", ["parked", "offered", "parked again"])
+    def test_a_capsule_is_carried_on_by_another_replica(self, state: str) -> None:
+        going = draining(a_core("w1") if state == "parked" else a_core("w1", "w2"))
+        going.handle(a_capsule(deadline_ms=60_000), 1.0)
+        if state == "parked again":
+            going.handle(WorkerAnswered(failed("r1", 1, "overloaded", retryable=True)), 1.01)
+        actions = going.forwarding.leave(True, 2.0)
+        (carry,) = of(CarryOn, actions)
+        assert [(c.worker, c.cancel.attempt, c.cancel.inbox) for c in of(Cancel, actions)] == (
+            [("w2", 1, PRODUCER)] if state == "offered" else []
+        )
+        assert of(Fail, actions) == []
+        assert going.forwarding.in_flight == len(going.bookings) == 0
+        going.check_integrity()
+        staying = draining(a_core("w1", "w2"))
+        capsule = codec.decode(Capsule, codec.encode(carry.capsule))
+        (forward,) = staying.handle(CapsuleHeard("", capsule), 5.0)
+        assert isinstance(forward, Forward)
+        assert forward.request.attempt == (1 if state == "parked" else 2)  # none that a worker knows as taken back
+        assert (forward.request.deadline_ms, forward.request.output_ids) == (59_000, (4, 5))
+        staying.handle(WorkerAnswered(accepted("r1", forward.request.attempt, "w2")), 5.1)
+        (let_go,) = tell(staying, "w2", Passed.STARTED, attempt=forward.request.attempt)
+        assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
+
+    def test_without_another_replica_the_producer_hears_and_the_worker_may_go(self) -> None:
+        core = draining(a_core("w1"))
+        core.handle(a_capsule(), 1.0)
+        actions = core.forwarding.leave(False, 2.0)
+        (fail,) = of(Fail, actions)
+        assert (fail.inbox, fail.encoding, fail.failed.code, fail.failed.retryable) == (
+            PRODUCER, Encoding.JSON, "unavailable", True,
+        )  # fmt: skip
+        assert [(c.worker, c.cancel.attempt) for c in of(Cancel, actions)] == [("w1", 0)]
+        assert core.forwarding.in_flight == 0
+
+    @pytest.mark.parametrize("others", [False, True])
+    def test_what_is_only_offered_is_taken_back_and_its_producer_hears(self, others: bool) -> None:
+        core = a_core("w1")
+        core.handle(a_generate(inbox=PRODUCER), 1.0)
+        leave, fail = core.forwarding.leave(others, 1.01)
+        assert isinstance(leave, Cancel)
+        assert isinstance(fail, Fail)
+        assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w1", 0, PRODUCER)
+        assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (PRODUCER, "unavailable", True)
+        assert core.forwarding.in_flight == len(core.bookings) == 0
+
+    def test_a_source_waits_no_longer_for_what_is_watched(self) -> None:
+        core = draining(a_core("w1", "w2"))
+        core.handle(a_capsule(), 1.0)
+        core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
+        (let_go,) = core.forwarding.leave(True, 2.0)
+        assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
+        assert len(core.forwarding.watching.watches()) == 1
+
+    def test_who_takes_over_and_is_full_tells_the_producer(self) -> None:
+        core = draining(a_core("w1", "w2", limit=1))
+        core.handle(a_generate("r9"), 1.0)
+        actions = core.handle(CapsuleHeard("", a_capsule().capsule), 1.0)
+        assert [(f.inbox, f.failed.code) for f in of(Fail, actions)] == [(PRODUCER, "unavailable")]
+        assert [c.worker for c in of(Cancel, actions)] == ["w1"]
+        assert core.forwarding.in_flight == 1
+
+
 class TestWatches:
     def watch(self, **fields: object) -> WatchesHeard:
         one = {"tenant": "acme", "request": "r1", "attempt": 2, "worker": "w1", "epoch": "e1", "inbox": PRODUCER}
@@ -248,6 +314,15 @@ class TestWatches:
         core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 1.0)
         assert core.handle(self.watch(), 2.0) == []
 
+    def test_of_one_that_was_cancelled_on_the_way_the_worker_is_asked_and_the_producer_told(self) -> None:
+        core = a_core("w1")
+        tell(core, "w1", Passed.ENDED, attempt=2, code="cancelled")
+        (ask,) = core.handle(self.watch(), 2.6)
+        assert isinstance(ask, AskStillRunning)
+        (fail,) = core.handle(WorkerAnswered(failed("r1", 2, "cancelled", retryable=False)), 2.7)
+        assert isinstance(fail, Fail)
+        assert (fail.inbox, fail.failed.code) == (PRODUCER, "cancelled")
+
     @pytest.mark.parametrize("worker", ["gone", "in another life"])
     def test_what_was_lost_meanwhile_is_told(self, worker: str) -> None:
         core = a_core()
@@ -263,7 +338,10 @@ class TestIntake:
         event = a_capsule()
         assert intake.read_capsule(REPLY, codec.encode(event.capsule)) == event
 
-    @pytest.mark.parametrize("reply", ["", "kvf.worker.w1.cancel", "_plc.p1.x"])
+    def test_a_replica_that_goes_waits_for_no_answer(self) -> None:
+        assert intake.read_capsule("", codec.encode(a_capsule().capsule)).reply == ""
+
+    @pytest.mark.parametrize("reply", ["x", "kvf.worker.w1.cancel", "_plc.p1.x"])
     def test_answers_inboxes_alone(self, reply: str) -> None:
         with pytest.raises(InvalidRequest):
             intake.read_capsule(reply, codec.encode(a_capsule().capsule))
