@@ -152,6 +152,7 @@ class PlacementCore:
             case MilestonesHeard(milestones):
                 return self._hear(milestones, now)
             case HeartbeatHeard(beat):
+                self.forwarding.watching.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.promises.break_off(key)
@@ -190,10 +191,11 @@ class PlacementCore:
                 self.forwarding.watching.on_new_epoch(record.id, record.epoch, now)
                 return []
             case WorkerLeft(worker):
+                known = self.fleet.workers.get(worker)
                 self._forget(worker)
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
-                return self.forwarding.on_left(worker, now)
+                return self.forwarding.on_left(worker, known.heard_at if known is not None else now, now)
             case VaultJoined(vault, epoch):
                 if vault not in self.fleet.workers:  # events name their author by its id alone
                     self.vaults[vault] = epoch
@@ -209,7 +211,7 @@ class PlacementCore:
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
-                self.forwarding.watching.suspect(worker, now)
+                self.forwarding.watching.suspect(worker, known.heard_at, now)
                 return [DropMember(worker)]
 
     def _tick(self, now: float) -> list[Action]:
@@ -242,7 +244,7 @@ class PlacementCore:
             ask = replace(ask, max_wait_s=None)
         known = self.repeats.find((event.tenant, ask.request))
         if known is not None and ask.attempt <= known.attempt:
-            if known.is_there and known.worker not in ask.excluded:
+            if known.is_there and known.worker not in ask.excluded and self.fleet.attaches(known.worker):
                 why = "it has the request already"
                 there = Placement(ask.request, known.worker, known.attempt, why=why, placement=self.placement)
                 return Answer(event.reply, replace(there, attached=True))

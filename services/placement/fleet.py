@@ -141,7 +141,7 @@ class Fleet:
         ):
             self.join(record, None, now)
             return True
-        worker.heard_at = now
+        worker.heard_at, worker.attaches = now, record.attaches
         self.workloads.weigh(worker.column, _token_bytes(record))  # known once its model is loaded
         if worker.kv_format != _exchange_format(record):
             worker.kv_format = _exchange_format(record)
@@ -193,6 +193,12 @@ class Fleet:
         """Build what changed, so that no decision has to wait for it."""
         for model in {w.model for w in self.workers.values()} - self._ready.keys():
             self.ready(model)
+
+    def attaches(self, worker: str) -> bool:
+        """Whether a repeat may be sent to what runs there. One of an older version knows of one reader: it would not
+        answer, and what the repeat is told to leave would end for the first one."""
+        known = self.workers.get(worker)
+        return known is not None and known.attaches
 
     def is_known(self, model: str) -> bool:
         """Whether a worker of this model was ever seen alive."""

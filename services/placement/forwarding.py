@@ -114,7 +114,7 @@ class Forwarding:
         )  # fmt: skip
         if self.in_flight >= self._limit:
             return [self._failure(forwarded, Unavailable(f"placement watches {self._limit} requests already"))]
-        if known is not None and known.is_there:
+        if known is not None and known.is_there and self._fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
         self._enter(forwarded)
         return self._offer(forwarded, now)
@@ -126,15 +126,17 @@ class Forwarding:
         body = replace(forwarded.body, attempt=known.attempt)
         readers = [self._find(key) for key in self.keys_of(forwarded.request)]
         if any(reader is not None and reader.inbox == forwarded.inbox for reader in readers):
-            return [Forward(known.worker, forwarded.tenant, body, "")]  # asked twice: one watch is enough
+            # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
+            forwarded.key = f"{forwarded.request}~{next(self._numbers)}"
+            return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
         self._enter(forwarded)
         forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
         self._offered[forwarded.key] = forwarded
         return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
-        """Take over what a draining worker lets go of, or, without `reply`, a replica that goes. A worker gets no answer
-        if there is no room for it here: then it tells the producer itself."""
+        """Take over what a draining worker lets go of or, without `reply`, a replica that goes. A worker gets no answer
+        if there is no room for it here, and tells the producer itself then."""
         body, source = capsule.request, capsule.worker
         held_attempt = body.attempt if capsule.held_attempt is None else capsule.held_attempt
         actions: list[Action] = [TakenOver(reply)] if reply else []
@@ -251,16 +253,20 @@ class Forwarding:
             held.epoch = frame.epoch
             self.watching.watch(held, now)
             return []
+        if held is None and key != frame.request:
+            return []  # asked twice, or one more reader, who has left: what it read goes on
         self.late_acceptances_total += 1
         self._patience.was_late()
         if key != frame.request:
-            return []  # one more reader, who has left: what it read goes on
+            return []
         inbox = held.inbox if held is not None else ""
         return [Cancel(frame.worker, CancelRequest(frame.request, frame.attempt, inbox))]
 
     def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
         del self._offered[offered.key]
-        if refusal.retryable and not offered.attached:
+        if refusal.retryable and offered.attached:
+            return self._offer_anew(offered, now)
+        if refusal.retryable:
             if refusal.retry_after_s is not None:
                 least = offered.retry_after_s
                 offered.retry_after_s = refusal.retry_after_s if least is None else min(least, refusal.retry_after_s)
@@ -273,6 +279,14 @@ class Forwarding:
         self._failures += 1
         return [offered.fail(refusal), *offered.release_source()]
 
+    def _offer_anew(self, attached: Forwarded, now: float) -> list[Action]:
+        """Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more."""
+        known = self._repeats.find((attached.tenant, attached.request))
+        attached.attached = False
+        if known is not None:
+            attached.attempt = max(attached.attempt, known.attempt)
+        return self._offer(attached, now)
+
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
         """The next worker at once; and whoever is deaf to this request may be dead to all."""
         offered = self._offered.get(key)
@@ -281,9 +295,9 @@ class Forwarding:
         del self._offered[key]
         return [*self._ping(offered.worker, now), *self._next(offered, now)]
 
-    def on_left(self, worker: str, now: float) -> list[Action]:
+    def on_left(self, worker: str, heard_at: float, now: float) -> list[Action]:
         """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
-        self.watching.suspect(worker, now)
+        self.watching.suspect(worker, heard_at, now)
         actions: list[Action] = []
         for offered in [f for f in self._offered.values() if f.worker == worker]:
             del self._offered[offered.key]

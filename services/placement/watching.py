@@ -3,9 +3,9 @@
     watched ──terminal notice, or the worker's milestone (it told the producer itself)──▶ over
       │ │ └────of a cancel, of which it tells no bare producer──▶ Failed(cancelled)
       │ ▲
-      │ │ back within 0.1 s, same life
+      │ │ back within 0.6 s, same life: its heartbeats count
       ▼ │ worker left, restarted or silent
-     lost ──0.1 s──▶ Failed(worker_lost)
+     lost ──0.6 s──▶ Failed(worker_lost)
 
 A watch that a replica which goes hands on goes on here: the worker is asked at once, as its notices went to the other.
 """
@@ -31,7 +31,9 @@ from services.placement.actions import Action, AskStillRunning, Cancel, failed_f
 from services.placement.fleet import Fleet
 from services.placement.forwarded import Forwarded
 
-LOST_GRACE_S = 0.1  # a terminal notice may still be on its way when its worker is seen to leave
+LOST_GRACE_S = 0.6  # whose connection alone was cut is back by then, and a heartbeat says so
+SILENT_GRACE_S = 0.1  # after a long silence nobody is coming back; a terminal notice may still be on its way
+LONG_SILENCE_S = 2.5
 ASK_AGAIN_S = 15.0  # a notice lost in an outage would be waited for for ever
 ASKS_LIMIT = 4
 ORPHANS_KEPT_S = 60.0  # a hung worker that wakes is told what to cancel
@@ -40,7 +42,7 @@ NOTHING_TO_RESEND = 2**62  # from this index on: only the question "are you stil
 
 
 class Watching:
-    """Owned by the core. Both tables are ordered by `due`: each has one constant delay."""
+    """Owned by the core. Both tables are ordered by `due`."""
 
     def __init__(self, inbox_prefix: str, fleet: Fleet, over: Callable[[Forwarded, bool], None]) -> None:
         self.lost_total = 0
@@ -138,15 +140,27 @@ class Watching:
         self._orphans.pop(worker, None)
         self._set_lost([f for f in self._watched.values() if f.worker == worker and f.epoch != epoch], now)
 
+    def on_beat(self, worker: str, epoch: str, now: float) -> None:
+        """It lives, and is reached. Until its record is back as well, each heartbeat renews the grace."""
+        if not self._lost:
+            return
+        back = self._lost_at(worker, epoch)
+        if worker in self._fleet.workers:
+            for forwarded in back:
+                self.watch(forwarded, now)
+        else:
+            self._set_lost(back, now)
+
     def on_joined(self, worker: str, epoch: str, now: float) -> list[Action]:
         """Back in the same life: requests still within their grace go on, those given up are cancelled."""
-        for back in [f for f in self._lost.values() if f.worker == worker and f.epoch == epoch]:
+        for back in self._lost_at(worker, epoch):
             self.watch(back, now)
         return [cancel for _, cancel in self._orphans.pop(worker, [])]
 
-    def suspect(self, worker: str, now: float) -> None:
+    def suspect(self, worker: str, heard_at: float, now: float) -> None:
         """A worker did not answer: its requests are lost unless it shows up within the grace."""
-        self._set_lost([f for f in self._watched.values() if f.worker == worker], now)
+        grace_s = SILENT_GRACE_S if now - heard_at >= LONG_SILENCE_S else LOST_GRACE_S
+        self._set_lost([f for f in self._watched.values() if f.worker == worker], now, grace_s)
 
     # ------------------------------------------------------------------ time passes
 
@@ -178,11 +192,16 @@ class Watching:
 
     # ------------------------------------------------------------------ states
 
-    def _set_lost(self, gone: list[Forwarded], now: float) -> None:
+    def _lost_at(self, worker: str, epoch: str) -> list[Forwarded]:
+        return [f for f in self._lost.values() if f.worker == worker and f.epoch == epoch]
+
+    def _set_lost(self, gone: list[Forwarded], now: float, grace_s: float = LOST_GRACE_S) -> None:
         for forwarded in gone:
             self._remove(forwarded)
-            forwarded.due = now + LOST_GRACE_S
+            forwarded.due = now + grace_s
             self._lost[forwarded.key] = forwarded
+        if gone and grace_s < LOST_GRACE_S:
+            self._lost = dict(sorted(self._lost.items(), key=lambda item: item[1].due))
 
     def _lose(self, lost: Forwarded, gone_at: float | None = None) -> list[Action]:
         """Tell the producer; with `gone_at`, a worker that hangs rather than died is told to stop, now or on waking."""

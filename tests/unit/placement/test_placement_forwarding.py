@@ -27,7 +27,7 @@ from services.placement.events import (
 from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from services.placement.forwarding import LAST_CHANCE_S, TOKENISE_S
 from services.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
-from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S
+from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S, SILENT_GRACE_S
 
 REPLY = f"{PREFIX}.r.r1"
 
@@ -338,7 +338,7 @@ class TestLoss:
         actions = core.handle(Tick(), 2.0 + LOST_GRACE_S)
         (fail,) = failures(actions)
         assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (INBOX, "worker_lost", True)
-        assert [a for a in actions if isinstance(a, Cancel)]
+        assert [type(a) for a in actions if isinstance(a, (Cancel, Fail))] == [Cancel, Fail]  # nothing after its end
         assert is_over(core)
         assert failures(core.handle(Tick(), 3.0)) == []
         assert core.handle(WorkerAnswered(finished("r1", 0)), 3.0) == []
@@ -355,15 +355,62 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(WorkerJoined(a_record("w1")), 2.05)
-        assert core.handle(Tick(), 2.2) == []
+        core.handle(WorkerJoined(a_record("w1")), 2.4)  # its connection was cut, and it came back
+        assert core.handle(Tick(), 3.0) == []
         assert core.forwarding.in_flight == 1
+
+    def test_heartbeats_say_that_it_is_back_before_its_record_does(self) -> None:
+        core = a_core("w1")
+        core.handle(HeartbeatHeard(a_beat("w1")), 1.0)
+        offered_and_accepted(core)
+        core.handle(PingUnanswered("w1", True), 2.0)
+        core.handle(WorkerLeft("w1"), 2.05)
+        for tenth in range(1, 30):
+            now = 2.0 + tenth / 10
+            if tenth in (4, 9, 14):
+                core.handle(HeartbeatHeard(a_beat("w1")), now)
+            if tenth == 16:
+                core.handle(WorkerJoined(a_record("w1")), now)
+            assert core.handle(Tick(), now) == []
+        assert core.forwarding.in_flight == 1
+        core.check_integrity()
+
+    def test_heartbeats_that_cease_again_were_the_last(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
+        core.handle(HeartbeatHeard(a_beat("w1", epoch="e2")), 2.8)  # another life's
+        assert core.handle(Tick(), 2.29 + LOST_GRACE_S) == []
+        assert len(failures(core.handle(Tick(), 2.31 + LOST_GRACE_S))) == 1
+
+    def test_a_heartbeat_is_enough_for_who_was_only_suspected(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(PingUnanswered("w1", True), 2.0)
+        core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
+        assert core.handle(Tick(), 3.0) == []
+        assert core.forwarding.in_flight == 1
+
+    def test_after_a_long_silence_there_is_little_grace(self) -> None:
+        """Four seconds after a loss the producer knows, however it was noticed."""
+        core = a_core("w1", "w2", policy="round_robin")
+        offered_and_accepted(core)  # by one of them
+        core.handle(a_generate("r2"), 1.0)
+        core.handle(WorkerAnswered(accepted("r2", 0, "w2")), 1.01)
+        core.handle(HeartbeatHeard(a_beat("w2")), 3.0)
+        core.handle(WorkerLeft("w2"), 3.4)
+        core.handle(PingUnanswered("w1", False), 3.5)
+        assert core.wake_at() == pytest.approx(3.5 + SILENT_GRACE_S)
+        core.check_integrity()
+        (fail,) = failures(core.handle(Tick(), 3.5 + SILENT_GRACE_S))
+        assert fail.failed.request == "r1"
 
     def test_a_hung_worker_that_wakes_is_told_what_to_cancel(self) -> None:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(Tick(), 2.2)
+        core.handle(Tick(), 2.1 + LOST_GRACE_S)
         (cancel,) = core.handle(WorkerJoined(a_record("w1")), 10.0)
         assert isinstance(cancel, Cancel)
         assert cancel.cancel.request == "r1"
@@ -373,8 +420,8 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(Tick(), 2.2)
-        core.handle(Tick(), 2.3 + ORPHANS_KEPT_S)
+        core.handle(Tick(), 2.1 + LOST_GRACE_S)
+        core.handle(Tick(), 2.3 + LOST_GRACE_S + ORPHANS_KEPT_S)
         assert core.handle(WorkerJoined(a_record("w1")), 70.0) == []
 
 
