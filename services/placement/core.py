@@ -64,7 +64,7 @@ class PlacementCore:
 
     `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
     are told of bookings. `keeps_hashes`: ended decisions come back as Records. `max_wait_s`: how long a producer's
-    request that states no deadline may have to wait.
+    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class PlacementCore:
         shares: bool = True,
         keeps_hashes: bool = False,
         max_wait_s: float | None = None,
+        max_producer_priority: int = 0,
     ) -> None:
         self.placement = placement
         self._shares = shares
@@ -119,6 +120,7 @@ class PlacementCore:
             self.repeats,
             limit=max_forwarded,
             max_wait_s=max_wait_s,
+            max_priority=max_producer_priority,
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:

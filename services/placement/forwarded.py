@@ -72,8 +72,9 @@ class Forwarded:
         return Watch(self.tenant, self.request, self.attempt, self.worker, self.epoch, self.inbox, self.encoding)
 
 
-def body_of(asked: GenerateAsked, model: str, watcher: str) -> GenerateRequest:
-    """All but the attempt, what is left of the deadline, and whom to pull from."""
+def body_of(asked: GenerateAsked, model: str, watcher: str, max_priority: int) -> GenerateRequest:
+    """All but the attempt, what is left of the deadline, and whom to pull from. Higher priorities send others' waiting
+    requests away, and any tenant's producer can name one: it gets `max_priority` at most."""
     ask = asked.ask
     return GenerateRequest(
         request=asked.request,
@@ -102,7 +103,7 @@ def body_of(asked: GenerateAsked, model: str, watcher: str) -> GenerateRequest:
         prompt=ask.prompt,
         encoding=asked.encoding,
         session=ask.session,
-        priority=ask.priority,
+        priority=min(ask.priority, max_priority),
         deadline_ms=ask.deadline_ms,
         expires_unix_ms=None if ask.deadline_ms is None else min(asked.unix_ms + ask.deadline_ms, 2**53),
         traceparent=ask.traceparent,

@@ -57,6 +57,7 @@ class Forwarding:
         repeats: Repeats,
         limit: int,
         max_wait_s: float | None,
+        max_priority: int,
     ) -> None:
         self.forwarded_total = 0  # accepted by a worker
         self.retried_offers_total = 0
@@ -72,6 +73,7 @@ class Forwarding:
         self._repeats = repeats
         self._limit = limit
         self._max_wait_s = max_wait_s  # of a producer that states no deadline
+        self._max_priority = max_priority
         self._offered: dict[str, Forwarded] = {}
         self._parked: dict[str, Forwarded] = {}
         self._keys: dict[str, list[str]] = {}  # of each request in flight; no empty entries
@@ -110,7 +112,7 @@ class Forwarding:
         before = -1 if known is None else known.attempt
         forwarded = Forwarded(
             "", event.tenant, event.request, event.inbox, event.encoding, before,
-            body_of(event, model, self._placement), now, max_wait_s,
+            body_of(event, model, self._placement, self._max_priority), now, max_wait_s,
         )  # fmt: skip
         if self.in_flight >= self._limit:
             return [self._failure(forwarded, Unavailable(f"placement watches {self._limit} requests already"))]

@@ -64,8 +64,9 @@ class PlacementLoop:
     `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). With the `fleet_key` prompts
     are hashed as workers do; without it nobody knows who holds what. `ledger_file` takes ended decisions. `system` is
     a connection as the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two
-    seconds. `max_wait_s` is the patience of producers that state no deadline. `on_fenced` is called if a later process
-    takes this id over: then this one must end. Raises InvalidRequest for an unknown policy.
+    seconds. `max_wait_s` is the patience of producers that state no deadline, `max_producer_priority` the highest they
+    can have. `on_fenced` is called if a later process takes this id over: then this one must end. Raises InvalidRequest
+    for an unknown policy.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PlacementLoop:
         ledger_file: LedgerFile | None = None,
         system: Connection | None = None,
         max_wait_s: float | None = MAX_WAIT_S,
+        max_producer_priority: int = 0,
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
     ) -> None:
         self.inbox_prefix = inbox_prefix(PLACEMENT_INBOX, record.id)
@@ -94,6 +96,7 @@ class PlacementLoop:
             indexer=indexer,
             keeps_hashes=ledger_file is not None,
             max_wait_s=max_wait_s,
+            max_producer_priority=max_producer_priority,
         )
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
         self.long_questions = LongQuestions(connection, self.core)

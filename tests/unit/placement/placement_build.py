@@ -50,7 +50,12 @@ def a_beat(
 
 
 def a_core(
-    *workers: str, policy: str = "bounded_ring", chance: float = 0.0, limit: int = 100, shares: bool = False
+    *workers: str,
+    policy: str = "bounded_ring",
+    chance: float = 0.0,
+    limit: int = 100,
+    shares: bool = False,
+    max_producer_priority: int = 0,
 ) -> PlacementCore:
     core = PlacementCore(
         "p1",
@@ -62,6 +67,7 @@ def a_core(
         indexer=KvIndexer(4096),
         max_forwarded=limit,
         shares=shares,
+        max_producer_priority=max_producer_priority,
     )
     for worker in workers:
         core.handle(WorkerJoined(a_record(worker)), 0.0)

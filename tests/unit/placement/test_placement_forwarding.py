@@ -86,6 +86,13 @@ class TestOffer:
         assert not offer(a_core("w1")).request.exact
         assert offer(a_core("w1"), exact=True).request.exact
 
+    @pytest.mark.parametrize(
+        ("ceiling", "asked", "given"), [(0, 100, 0), (0, -5, -5), (7, 100, 7), (7, 3, 3), (-9, 0, -9)]
+    )
+    def test_a_producers_priority_has_a_ceiling(self, ceiling: int, asked: int, given: int) -> None:
+        core = a_core("w1", max_producer_priority=ceiling)
+        assert offer(core, priority=asked).request.priority == given
+
     def test_the_models_real_name_is_found_by_its_token(self) -> None:
         core = a_core()
         core.handle(WorkerJoined(a_record("w1", model="org/model")), 0.0)
