@@ -118,6 +118,8 @@ class Forwarding:
             return [self._failure(forwarded, Unavailable(f"placement watches {self._limit} requests already"))]
         if known is not None and known.is_there and self._fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
+        if self._reads(event.request, event.inbox):
+            return []  # asked twice: it is being told, and would see two answers
         self._enter(forwarded)
         return self._offer(forwarded, now)
 
@@ -126,8 +128,7 @@ class Forwarding:
         self.attached_total += 1
         assert forwarded.body is not None
         body = replace(forwarded.body, attempt=known.attempt)
-        readers = [self._find(key) for key in self.keys_of(forwarded.request)]
-        if any(reader is not None and reader.inbox == forwarded.inbox for reader in readers):
+        if self._reads(forwarded.request, forwarded.inbox):
             # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
             forwarded.key = f"{forwarded.request}~{next(self._numbers)}"
             return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
@@ -135,6 +136,9 @@ class Forwarding:
         forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
         self._offered[forwarded.key] = forwarded
         return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
+
+    def _reads(self, request: str, inbox: str) -> bool:
+        return any((reader := self._find(key)) and reader.inbox == inbox for key in self.keys_of(request))
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
         """Take over what a draining worker lets go of or, without `reply`, a replica that goes. A worker gets no answer

@@ -236,6 +236,7 @@ class TestProducers:
         assert again.request.attempt == 1
         actions = core.handle(Tick(), 1.2) + core.handle(Tick(), 4.0)
         assert {c.cancel.attempt for c in actions if isinstance(c, Cancel)} <= {1, 2}  # the first one's goes on
+        assert core.handle(a_generate(inbox="_INBOX.a"), 4.1) == []  # its answer is on the way there
         placed = place(core, 4.1)
         assert not placed.attached
         assert placed.attempt > 0
