@@ -636,6 +636,7 @@ class Capsule:
     tenant: Name
     worker: Name
     request: GenerateRequest
+    held_attempt: Count | None = None  # of which `worker` has the blocks, where a placement has offered later ones
 
 
 # ---------------------------------------------------------------------------------------------- admin

@@ -8,6 +8,7 @@ from kvproto.errors import KvfleetError
 from kvproto.messages import (
     Booked,
     CancelRequest,
+    Capsule,
     Decision,
     Encoding,
     Failed,
@@ -58,6 +59,13 @@ class TakenOver:
     """To the worker that handed a request over: it has an owner."""
 
     reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOn:
+    """Another replica is to look for a successor: this one goes."""
+
+    capsule: Capsule
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,7 @@ Action = (
     | Forward
     | Cancel
     | TakenOver
+    | CarryOn
     | AskStillRunning
     | PingWorker
     | DropMember

@@ -64,7 +64,7 @@ class PlacementCore:
 
     `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
     are told of bookings. `keeps_hashes`: ended decisions come back as Records. `max_wait_s`: how long a producer's
-    request that states no deadline may have to wait.
+    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class PlacementCore:
         shares: bool = True,
         keeps_hashes: bool = False,
         max_wait_s: float | None = None,
+        max_producer_priority: int = 0,
     ) -> None:
         self.placement = placement
         self._shares = shares
@@ -119,6 +120,7 @@ class PlacementCore:
             self.repeats,
             limit=max_forwarded,
             max_wait_s=max_wait_s,
+            max_priority=max_producer_priority,
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -152,6 +154,7 @@ class PlacementCore:
             case MilestonesHeard(milestones):
                 return self._hear(milestones, now)
             case HeartbeatHeard(beat):
+                self.forwarding.watching.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.promises.break_off(key)
@@ -190,10 +193,11 @@ class PlacementCore:
                 self.forwarding.watching.on_new_epoch(record.id, record.epoch, now)
                 return []
             case WorkerLeft(worker):
+                known = self.fleet.workers.get(worker)
                 self._forget(worker)
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
-                return self.forwarding.on_left(worker, now)
+                return self.forwarding.on_left(worker, known.heard_at if known is not None else now, now)
             case VaultJoined(vault, epoch):
                 if vault not in self.fleet.workers:  # events name their author by its id alone
                     self.vaults[vault] = epoch
@@ -209,7 +213,7 @@ class PlacementCore:
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
-                self.forwarding.watching.suspect(worker, now)
+                self.forwarding.watching.suspect(worker, known.heard_at, now)
                 return [DropMember(worker)]
 
     def _tick(self, now: float) -> list[Action]:
@@ -242,7 +246,7 @@ class PlacementCore:
             ask = replace(ask, max_wait_s=None)
         known = self.repeats.find((event.tenant, ask.request))
         if known is not None and ask.attempt <= known.attempt:
-            if known.is_there and known.worker not in ask.excluded:
+            if known.is_there and known.worker not in ask.excluded and self.fleet.attaches(known.worker):
                 why = "it has the request already"
                 there = Placement(ask.request, known.worker, known.attempt, why=why, placement=self.placement)
                 return Answer(event.reply, replace(there, attached=True))
@@ -256,15 +260,20 @@ class PlacementCore:
         worker = self.fleet.workers.get(milestones.worker)
         if worker is None or worker.epoch != milestones.epoch:
             return []
+        actions: list[Action] = []
         for one in milestones.items:
             if one.passed is Passed.ENDED:
-                self.forwarding.watching.on_ended(worker.id, one, self.forwarding.keys_of(one.request))
-        return self.accounts.hear(milestones, now)
+                keys = self.forwarding.keys_of(one.request)
+                actions += self.forwarding.watching.on_ended(worker.id, one, keys)
+            elif one.passed is not Passed.ACCEPTED:
+                actions += self.forwarding.on_started(worker.id, one)
+        return actions + self.accounts.hear(milestones, now)
 
     def _adopt(self, watches: Watches, now: float) -> list[Action]:
         actions: list[Action] = []
         for one in watches.items:
-            if not self.repeats.has_ended((one.tenant, one.request), one.attempt):
+            # Of any other end its worker is asked: nobody may have told the producer.
+            if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
 

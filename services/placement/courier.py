@@ -18,6 +18,7 @@ from services.placement.actions import (
     Answer,
     AskStillRunning,
     Cancel,
+    CarryOn,
     DropMember,
     Explain,
     Fail,
@@ -86,6 +87,8 @@ class Courier:
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
                     case TakenOver(reply):
                         await publish(reply, TAKEN)
+                    case CarryOn(capsule):
+                        await publish(subjects.placement_capsules(), codec.encode(capsule))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
                     case Share(booked):
@@ -109,6 +112,9 @@ class Courier:
                     # As if the worker had refused: the next one, or the producer hears.
                     refusal = failed_frame(error, action.request.request, action.request.attempt)
                     waiting.extend(self._handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
+                if isinstance(action, CarryOn):
+                    body = action.capsule.request
+                    waiting.append(Fail(body.inbox, failed_frame(error, body.request, body.attempt), body.encoding))
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
         """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""

@@ -35,6 +35,7 @@ class Worker:
     space: AddressSpace
     column: int
     kv_format: bytes = b""  # of the blocks that others can pull from it, and it from them; b"": none
+    attaches: bool = False  # an attempt there may have several readers
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
 
@@ -120,8 +121,9 @@ class Fleet:
         column = self.workloads.add(_token_bytes(record), now)
         space = address_space(record)
         worker = Worker(
-            record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record)
-        )
+            record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record),
+            record.attaches,
+        )  # fmt: skip
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
             self.workloads.report(column, heartbeat.load, heartbeat.rates, (), now)
@@ -139,7 +141,7 @@ class Fleet:
         ):
             self.join(record, None, now)
             return True
-        worker.heard_at = now
+        worker.heard_at, worker.attaches = now, record.attaches
         self.workloads.weigh(worker.column, _token_bytes(record))  # known once its model is loaded
         if worker.kv_format != _exchange_format(record):
             worker.kv_format = _exchange_format(record)
@@ -191,6 +193,12 @@ class Fleet:
         """Build what changed, so that no decision has to wait for it."""
         for model in {w.model for w in self.workers.values()} - self._ready.keys():
             self.ready(model)
+
+    def attaches(self, worker: str) -> bool:
+        """Whether a repeat may be sent to what runs there. One of an older version knows of one reader: it would not
+        answer, and what the repeat is told to leave would end for the first one."""
+        known = self.workers.get(worker)
+        return known is not None and known.attaches
 
     def is_known(self, model: str) -> bool:
         """Whether a worker of this model was ever seen alive."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvproto.messages import Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
+from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
 from kvproto.subjects import request_inbox
 from services.placement.actions import Cancel, Fail
 from services.placement.events import GenerateAsked
@@ -45,12 +45,36 @@ class Forwarded:
     def fail(self, failed: Failed) -> Fail:
         return Fail(self.inbox, failed, self.encoding)
 
+    def take_back(self) -> Cancel:
+        """The present offer."""
+        return Cancel(self.worker, CancelRequest(self.request, self.attempt, self.inbox))
+
+    def left_ms(self, now: float) -> int | None:
+        """Of its deadline."""
+        assert self.body is not None
+        limit_ms = self.body.deadline_ms
+        return None if limit_ms is None else limit_ms - int((now - self.asked_at) * 1000)
+
+    def capsule(self, now: float) -> Capsule | None:
+        """For another replica to carry on, if it was handed over and nobody has accepted it."""
+        if self.carried_until is None or self.body is None or self.let_go is None:
+            return None
+        left_ms = self.left_ms(now)
+        body = replace(self.body, attempt=self.attempt, deadline_ms=None if left_ms is None else max(left_ms, 0))
+        return Capsule(self.tenant, self.let_go.worker, body, self.let_go.cancel.attempt)
+
+    def release_source(self) -> list[Cancel]:
+        """Whoever handed it over may go: said once."""
+        told, self.let_go = self.let_go, None
+        return [] if told is None else [told]
+
     def watch(self) -> Watch:
         return Watch(self.tenant, self.request, self.attempt, self.worker, self.epoch, self.inbox, self.encoding)
 
 
-def body_of(asked: GenerateAsked, model: str, watcher: str) -> GenerateRequest:
-    """All but the attempt, what is left of the deadline, and whom to pull from."""
+def body_of(asked: GenerateAsked, model: str, watcher: str, max_priority: int) -> GenerateRequest:
+    """All but the attempt, what is left of the deadline, and whom to pull from. Higher priorities send others' waiting
+    requests away, and any tenant's producer can name one: it gets `max_priority` at most."""
     ask = asked.ask
     return GenerateRequest(
         request=asked.request,
@@ -79,7 +103,7 @@ def body_of(asked: GenerateAsked, model: str, watcher: str) -> GenerateRequest:
         prompt=ask.prompt,
         encoding=asked.encoding,
         session=ask.session,
-        priority=ask.priority,
+        priority=min(ask.priority, max_priority),
         deadline_ms=ask.deadline_ms,
         expires_unix_ms=None if ask.deadline_ms is None else min(asked.unix_ms + ask.deadline_ms, 2**53),
         traceparent=ask.traceparent,

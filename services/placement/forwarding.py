@@ -14,8 +14,8 @@
 The 50 ms grow with a long text, which the worker tokenises before it accepts, and while workers answer late
 (`patience`). Every end of a request is one here, so
 the producer gets at most one terminal frame from placement, and none once the worker's own was seen. Each offer is one
-attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. With the successor's word the
-worker that handed a request over may let go of it.
+attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. The worker that handed a
+request over may let go of it when its successor has started: it has the blocks by then.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import replace
 from itertools import count
 
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
-from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Watch
-from services.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
+from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Milestone, Watch
+from services.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
 from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
 from services.placement.fleet import Fleet
@@ -57,6 +57,7 @@ class Forwarding:
         repeats: Repeats,
         limit: int,
         max_wait_s: float | None,
+        max_priority: int,
     ) -> None:
         self.forwarded_total = 0  # accepted by a worker
         self.retried_offers_total = 0
@@ -72,6 +73,7 @@ class Forwarding:
         self._repeats = repeats
         self._limit = limit
         self._max_wait_s = max_wait_s  # of a producer that states no deadline
+        self._max_priority = max_priority
         self._offered: dict[str, Forwarded] = {}
         self._parked: dict[str, Forwarded] = {}
         self._keys: dict[str, list[str]] = {}  # of each request in flight; no empty entries
@@ -86,7 +88,7 @@ class Forwarding:
     @property
     def producer_failures_total(self) -> int:
         """Terminal failures sent to producers."""
-        return self._failures + self.watching.lost_total
+        return self._failures + self.watching.lost_total + self.watching.cancelled_total
 
     def is_in_flight(self, request: str) -> bool:
         return request in self._keys
@@ -110,12 +112,14 @@ class Forwarding:
         before = -1 if known is None else known.attempt
         forwarded = Forwarded(
             "", event.tenant, event.request, event.inbox, event.encoding, before,
-            body_of(event, model, self._placement), now, max_wait_s,
+            body_of(event, model, self._placement, self._max_priority), now, max_wait_s,
         )  # fmt: skip
         if self.in_flight >= self._limit:
             return [self._failure(forwarded, Unavailable(f"placement watches {self._limit} requests already"))]
-        if known is not None and known.is_there:
+        if known is not None and known.is_there and self._fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
+        if self._reads(event.request, event.inbox):
+            return []  # asked twice: it is being told, and would see two answers
         self._enter(forwarded)
         return self._offer(forwarded, now)
 
@@ -124,32 +128,40 @@ class Forwarding:
         self.attached_total += 1
         assert forwarded.body is not None
         body = replace(forwarded.body, attempt=known.attempt)
-        readers = [self._find(key) for key in self.keys_of(forwarded.request)]
-        if any(reader is not None and reader.inbox == forwarded.inbox for reader in readers):
-            return [Forward(known.worker, forwarded.tenant, body, "")]  # asked twice: one watch is enough
+        if self._reads(forwarded.request, forwarded.inbox):
+            # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
+            forwarded.key = f"{forwarded.request}~{next(self._numbers)}"
+            return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
         self._enter(forwarded)
         forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
         self._offered[forwarded.key] = forwarded
         return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
 
+    def _reads(self, request: str, inbox: str) -> bool:
+        return any((reader := self._find(key)) and reader.inbox == inbox for key in self.keys_of(request))
+
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
-        """Take over what a draining worker lets go of. Nobody is answered if there is no room for it here."""
+        """Take over what a draining worker lets go of or, without `reply`, a replica that goes. A worker gets no answer
+        if there is no room for it here, and tells the producer itself then."""
         body, source = capsule.request, capsule.worker
-        if self.in_flight >= self._limit:
-            return []
-        for key in list(self.keys_of(body.request)):
-            held = self.watching.get(key)
-            if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
-                self.watching.release(held)
-        self.carried_total += 1
+        held_attempt = body.attempt if capsule.held_attempt is None else capsule.held_attempt
+        actions: list[Action] = [TakenOver(reply)] if reply else []
         forwarded = Forwarded(
             "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
             replace(body, watcher=self._placement, source=source, handed_over=True), now,
             tried=[source], carried_until=now + CARRY_S,
-            let_go=Cancel(source, CancelRequest(body.request, body.attempt)),
+            let_go=Cancel(source, CancelRequest(body.request, held_attempt)),
         )  # fmt: skip
+        if self.in_flight >= self._limit:
+            full = Unavailable(f"placement watches {self._limit} requests already")
+            return [] if reply else [self._failure(forwarded, full), *forwarded.release_source()]
+        for key in list(self.keys_of(body.request)):
+            held = self.watching.get(key)
+            if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
+                actions += self.watching.release(held)
+        self.carried_total += 1
         self._enter(forwarded)
-        return [TakenOver(reply), *self._offer(forwarded, now)]
+        return [*actions, *self._offer(forwarded, now)]
 
     def adopt(self, watch: Watch, now: float) -> list[Action]:
         """Go on watching what another replica watched."""
@@ -162,11 +174,24 @@ class Forwarding:
         self._enter(forwarded)
         return self.watching.adopt(forwarded, now)
 
+    def leave(self, has_others: bool, now: float) -> list[Action]:
+        """This replica goes: what no worker has accepted is for another one, or its producer hears of it now."""
+        actions: list[Action] = [offered.take_back() for offered in self._offered.values()]
+        for held in [*self._offered.values(), *self._parked.values()]:
+            self._parked.pop(held.key, None)
+            capsule = held.capsule(now) if has_others else None
+            if capsule is None:
+                actions += self._fail(held, Unavailable("this placement goes: ask again"))
+            else:
+                self._end(held)
+                actions.append(CarryOn(capsule))
+        return actions + self.watching.release_sources()
+
     def _offer(self, forwarded: Forwarded, now: float) -> list[Action]:
         """Offer to the next worker, park, or fail. `forwarded` is in no table."""
         body = forwarded.body
         assert body is not None
-        left_ms = None if body.deadline_ms is None else body.deadline_ms - int((now - forwarded.asked_at) * 1000)
+        left_ms = forwarded.left_ms(now)
         attempt, is_first = forwarded.attempt + 1, not forwarded.tried
         try:
             if left_ms is not None and left_ms <= 0:
@@ -210,8 +235,17 @@ class Forwarding:
             return self._on_refused(offered, frame, now)
         if isinstance(frame, TERMINAL):
             self._end(offered)
-            return _let_go(offered)
+            return [*offered.release_source()]
         return []
+
+    def on_started(self, worker: str, one: Milestone) -> list[Action]:
+        """It has the blocks of what was handed over: from here on nothing is needed of the worker that did."""
+        actions: list[Action] = []
+        for key in self.keys_of(one.request):
+            held = self._find(key)
+            if held is not None and (held.tenant, held.worker, held.attempt) == (one.tenant, worker, one.attempt):
+                actions += held.release_source()
+        return actions
 
     def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
         held = self._find(key)
@@ -224,17 +258,21 @@ class Forwarding:
             self.forwarded_total += 1
             held.epoch = frame.epoch
             self.watching.watch(held, now)
-            return [held.let_go] if held.let_go is not None else []
+            return []
+        if held is None and key != frame.request:
+            return []  # asked twice, or one more reader, who has left: what it read goes on
         self.late_acceptances_total += 1
         self._patience.was_late()
         if key != frame.request:
-            return []  # one more reader, who has left: what it read goes on
+            return []
         inbox = held.inbox if held is not None else ""
         return [Cancel(frame.worker, CancelRequest(frame.request, frame.attempt, inbox))]
 
     def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
         del self._offered[offered.key]
-        if refusal.retryable and not offered.attached:
+        if refusal.retryable and offered.attached:
+            return self._offer_anew(offered, now)
+        if refusal.retryable:
             if refusal.retry_after_s is not None:
                 least = offered.retry_after_s
                 offered.retry_after_s = refusal.retry_after_s if least is None else min(least, refusal.retry_after_s)
@@ -245,7 +283,15 @@ class Forwarding:
             return self._offer(offered, now)
         self._end(offered, failed=True)
         self._failures += 1
-        return [offered.fail(refusal), *_let_go(offered)]
+        return [offered.fail(refusal), *offered.release_source()]
+
+    def _offer_anew(self, attached: Forwarded, now: float) -> list[Action]:
+        """Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more."""
+        known = self._repeats.find((attached.tenant, attached.request))
+        attached.attached = False
+        if known is not None:
+            attached.attempt = max(attached.attempt, known.attempt)
+        return self._offer(attached, now)
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
         """The next worker at once; and whoever is deaf to this request may be dead to all."""
@@ -255,9 +301,9 @@ class Forwarding:
         del self._offered[key]
         return [*self._ping(offered.worker, now), *self._next(offered, now)]
 
-    def on_left(self, worker: str, now: float) -> list[Action]:
+    def on_left(self, worker: str, heard_at: float, now: float) -> list[Action]:
         """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
-        self.watching.suspect(worker, now)
+        self.watching.suspect(worker, heard_at, now)
         actions: list[Action] = []
         for offered in [f for f in self._offered.values() if f.worker == worker]:
             del self._offered[offered.key]
@@ -281,8 +327,7 @@ class Forwarding:
             silent.due = until
             self._offered[silent.key] = silent
             return []
-        leave = Cancel(silent.worker, CancelRequest(silent.request, silent.attempt, silent.inbox))
-        return [leave, *self._next(silent, now)]
+        return [silent.take_back(), *self._next(silent, now)]
 
     def _last_chance(self, silent: Forwarded) -> float:
         """Until when to wait for a worker that does not answer."""
@@ -320,7 +365,7 @@ class Forwarding:
 
     def _fail(self, forwarded: Forwarded, error: KvfleetError) -> list[Action]:
         self._end(forwarded, failed=True)
-        return [self._failure(forwarded, error), *_let_go(forwarded)]
+        return [self._failure(forwarded, error), *forwarded.release_source()]
 
     def _failure(self, forwarded: Forwarded, error: KvfleetError) -> Fail:
         self._failures += 1
@@ -352,7 +397,3 @@ class Forwarding:
         assert all(f.tried or f.attached for f in self._offered.values())
         assert all(len(set(f.tried)) == len(f.tried) for f in (*self._offered.values(), *self._parked.values()))
         assert all(f.carried_until is not None for f in self._parked.values())
-
-
-def _let_go(forwarded: Forwarded) -> list[Action]:
-    return [forwarded.let_go] if forwarded.let_go is not None else []

@@ -82,9 +82,9 @@ def read_answer(data: bytes) -> list[Frame]:
 
 
 def read_capsule(reply: str, data: bytes) -> CapsuleHeard:
-    """Raises InvalidRequest, CodecError among them."""
+    """A worker waits for the answer, another replica does not. Raises InvalidRequest, CodecError among them."""
     capsule = codec.decode(Capsule, data)
-    if not is_inbox(reply, of_worker=True):
+    if reply and not is_inbox(reply, of_worker=True):
         raise InvalidRequest("must be an inbox", field="reply")
     _check_taken_over(capsule.tenant, capsule.request.request, capsule.worker, capsule.request.inbox)
     return CapsuleHeard(reply, capsule)

@@ -64,8 +64,9 @@ class PlacementLoop:
     `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). With the `fleet_key` prompts
     are hashed as workers do; without it nobody knows who holds what. `ledger_file` takes ended decisions. `system` is
     a connection as the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two
-    seconds. `max_wait_s` is the patience of producers that state no deadline. `on_fenced` is called if a later process
-    takes this id over: then this one must end. Raises InvalidRequest for an unknown policy.
+    seconds. `max_wait_s` is the patience of producers that state no deadline, `max_producer_priority` the highest they
+    can have. `on_fenced` is called if a later process takes this id over: then this one must end. Raises InvalidRequest
+    for an unknown policy.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PlacementLoop:
         ledger_file: LedgerFile | None = None,
         system: Connection | None = None,
         max_wait_s: float | None = MAX_WAIT_S,
+        max_producer_priority: int = 0,
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
     ) -> None:
         self.inbox_prefix = inbox_prefix(PLACEMENT_INBOX, record.id)
@@ -94,6 +96,7 @@ class PlacementLoop:
             indexer=indexer,
             keeps_hashes=ledger_file is not None,
             max_wait_s=max_wait_s,
+            max_producer_priority=max_producer_priority,
         )
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
         self.long_questions = LongQuestions(connection, self.core)
@@ -313,7 +316,7 @@ class PlacementLoop:
 
     async def stop(self, grace_s: float = 3.0) -> None:
         """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`; what is left is
-        handed on, if there is another replica. Never raises."""
+        handed on, if there is another replica, else producers hear of what no worker has. Never raises."""
         if self._stopped:
             return
         if self._renewing is not None:
@@ -325,9 +328,11 @@ class PlacementLoop:
         until = self._now() + grace_s
         while self.in_flight and self._now() < until:
             await asyncio.sleep(0.02)
-        if self.courier.has_others():
-            await self.courier.hand_on(self.core.forwarding.watching.watches())
-        self._stopped = True
+        self._stopped = True  # what comes from here on is for whoever goes on
+        has_others, forwarding = self.courier.has_others(), self.core.forwarding
+        await self.courier.carry_out(forwarding.leave(has_others, self._now()))
+        if has_others:
+            await self.courier.hand_on(forwarding.watching.watches())
         self._alarm.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)

@@ -78,6 +78,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         ledger_file=ledger_file,
         system=system,
         max_wait_s=settings.max_wait_s,
+        max_producer_priority=settings.max_producer_priority,
         on_fenced=lambda error: life.fatal(str(error)),
     )
     await loop.start()

@@ -76,10 +76,9 @@ class Repeats:
             known.is_there = True
             self._put(self._running, key, known, now)
 
-    def has_ended(self, key: Key, attempt: int) -> bool:
-        """This attempt of it, or one before a later one."""
-        known = self.find(key)
-        return known is not None and (known.attempt > attempt or (known.attempt == attempt and key in self._ended))
+    def has_finished(self, key: Key, attempt: int) -> bool:
+        known = self._ended.get(key)
+        return known is not None and known.attempt == attempt and known.is_there
 
     def drop_worker(self, worker: str) -> None:
         """It is gone, or in another life."""

@@ -24,4 +24,7 @@ class PlacementSettings(ServiceSettings):
     max_wait_s: float = Field(
         60.0, ge=0, description="longest wait that a bare producer's request without a deadline is let in for"
     )
+    max_producer_priority: int = Field(
+        0, ge=-100, le=100, description="highest priority of a bare producer's request: more is cut down to it"
+    )
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

@@ -69,7 +69,7 @@ class FakeWorker:
         prefix = inbox_prefix(WORKER_INBOX, self.id)
         self.connection = await Connection.open(self._url, name=f"worker-{self.id}", inbox_prefix=prefix)
         record = WorkerRecord(
-            self.id, self.epoch, "", State.READY, MODEL, "", "localhost", 1, codec.supported_versions()
+            self.id, self.epoch, "", State.READY, MODEL, "", "localhost", 1, codec.supported_versions(), attaches=True
         )
         subscribe = self.connection.subscribe
         if self.behaviour != "deaf":

@@ -39,8 +39,8 @@ async def knows(loop: PlacementLoop, *workers: str) -> None:
     await until(lambda: {w.id for w in loop.core.fleet.ready(MODEL).workers} == set(workers))
 
 
-async def say(worker: FakeWorker, subjects: Subjects, request: str, *passed: Passed) -> None:
-    items = tuple(Milestone("public", request, 0, one) for one in passed)
+async def say(worker: FakeWorker, subjects: Subjects, request: str, *passed: Passed, attempt: int = 0) -> None:
+    items = tuple(Milestone("public", request, attempt, one) for one in passed)
     data = codec.encode(Milestones(worker.id, worker.epoch, items))
     await worker.connection.publish(subjects.milestones(worker.id), data)
 
@@ -92,6 +92,9 @@ async def test_what_a_draining_worker_hands_over_goes_on_and_the_producer_sees_o
     capsule = Capsule("public", "w1", request)
     assert await drained.connection.request(fleet_buckets.placement_capsules(), codec.encode(capsule), 1.0)
     await drained.answer(reply, Moved("mine", 0, 0))
+    await until(lambda: sum(loop.forwarded_total for loop in loops) == 2)
+    assert not drained.cancelled
+    await say(successor, fleet_buckets, "mine", Passed.ACCEPTED, Passed.STARTED, attempt=1)
     await until(lambda: bool(drained.cancelled))
     assert (drained.cancelled[0].request, drained.cancelled[0].attempt) == ("mine", 0)
     ((_, carried, answer),) = successor.seen
@@ -122,6 +125,49 @@ async def test_a_replica_that_goes_hands_its_watches_to_another(
         (frame,) = await producer.frames(inbox, as_json=True)
         assert frame["code"] == "worker_lost"
     assert staying.in_flight == 0
+
+
+async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
+    start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer, fleet_buckets: Subjects
+) -> None:
+    going = await start_placement()
+    drained = await start_worker("w1", "hold")
+    await knows(going, "w1")
+    inboxes = [await producer.ask(as_json=True, prompt="hi", request=f"r{number}") for number in range(2)]
+    await until(lambda: going.forwarded_total == 2)
+    drained.lease.record = replace(drained.lease.record, state=State.DRAINING)
+    await until(lambda: not going.core.fleet.ready(MODEL).workers)
+
+    async def hand_over(number: int) -> None:
+        _, request, reply = drained.seen[number]
+        data = codec.encode(Capsule("public", "w1", request))
+        assert (await drained.connection.request(fleet_buckets.placement_capsules(), data, 1.0)).data == b"taken"
+        await drained.answer(reply, Moved(request.request, 0, 0))
+
+    await hand_over(0)
+    staying = await start_placement()
+    await until(lambda: going.courier.has_others() and "w1" in staying.core.fleet.workers)
+    await going.stop(grace_s=0.0)
+    await until(lambda: staying.in_flight == 2)  # one is parked there now, one is watched
+    await hand_over(1)
+    await start_worker("w2")
+    for inbox in inboxes:
+        tokens, end = await producer.frames(inbox, as_json=True)
+        assert (tokens["attempt"], end["type"]) == (1, "finished")
+
+
+async def test_the_last_replica_that_goes_tells_the_producer(
+    start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
+) -> None:
+    loop = await start_placement()
+    silent = await start_worker("w1", "silent")
+    await knows(loop, "w1")
+    inbox = await producer.ask(as_json=True, prompt="hi")
+    await until(lambda: bool(silent.seen))
+    await loop.stop(grace_s=0.0)
+    (end,) = await producer.frames(inbox, as_json=True)
+    assert (end["code"], end["retryable"]) == ("unavailable", True)
+    await until(lambda: bool(silent.cancelled))
 
 
 async def test_garbage_is_neither_taken_over_nor_answered(

@@ -29,8 +29,9 @@ INBOX = "_INBOX.somebody"
 
 def a_record(worker: str, *, epoch: str = "e1", state: State = State.READY, model: str = MODEL) -> WorkerRecord:
     return WorkerRecord(
-        id=worker, epoch=epoch, lease="l", state=state, model=model, address="", host="h", pid=1, versions=(1, 1)
-    )
+        id=worker, epoch=epoch, lease="l", state=state, model=model, address="", host="h", pid=1, versions=(1, 1),
+        attaches=True,
+    )  # fmt: skip
 
 
 def a_beat(
@@ -49,7 +50,12 @@ def a_beat(
 
 
 def a_core(
-    *workers: str, policy: str = "bounded_ring", chance: float = 0.0, limit: int = 100, shares: bool = False
+    *workers: str,
+    policy: str = "bounded_ring",
+    chance: float = 0.0,
+    limit: int = 100,
+    shares: bool = False,
+    max_producer_priority: int = 0,
 ) -> PlacementCore:
     core = PlacementCore(
         "p1",
@@ -61,6 +67,7 @@ def a_core(
         indexer=KvIndexer(4096),
         max_forwarded=limit,
         shares=shares,
+        max_producer_priority=max_producer_priority,
     )
     for worker in workers:
         core.handle(WorkerJoined(a_record(worker)), 0.0)

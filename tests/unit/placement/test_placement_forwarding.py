@@ -8,11 +8,12 @@ import pytest
 from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
 
 from kvproto.ids import model_token
-from kvproto.messages import Encoding, Overflow, Progress, State, Tokens
+from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
 from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
 from services.placement.core import SILENCE_LIMIT_S, PlacementCore
 from services.placement.events import (
     HeartbeatHeard,
+    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     Tick,
@@ -26,7 +27,7 @@ from services.placement.events import (
 from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from services.placement.forwarding import LAST_CHANCE_S, TOKENISE_S
 from services.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
-from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S
+from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S, SILENT_GRACE_S
 
 REPLY = f"{PREFIX}.r.r1"
 
@@ -84,6 +85,13 @@ class TestOffer:
     def test_carries_whether_the_result_must_be_exact(self) -> None:
         assert not offer(a_core("w1")).request.exact
         assert offer(a_core("w1"), exact=True).request.exact
+
+    @pytest.mark.parametrize(
+        ("ceiling", "asked", "given"), [(0, 100, 0), (0, -5, -5), (7, 100, 7), (7, 3, 3), (-9, 0, -9)]
+    )
+    def test_a_producers_priority_has_a_ceiling(self, ceiling: int, asked: int, given: int) -> None:
+        core = a_core("w1", max_producer_priority=ceiling)
+        assert offer(core, priority=asked).request.priority == given
 
     def test_the_models_real_name_is_found_by_its_token(self) -> None:
         core = a_core()
@@ -270,6 +278,59 @@ class TestEnd:
         assert is_over(core)
 
 
+class TestCancelled:
+    """Of a cancel that placement did not send, a worker tells nobody but placement."""
+
+    CANCELLED = failed("r1", 0, "cancelled", retryable=False)
+
+    def milestone(self, attempt: int = 0) -> MilestonesHeard:
+        ended = Milestone("public", "r1", attempt, Passed.ENDED, output_tokens=4, code="cancelled")
+        return MilestonesHeard(Milestones("w1", "e1", (ended,)))
+
+    @pytest.mark.parametrize("first", ["notice", "milestone"])
+    def test_the_producer_hears_of_it_once(self, first: str) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        events = [WorkerAnswered(self.CANCELLED), self.milestone()]
+        actions: list[Action] = []
+        for event in events if first == "notice" else events[::-1]:
+            actions += core.handle(event, 2.0)
+        (fail,) = failures(actions)
+        assert (fail.inbox, fail.encoding, fail.failed.code, fail.failed.attempt, fail.failed.retryable) == (
+            INBOX, Encoding.MSGPACK, "cancelled", 0, False,
+        )  # fmt: skip
+        assert core.forwarding.producer_failures_total == 1
+        assert is_over(core)
+        assert failures(core.handle(WorkerLeft("w1"), 2.1) + core.handle(Tick(), 9.0)) == []
+
+    def test_within_the_grace_too(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        assert [f.failed.code for f in failures(core.handle(WorkerAnswered(self.CANCELLED), 2.01))] == ["cancelled"]
+        assert is_over(core)
+
+    def test_an_attempt_that_was_taken_back_tells_nobody(self) -> None:
+        core = a_core("w1", "w2", policy="round_robin")
+        first = offer(core)
+        second = the_forward(core.handle(Tick(), 1.06))
+        core.handle(WorkerAnswered(accepted("r1", 1, second.worker)), 1.07)
+        assert core.handle(WorkerAnswered(self.CANCELLED), 1.08) == []
+        assert core.handle(self.milestone(), 1.09) == []
+        assert first.worker != second.worker
+        assert core.forwarding.in_flight == 1
+
+    @pytest.mark.parametrize("who", ["an older worker", "a reader of batches"])
+    def test_nor_anybody_whom_the_worker_tells(self, who: str) -> None:
+        core = a_core()
+        core.handle(WorkerJoined(replace(a_record("w1"), attaches=who != "an older worker")), 0.0)
+        encoding = Encoding.FRAMES if who == "a reader of batches" else Encoding.JSON
+        core.handle(a_generate(encoding=encoding), 1.0)
+        core.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.01)
+        assert core.handle(WorkerAnswered(self.CANCELLED), 2.0) == []
+        assert is_over(core)
+
+
 class TestLoss:
     @pytest.mark.parametrize(
         "event",
@@ -284,7 +345,7 @@ class TestLoss:
         actions = core.handle(Tick(), 2.0 + LOST_GRACE_S)
         (fail,) = failures(actions)
         assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (INBOX, "worker_lost", True)
-        assert [a for a in actions if isinstance(a, Cancel)]
+        assert [type(a) for a in actions if isinstance(a, (Cancel, Fail))] == [Cancel, Fail]  # nothing after its end
         assert is_over(core)
         assert failures(core.handle(Tick(), 3.0)) == []
         assert core.handle(WorkerAnswered(finished("r1", 0)), 3.0) == []
@@ -301,15 +362,62 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(WorkerJoined(a_record("w1")), 2.05)
-        assert core.handle(Tick(), 2.2) == []
+        core.handle(WorkerJoined(a_record("w1")), 2.4)  # its connection was cut, and it came back
+        assert core.handle(Tick(), 3.0) == []
         assert core.forwarding.in_flight == 1
+
+    def test_heartbeats_say_that_it_is_back_before_its_record_does(self) -> None:
+        core = a_core("w1")
+        core.handle(HeartbeatHeard(a_beat("w1")), 1.0)
+        offered_and_accepted(core)
+        core.handle(PingUnanswered("w1", True), 2.0)
+        core.handle(WorkerLeft("w1"), 2.05)
+        for tenth in range(1, 30):
+            now = 2.0 + tenth / 10
+            if tenth in (4, 9, 14):
+                core.handle(HeartbeatHeard(a_beat("w1")), now)
+            if tenth == 16:
+                core.handle(WorkerJoined(a_record("w1")), now)
+            assert core.handle(Tick(), now) == []
+        assert core.forwarding.in_flight == 1
+        core.check_integrity()
+
+    def test_heartbeats_that_cease_again_were_the_last(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(WorkerLeft("w1"), 2.0)
+        core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
+        core.handle(HeartbeatHeard(a_beat("w1", epoch="e2")), 2.8)  # another life's
+        assert core.handle(Tick(), 2.29 + LOST_GRACE_S) == []
+        assert len(failures(core.handle(Tick(), 2.31 + LOST_GRACE_S))) == 1
+
+    def test_a_heartbeat_is_enough_for_who_was_only_suspected(self) -> None:
+        core = a_core("w1")
+        offered_and_accepted(core)
+        core.handle(PingUnanswered("w1", True), 2.0)
+        core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
+        assert core.handle(Tick(), 3.0) == []
+        assert core.forwarding.in_flight == 1
+
+    def test_after_a_long_silence_there_is_little_grace(self) -> None:
+        """Four seconds after a loss the producer knows, however it was noticed."""
+        core = a_core("w1", "w2", policy="round_robin")
+        offered_and_accepted(core)  # by one of them
+        core.handle(a_generate("r2"), 1.0)
+        core.handle(WorkerAnswered(accepted("r2", 0, "w2")), 1.01)
+        core.handle(HeartbeatHeard(a_beat("w2")), 3.0)
+        core.handle(WorkerLeft("w2"), 3.4)
+        core.handle(PingUnanswered("w1", False), 3.5)
+        assert core.wake_at() == pytest.approx(3.5 + SILENT_GRACE_S)
+        core.check_integrity()
+        (fail,) = failures(core.handle(Tick(), 3.5 + SILENT_GRACE_S))
+        assert fail.failed.request == "r1"
 
     def test_a_hung_worker_that_wakes_is_told_what_to_cancel(self) -> None:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(Tick(), 2.2)
+        core.handle(Tick(), 2.1 + LOST_GRACE_S)
         (cancel,) = core.handle(WorkerJoined(a_record("w1")), 10.0)
         assert isinstance(cancel, Cancel)
         assert cancel.cancel.request == "r1"
@@ -319,8 +427,8 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(Tick(), 2.2)
-        core.handle(Tick(), 2.3 + ORPHANS_KEPT_S)
+        core.handle(Tick(), 2.1 + LOST_GRACE_S)
+        core.handle(Tick(), 2.3 + LOST_GRACE_S + ORPHANS_KEPT_S)
         assert core.handle(WorkerJoined(a_record("w1")), 70.0) == []
 
 

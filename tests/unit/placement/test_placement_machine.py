@@ -26,7 +26,7 @@ from kvproto.messages import (
     Watch,
     Watches,
 )
-from services.placement.actions import Action, Answer, Fail, Forward, TakenOver
+from services.placement.actions import Action, Answer, CarryOn, Fail, Forward, TakenOver
 from services.placement.events import (
     BlocksChanged,
     BookingsShared,
@@ -98,9 +98,9 @@ class Placement(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ members
 
-    @rule(worker=WORKERS, state=STATES)
-    def join_or_update(self, worker: str, state: State) -> None:
-        record = a_record(worker, epoch=self.epoch(worker), state=state)
+    @rule(worker=WORKERS, state=STATES, attaches=st.sampled_from([True, True, False]))
+    def join_or_update(self, worker: str, state: State, attaches: bool) -> None:
+        record = replace(a_record(worker, epoch=self.epoch(worker), state=state), attaches=attaches)
         self.tell(WorkerUpdated(record) if worker in self.core.fleet.workers else WorkerJoined(record))
 
     @rule(worker=WORKERS)
@@ -194,6 +194,21 @@ class Placement(RuleBasedStateMachine):
             assert actions[0] == TakenOver("_wrk.x")
             assert offer.request.inbox in self.in_flight()
 
+    @rule(has_others=st.booleans())
+    def goes(self, has_others: bool) -> None:
+        """It hands on what no worker has, and is the other replica as well."""
+        before = self.in_flight()
+        actions = self.core.forwarding.leave(has_others, self.now)
+        told = {action.inbox for action in actions if isinstance(action, Fail)}
+        self.ended_by_placement.update(told)
+        assert not self.core.forwarding._offered
+        assert not self.core.forwarding._parked
+        carried = [action.capsule for action in actions if isinstance(action, CarryOn)]
+        self.ended_otherwise.update(before - self.in_flight() - told - {one.request.inbox for one in carried})
+        assert has_others or not carried
+        for capsule in carried:
+            self.tell(CapsuleHeard("", capsule))
+
     @rule(worker=WORKERS, request=st.integers(0, 3), life=st.sampled_from(["e0000", "e0001"]))
     def adopt(self, worker: str, request: int, life: str) -> None:
         inbox = f"_INBOX.{len(self.readers)}"
@@ -207,7 +222,19 @@ class Placement(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         what=st.sampled_from(
-            ["accept", "accept", "old life", "503", "refuse", "give back", "finish", "fail", "forgot", "progress"]
+            [
+                "accept",
+                "accept",
+                "old life",
+                "503",
+                "refuse",
+                "give back",
+                "finish",
+                "fail",
+                "cancelled",
+                "forgot",
+                "progress",
+            ]
         ),
     )
     def answer(self, data: st.DataObject, what: str) -> None:
@@ -225,6 +252,7 @@ class Placement(RuleBasedStateMachine):
             "give back": failed(request, attempt, "context_length_exceeded", retryable=False),
             "finish": finished(request, attempt),
             "fail": failed(request, attempt, "engine_failure", retryable=True),
+            "cancelled": failed(request, attempt, "cancelled", retryable=False),
             "forgot": failed(request, attempt, "worker_lost", retryable=True),
             "progress": Progress(request, attempt, 3),
         }[what]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
+from placement_build import PREFIX, a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
 from kvproto.messages import Booked, BookedBatch, Milestone, Milestones, Passed, Placement
 from services.placement.actions import Action, Answer, AskStillRunning, Cancel, Fail, Forward
@@ -18,6 +20,7 @@ from services.placement.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerNewEpoch,
+    WorkerUpdated,
 )
 from services.placement.forwarding import ATTACH_S
 from services.placement.repeats import ENDED_S, PLACED_S, Repeats
@@ -195,8 +198,55 @@ class TestProducers:
         core = a_core("w1")
         self.begin(core)
         again = the_forward(core.handle(a_generate(inbox="_INBOX.a"), 1.1))
-        assert (again.reply, again.request.attempt) == ("", 0)
+        assert again.request.attempt == 0
+        key = again.reply.removeprefix(f"{PREFIX}.r.").removesuffix(".0")  # a worker writes there, so it is our inbox
+        assert key.partition("~")[0] == "r1" != key
+        for answer in (
+            accepted("r1", 0, "w1"),
+            failed("r1", 0, "unavailable", retryable=True),
+            failed("r1", 0, "invalid_request", retryable=False),
+            finished("r1", 0),
+        ):
+            assert core.handle(WorkerAnswered(answer, key), 1.2) == []
+            assert core.forwarding.in_flight == 1
+        assert core.forwarding.late_acceptances_total == 0
+        core.check_integrity()
+
+    def test_what_its_worker_has_not_from_the_beginning_on_is_done_once_more(self) -> None:
+        core = a_core("w1", "w2")
+        first = self.begin(core)
+        again = the_forward(core.handle(a_generate(inbox="_INBOX.b"), 1.1))
+        tell(core, first.worker, Passed.STARTED, 1.2)
+        refusal = failed("r1", 0, "unavailable", retryable=True)
+        key = again.reply.split(".")[-2]
+        anew = the_forward(core.handle(WorkerAnswered(refusal, key), 1.3))
+        assert (anew.request.attempt, anew.request.inbox) == (1, "_INBOX.b")
+        core.handle(WorkerAnswered(accepted("r1", 1, anew.worker), key), 1.31)
+        assert core.forwarding.in_flight == 2
+        core.handle(WorkerAnswered(finished("r1", 1), key), 1.4)
         assert core.forwarding.in_flight == 1
+        core.check_integrity()
+
+    def test_nothing_is_attached_at_a_worker_of_an_older_version(self) -> None:
+        core = a_core()
+        for record in (a_record("w1"), a_record("w2")):
+            core.handle(WorkerJoined(replace(record, attaches=False)), 0.0)
+        self.begin(core)
+        again = the_forward(core.handle(a_generate(inbox="_INBOX.b"), 1.1))
+        assert again.request.attempt == 1
+        actions = core.handle(Tick(), 1.2) + core.handle(Tick(), 4.0)
+        assert {c.cancel.attempt for c in actions if isinstance(c, Cancel)} <= {1, 2}  # the first one's goes on
+        assert core.handle(a_generate(inbox="_INBOX.a"), 4.1) == []  # its answer is on the way there
+        placed = place(core, 4.1)
+        assert not placed.attached
+        assert placed.attempt > 0
+
+    def test_a_worker_that_turns_out_to_know_of_readers_is_attached_to(self) -> None:
+        core = a_core()
+        core.handle(WorkerJoined(replace(a_record("w1"), attaches=False)), 0.0)
+        self.begin(core)
+        core.handle(WorkerUpdated(a_record("w1")), 1.05)
+        assert the_forward(core.handle(a_generate(inbox="_INBOX.b"), 1.1)).request.attempt == 0
 
     def test_who_has_it_and_does_not_answer_costs_the_repeat_alone(self) -> None:
         core = a_core("w1", "w2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
@@ -22,7 +24,7 @@ from kvproto.messages import (
     Watches,
 )
 from services.placement import intake
-from services.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, TakenOver
+from services.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
 from services.placement.core import PlacementCore
 from services.placement.events import (
     CapsuleHeard,
@@ -71,6 +73,13 @@ def draining(core: PlacementCore, worker: str = "w1") -> PlacementCore:
     return core
 
 
+def tell(
+    core: PlacementCore, worker: str, passed: Passed, *, attempt: int = 1, tenant: str = "acme", code: str | None = None
+) -> list[Action]:
+    one = Milestone(tenant, "r1", attempt, passed, code=code)
+    return core.handle(MilestonesHeard(Milestones(worker, "e1", (one,))), 2.5)
+
+
 def of(kind: type, actions: list[Action]) -> list:  # type: ignore[type-arg]
     return [a for a in actions if isinstance(a, kind)]
 
@@ -87,11 +96,34 @@ class TestCapsule:
             "w1", True, PRODUCER, Encoding.JSON,
         )  # fmt: skip
         assert (request.output_ids, request.text_sent, request.sampling.seed) == ((4, 5), 7, 5)
-        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
+        assert core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01) == []  # it may not have all blocks yet
+        assert tell(core, "w2", Passed.ACCEPTED) == tell(core, "w2", Passed.STARTED, attempt=0) == []
+        assert tell(core, "w3", Passed.STARTED) == tell(core, "w2", Passed.STARTED, tenant="public") == []
+        (cancel,) = tell(core, "w2", Passed.STARTED)
         assert isinstance(cancel, Cancel)
         assert (cancel.worker, cancel.cancel.request, cancel.cancel.attempt) == ("w1", "r1", 0)
+        assert tell(core, "w2", Passed.FIRST_TOKEN) == []  # once
         core.handle(WorkerAnswered(finished("r1", 1)), 2.0)
         assert core.forwarding.in_flight == 0
+        core.check_integrity()
+
+    @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "milestone", "lost", "handed over again"])
+    def test_the_worker_that_handed_it_over_may_go_however_it_ends_before_it_has_started(self, how: str) -> None:
+        core = draining(a_core("w1", "w2", "w3", policy="round_robin"))
+        (first,) = of(Forward, core.handle(a_capsule(), 1.0))
+        core.handle(WorkerAnswered(accepted("r1", 1, first.worker)), 1.01)
+        if how == "milestone":
+            actions = tell(core, first.worker, Passed.ENDED)
+        elif how == "lost":
+            actions = core.handle(WorkerLeft(first.worker), 2.0) + core.handle(Tick(), 2.0 + LOST_GRACE_S)
+            assert [type(a) for a in actions][-1] is Fail  # nothing comes after it
+        elif how == "handed over again":
+            capsule = Capsule("acme", first.worker, replace(first.request, attempt=1))
+            actions = core.handle(CapsuleHeard(REPLY, capsule), 2.0)
+        else:
+            frame = finished("r1", 1) if how == "finished" else failed("r1", 1, how, retryable=False)
+            actions = core.handle(WorkerAnswered(frame), 2.0)
+        assert [(c.worker, c.cancel.attempt) for c in of(Cancel, actions) if c.worker == "w1"] == [("w1", 0)]
         core.check_integrity()
 
     def test_whoever_watched_it_hears_moved_and_lets_go(self) -> None:
@@ -162,7 +194,8 @@ class TestCapsule:
         assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w2", 1, PRODUCER)
         (again,) = of(Forward, core.handle(Tick(), 2.0))
         assert (again.worker, again.request.attempt) == ("w2", 2)
-        (cancel,) = core.handle(WorkerAnswered(accepted("r1", 2, "w2")), 2.01)
+        core.handle(WorkerAnswered(accepted("r1", 2, "w2")), 2.01)
+        (cancel,) = tell(core, "w2", Passed.STARTED, attempt=2)
         assert (cancel.worker, cancel.cancel.attempt) == ("w1", 0)
         core.check_integrity()
 
@@ -178,6 +211,72 @@ class TestCapsule:
         assert (second.worker, second.request.inbox) == ("w2", "_INBOX.q")
         assert core.forwarding.in_flight == 2
         core.check_integrity()
+
+
+class TestLeaving:
+    """A replica stops while something is on its way to a worker."""
+
+    @pytest.mark.parametrize("state", ["parked", "offered", "parked again"])
+    def test_a_capsule_is_carried_on_by_another_replica(self, state: str) -> None:
+        going = draining(a_core("w1") if state == "parked" else a_core("w1", "w2"))
+        going.handle(a_capsule(deadline_ms=60_000), 1.0)
+        if state == "parked again":
+            going.handle(WorkerAnswered(failed("r1", 1, "overloaded", retryable=True)), 1.01)
+        actions = going.forwarding.leave(True, 2.0)
+        (carry,) = of(CarryOn, actions)
+        assert [(c.worker, c.cancel.attempt, c.cancel.inbox) for c in of(Cancel, actions)] == (
+            [("w2", 1, PRODUCER)] if state == "offered" else []
+        )
+        assert of(Fail, actions) == []
+        assert going.forwarding.in_flight == len(going.bookings) == 0
+        going.check_integrity()
+        staying = draining(a_core("w1", "w2"))
+        capsule = codec.decode(Capsule, codec.encode(carry.capsule))
+        (forward,) = staying.handle(CapsuleHeard("", capsule), 5.0)
+        assert isinstance(forward, Forward)
+        assert forward.request.attempt == (1 if state == "parked" else 2)  # none that a worker knows as taken back
+        assert (forward.request.deadline_ms, forward.request.output_ids) == (59_000, (4, 5))
+        staying.handle(WorkerAnswered(accepted("r1", forward.request.attempt, "w2")), 5.1)
+        (let_go,) = tell(staying, "w2", Passed.STARTED, attempt=forward.request.attempt)
+        assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
+
+    def test_without_another_replica_the_producer_hears_and_the_worker_may_go(self) -> None:
+        core = draining(a_core("w1"))
+        core.handle(a_capsule(), 1.0)
+        actions = core.forwarding.leave(False, 2.0)
+        (fail,) = of(Fail, actions)
+        assert (fail.inbox, fail.encoding, fail.failed.code, fail.failed.retryable) == (
+            PRODUCER, Encoding.JSON, "unavailable", True,
+        )  # fmt: skip
+        assert [(c.worker, c.cancel.attempt) for c in of(Cancel, actions)] == [("w1", 0)]
+        assert core.forwarding.in_flight == 0
+
+    @pytest.mark.parametrize("others", [False, True])
+    def test_what_is_only_offered_is_taken_back_and_its_producer_hears(self, others: bool) -> None:
+        core = a_core("w1")
+        core.handle(a_generate(inbox=PRODUCER), 1.0)
+        leave, fail = core.forwarding.leave(others, 1.01)
+        assert isinstance(leave, Cancel)
+        assert isinstance(fail, Fail)
+        assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w1", 0, PRODUCER)
+        assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (PRODUCER, "unavailable", True)
+        assert core.forwarding.in_flight == len(core.bookings) == 0
+
+    def test_a_source_waits_no_longer_for_what_is_watched(self) -> None:
+        core = draining(a_core("w1", "w2"))
+        core.handle(a_capsule(), 1.0)
+        core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
+        (let_go,) = core.forwarding.leave(True, 2.0)
+        assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
+        assert len(core.forwarding.watching.watches()) == 1
+
+    def test_who_takes_over_and_is_full_tells_the_producer(self) -> None:
+        core = draining(a_core("w1", "w2", limit=1))
+        core.handle(a_generate("r9"), 1.0)
+        actions = core.handle(CapsuleHeard("", a_capsule().capsule), 1.0)
+        assert [(f.inbox, f.failed.code) for f in of(Fail, actions)] == [(PRODUCER, "unavailable")]
+        assert [c.worker for c in of(Cancel, actions)] == ["w1"]
+        assert core.forwarding.in_flight == 1
 
 
 class TestWatches:
@@ -215,6 +314,15 @@ class TestWatches:
         core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 1.0)
         assert core.handle(self.watch(), 2.0) == []
 
+    def test_of_one_that_was_cancelled_on_the_way_the_worker_is_asked_and_the_producer_told(self) -> None:
+        core = a_core("w1")
+        tell(core, "w1", Passed.ENDED, attempt=2, code="cancelled")
+        (ask,) = core.handle(self.watch(), 2.6)
+        assert isinstance(ask, AskStillRunning)
+        (fail,) = core.handle(WorkerAnswered(failed("r1", 2, "cancelled", retryable=False)), 2.7)
+        assert isinstance(fail, Fail)
+        assert (fail.inbox, fail.failed.code) == (PRODUCER, "cancelled")
+
     @pytest.mark.parametrize("worker", ["gone", "in another life"])
     def test_what_was_lost_meanwhile_is_told(self, worker: str) -> None:
         core = a_core()
@@ -230,7 +338,10 @@ class TestIntake:
         event = a_capsule()
         assert intake.read_capsule(REPLY, codec.encode(event.capsule)) == event
 
-    @pytest.mark.parametrize("reply", ["", "kvf.worker.w1.cancel", "_plc.p1.x"])
+    def test_a_replica_that_goes_waits_for_no_answer(self) -> None:
+        assert intake.read_capsule("", codec.encode(a_capsule().capsule)).reply == ""
+
+    @pytest.mark.parametrize("reply", ["x", "kvf.worker.w1.cancel", "_plc.p1.x"])
     def test_answers_inboxes_alone(self, reply: str) -> None:
         with pytest.raises(InvalidRequest):
             intake.read_capsule(reply, codec.encode(a_capsule().capsule))
