@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ class NativeForm:
     seq_id: str
     prompt: str
     spelling: TokenSpelling | None = None
+
+    @property
+    def size(self) -> int:
+        return sys.getsizeof(self.prompt) + sys.getsizeof(self.seq_id)
 
     def writer(self, at: Position = START) -> NativeEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""

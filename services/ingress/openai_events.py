@@ -118,6 +118,10 @@ class OpenAiForm:
     head: AnswerHead
     include_usage: bool
 
+    @property
+    def size(self) -> int:
+        return 0
+
     def writer(self, at: Position = START) -> OpenAiEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""
         return OpenAiEvents(self, at)

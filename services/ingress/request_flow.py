@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +163,8 @@ class RequestFlow:
         )
         head = _answer_head(call, model, sampling, chat=True)
         form = OpenAiForm(head, ask.include_usage)
-        return Job(self._generation(call, model, prompt.ids, sampling, conversation), form, turn)
+        generation = self._generation(call, model, prompt.ids, sampling, conversation)
+        return Job(generation, form, turn, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
@@ -269,11 +271,7 @@ class RequestFlow:
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
         found = self._runs.find(call.caller.tenant, name, call.digest)
-        with self._admitted(call.caller, repeat=found is not None):
-            run = found
-            if run is None:
-                run = Run(call.caller.tenant, name.request, call.digest, name.keyed, prepare, self._start)
-                self._runs.add(run)
+        with self._admitted(call, found, prepare) as run:
             self._runs.attach(run, exchange)
             self._tally.active_streams += 1
             try:
@@ -305,12 +303,26 @@ class RequestFlow:
         return self._client.generate(generation, before=before)
 
     @contextlib.contextmanager
-    def _admitted(self, caller: ApiKey, *, repeat: bool) -> Iterator[None]:
+    def _admitted(self, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
+        """The run that a request is about, found or new. It counts once in its key's limits for as long as it runs,
+        whoever of its readers is left; what was parked and goes on counts anew."""
+        caller = call.caller
+        repeat = found is not None and (found.finished or found.payer is not None)
         self._admission.admit(caller, _now(), repeat=repeat)
+        run = found
+        if run is None:
+            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, self._start)
+            self._runs.add(run)
+        if not repeat:
+            run.payer = caller
         try:
-            yield
+            yield run
         finally:
-            self._admission.release(caller, repeat=repeat)
+            if run.payer is not None and (run.over or not run.readers):
+                payer, run.payer = run.payer, None
+                self._admission.release(payer)
+            else:
+                self._admission.release(caller, repeat=True)
 
     def _count_tokens(self, count: int) -> None:
         self._tally.generated_tokens += count

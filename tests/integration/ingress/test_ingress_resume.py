@@ -188,6 +188,34 @@ async def test_a_client_that_is_back_before_its_loss_was_noticed(serving: Serve,
     assert (await served.http.get("/sessions/s")).json()["turns"] == 1
 
 
+async def test_coming_back_is_not_for_free(serving: Serve, worker: ScriptedWorker) -> None:
+    """What goes on counts in the key's limit, whoever of its readers began it."""
+    served = await serving(keys=f'[[keys]]\nsha256 = "{hash_key("k")}"\nmax_concurrent = 1\n')
+    served.http.headers["x-api-key"] = "k"
+    worker.reply, worker.token_s = LONG, 0.02
+    body = {"prompt": "x", "max_tokens": 60}
+
+    async def refused(**headers: str) -> bool:
+        answer = await served.http.post(GENERATE, json=body, headers={n.replace("_", "-"): headers[n] for n in headers})
+        return answer.status_code == 429
+
+    parked = await read(served, GENERATE, body, events=5)
+    first = asyncio.create_task(read(served, GENERATE, body, idempotency_key="k"))
+    await until(lambda: served.ingress.admission.running)
+    assert await refused(last_event_id=parked[-1].id), "another one runs"
+    second = asyncio.create_task(read(served, GENERATE, body, idempotency_key="k"))
+    await until(lambda: served.ingress.runs.attached_total)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await until(lambda: served.ingress.admission.running == 1)
+    assert await refused(last_event_id=parked[-1].id), "its first reader has gone, it runs on"
+    served.ingress.admission.check_integrity()
+    await second
+    await read(served, GENERATE, body, last_event_id=parked[-1].id)
+    served.ingress.admission.check_integrity()
+    assert not served.ingress.admission.running
+
+
 async def test_an_older_connection_that_does_not_read_holds_nobody_up(served: Served, worker: ScriptedWorker) -> None:
     worker.reply = [(50, "x" * 2000)] * 400
     body = {"prompt": "x", "max_tokens": 400}
