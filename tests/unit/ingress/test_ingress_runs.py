@@ -289,11 +289,12 @@ async def test_who_is_back_while_it_is_prepared_has_it_begun_once() -> None:
     run, older = rig.come()
     stepping = asyncio.create_task(run.step())
     await asyncio.sleep(0)
-    leaving = asyncio.create_task(rig.runs.detach(run, older))
-    await asyncio.sleep(0)
+    await run.leave(older)
+    assert run.busy
     again, reader = rig.come()
     assert again is run
-    await asyncio.gather(stepping, leaving)
+    await stepping
+    await rig.runs.detach(run, older)
     while not run.over:
         await run.step()
         rig.streams[-1].bring(TOTAL)
