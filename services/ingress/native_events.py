@@ -26,6 +26,7 @@ class NativeForm:
     seq_id: str
     prompt: str
     spelling: TokenSpelling | None = None
+    prompt_digest: str = ""
 
     @property
     def size(self) -> int:
@@ -41,7 +42,7 @@ class NativeEvents:
 
     def __init__(self, form: NativeForm, at: Position) -> None:
         self._form = form
-        self.ids = EventIds(form.request, 1, at)
+        self.ids = EventIds(form.request, 1, at, prompt=form.prompt_digest)
 
     def started(self, started: Started, out: list[bytes]) -> None:
         if self.ids.begun:
