@@ -12,6 +12,7 @@ KvfleetError
 │   ├── ModelNotFound         404
 │   └── SessionNotFound       404
 ├── SessionBusy               409  another turn of this session is running
+├── PromptChanged             409  a stream that was begun from another prompt: it cannot be gone on with here
 ├── PayloadTooLarge           413
 ├── RequestMismatch           422  a request id or Idempotency-Key that was used for another request
 ├── LimitExceeded             429  a tenant's own limit; Retry-After says when
@@ -100,6 +101,11 @@ class SessionNotFound(NotFound):
 
 class SessionBusy(KvfleetError):
     code = "session_busy"
+    http_status = 409
+
+
+class PromptChanged(KvfleetError):
+    code = "prompt_changed"
     http_status = 409
 
 

@@ -37,8 +37,8 @@ class Admission:
     def admit(self, key: ApiKey, now: float, *, repeat: bool = False) -> None:
         """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry.
 
-        A `repeat` of a request that is here already is not one more of the key's: its client may be back before the
-        loss of its connection was noticed.
+        A `repeat` of a request that runs already, or has finished, is not one more of the key's: its client may be back
+        before the loss of its connection was noticed.
         """
         try:
             self._admit(key, now, repeat)

@@ -25,11 +25,12 @@ class SessionLimits:
 @dataclass(frozen=True, slots=True)
 class RunLimits:
     """How long what a request brought is kept once it has ended or its clients have left; `replay_s` for requests with
-    an Idempotency-Key. `bytes` bound the memory of such: the oldest give way."""
+    an Idempotency-Key. `bytes` bound the memory of such: the oldest give way. `readers` bound who reads one at once."""
 
     grace_s: float = 60.0
     replay_s: float = 600.0
     bytes: int = 64 * 1024 * 1024
+    readers: int = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Ids of a stream's events: where a client is that has read so far, so that it can say so when it comes back. Pure.
 
-    <request id>:<position>
+    <request id>.<digest of the prompt's ids>:<position>
 
     start           before the first event
     12              one choice, of which 12 tokens are with the client
@@ -9,29 +9,36 @@
     end, end.1      the first, the second event of what follows the last token
 
 A position counts what is with the client and nothing else: how tokens were cut into events or reads does not show in
-it, so any ingress can go on from it.
+it, so any ingress can go on from it that has the same ids of the prompt. One that spells a conversation differently (it
+saw other turns of it) must not: the digest says so. An id without one is not checked.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
-from kvproto.errors import InvalidRequest
+from kvproto.block_hash import pack_ids
+from kvproto.errors import InvalidRequest, PromptChanged
+from kvproto.ids import base32
 
 LAST_EVENT_ID = "Last-Event-ID"
 _EVERYTHING = 2**62  # more tokens than any choice has
-EVENT_ID = r"^[a-z2-7]{26}:(start|end(\.[0-9])?|[0-9]{1,8}e?(\.[0-9]{1,8}e?){0,127})$"
+EVENT_ID = r"^[a-z2-7]{26}(\.[a-z2-7]{8})?:(start|end(\.[0-9])?|[0-9]{1,8}e?(\.[0-9]{1,8}e?){0,127})$"
 _EVENT_ID = re.compile(EVENT_ID.replace("$", r"\Z"))
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """`counts` are tokens of each choice that has begun; `end` how many events after the last token are there too."""
+    """`counts` are tokens of each choice that has begun; `end` how many events after the last token are there too.
+    `prompt` is the digest of the ids that the stream was begun from, empty where the client does not say it."""
 
     counts: tuple[int, ...] = ()
     ended: frozenset[int] = frozenset()
     end: int = 0
+    prompt: str = ""
 
 
 START = Position()
@@ -41,14 +48,30 @@ def read_event_id(text: str) -> tuple[str, Position]:
     """Request id and position. Raises InvalidRequest for what is no id of ours."""
     if _EVENT_ID.match(text) is None:
         raise InvalidRequest(f"is no event id of this server: {text[:80]!r}", field=LAST_EVENT_ID)
-    request, _, place = text.partition(":")
+    name, _, place = text.partition(":")
+    request, _, prompt = name.partition(".")
     parts = place.split(".")
     if parts[0] == "start":
         return request, START
     if parts[0] == "end":
-        return request, Position(end=int(parts[1]) + 1 if len(parts) > 1 else 1)
+        return request, Position(end=int(parts[1]) + 1 if len(parts) > 1 else 1, prompt=prompt)
     ended = frozenset(at for at, part in enumerate(parts) if part.endswith("e"))
-    return request, Position(tuple(int(part.rstrip("e")) for part in parts), ended)
+    return request, Position(tuple(int(part.rstrip("e")) for part in parts), ended, prompt=prompt)
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """What an event id says of the prompt's ids."""
+    return base32(blake2b(pack_ids(ids), digest_size=5).digest())
+
+
+def check_prompt(at: Position, prompt: str) -> None:
+    """Raises PromptChanged where a client has read the beginning of another stream."""
+    if at.prompt and prompt and at.prompt != prompt:
+        raise PromptChanged(
+            "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
+            f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
+            field=LAST_EVENT_ID,
+        )
 
 
 def check_choices(at: Position, choices: int) -> None:
@@ -65,10 +88,13 @@ class EventIds:
 
     __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "skipped_ends")
 
-    def __init__(self, request: str, choices: int, at: Position = START, *, announced: bool = True) -> None:
-        """`announced`: a choice begins with an event of its own, before its first token."""
+    def __init__(
+        self, request: str, choices: int, at: Position = START, *, announced: bool = True, prompt: str = ""
+    ) -> None:
+        """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`."""
+        check_prompt(at, prompt)
         check_choices(at, choices)
-        self._prefix = b"id: %b:" % request.encode()
+        self._prefix = b"id: %b:" % (f"{request}.{prompt}" if prompt else request).encode()
         self._ends = 0
         self.skipped_ends = at.end
         if at.end:

@@ -11,7 +11,10 @@ from services.ingress.transcript import ChoiceTranscript, Transcript
 
 
 class Form(Protocol):
-    """How one request's answer is written: the same for all its readers."""
+    """How one request's answer is written: the same for all its readers. `size`: what it keeps, bytes of memory."""
+
+    @property
+    def size(self) -> int: ...
 
     def writer(self, at: Position) -> EventWriter:
         """For a reader who is there. Raises InvalidRequest for a position that this answer cannot have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ class NativeForm:
     seq_id: str
     prompt: str
     spelling: TokenSpelling | None = None
+    prompt_digest: str = ""
+
+    @property
+    def size(self) -> int:
+        return sys.getsizeof(self.prompt) + sys.getsizeof(self.seq_id)
 
     def writer(self, at: Position = START) -> NativeEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""
@@ -36,7 +42,7 @@ class NativeEvents:
 
     def __init__(self, form: NativeForm, at: Position) -> None:
         self._form = form
-        self.ids = EventIds(form.request, 1, at)
+        self.ids = EventIds(form.request, 1, at, prompt=form.prompt_digest)
 
     def started(self, started: Started, out: list[bytes]) -> None:
         if self.ids.begun:

@@ -39,6 +39,7 @@ class AnswerHead:
     chat: bool
     choices: int = 1
     spelling: TokenSpelling | None = None
+    prompt_digest: str = ""  # of event ids
 
     def as_map(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -118,6 +119,10 @@ class OpenAiForm:
     head: AnswerHead
     include_usage: bool
 
+    @property
+    def size(self) -> int:
+        return 0
+
     def writer(self, at: Position = START) -> OpenAiEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""
         return OpenAiEvents(self, at)
@@ -132,7 +137,7 @@ class OpenAiEvents:
     def __init__(self, form: OpenAiForm, at: Position) -> None:
         self._head = head = form.head
         self._include_usage = form.include_usage
-        self.ids = EventIds(head.request, head.choices, at, announced=head.chat)
+        self.ids = EventIds(head.request, head.choices, at, announced=head.chat, prompt=head.prompt_digest)
         self._around = [self._template(choice) for choice in range(head.choices)]
         self._running = head.choices - len(self.ids.ended)
         self._last: ChoiceFinished | None = None  # of several choices the one that ended last

@@ -34,7 +34,8 @@ ERRORS: dict[int, str] = {
     403: "This API key may not do that.",
     404: "There is none of that name, or it is another tenant's.",
     405: "The route does not take that method.",
-    409: "The session is busy, or has had another turn since.",
+    409: "The session is busy, or has had another turn since; or the stream was begun from another prompt "
+    "(`prompt_changed`): it goes on only at the ingress that it was begun at.",
     413: "The body is too long.",
     422: "The Idempotency-Key or Last-Event-ID is of another request.",
     429: "A limit of this key or tenant, or more than the fleet can do in time: Retry-After says when.",

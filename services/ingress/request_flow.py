@@ -15,19 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from kvproto.client import Client, Generation
-from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy, Unavailable
+from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
 from kvproto.ids import new_request_id
 from kvproto.messages import Continuation, Sampling
 from kvproto.stream import Stream
 from services.ingress.admission import Admission
 from services.ingress.config import IngressConfig
-from services.ingress.event_ids import LAST_EVENT_ID, START
+from services.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest
 from services.ingress.fields import Body, parse_body
 from services.ingress.http_exchange import Exchange
 from services.ingress.metrics import IngressMetrics
@@ -160,9 +161,10 @@ class RequestFlow:
             prompt,
             longest=len(prompt.ids) + sampling.max_tokens,
         )
-        head = _answer_head(call, model, sampling, chat=True)
+        head = _answer_head(call, model, sampling, prompt.ids, chat=True)
         form = OpenAiForm(head, ask.include_usage)
-        return Job(self._generation(call, model, prompt.ids, sampling, conversation), form, turn)
+        generation = self._generation(call, model, prompt.ids, sampling, conversation)
+        return Job(generation, form, turn, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
@@ -173,7 +175,7 @@ class RequestFlow:
         else:
             check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
         sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
-        head = _answer_head(call, model, sampling, chat=False)
+        head = _answer_head(call, model, sampling, ids, chat=False)
         form = OpenAiForm(head, ask.include_usage)
         return Job(self._generation(call, model, ids, sampling, None), form, PlainTurn())
 
@@ -198,7 +200,7 @@ class RequestFlow:
             ids,
             history=len(session.ids),
         )
-        form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling))
+        form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
         return Job(self._generation(call, model, ids, sampling, session.key), form, turn)
 
     def _sampling(
@@ -269,17 +271,15 @@ class RequestFlow:
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
         found = self._runs.find(call.caller.tenant, name, call.digest)
-        with self._admitted(call.caller, repeat=found is not None):
-            run = found
-            if run is None:
-                run = Run(call.caller.tenant, name.request, call.digest, name.keyed, prepare, self._start)
-                self._runs.add(run)
+        with self._admitted(call, found, prepare) as run:
             self._runs.attach(run, exchange)
             self._tally.active_streams += 1
             try:
                 last = await self._carry(exchange, call, run, streams=streams)
             except KvfleetError as error:
                 log.info("request %s ended: %s", name.request, error)
+                if name.named and isinstance(error, InvalidRequest) and error.field == "request":
+                    raise _begun_otherwise(name) from error
                 raise
             finally:
                 self._tally.active_streams -= 1
@@ -305,12 +305,26 @@ class RequestFlow:
         return self._client.generate(generation, before=before)
 
     @contextlib.contextmanager
-    def _admitted(self, caller: ApiKey, *, repeat: bool) -> Iterator[None]:
+    def _admitted(self, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
+        """The run that a request is about, found or new. It counts once in its key's limits for as long as it runs,
+        whoever of its readers is left; what was parked and goes on counts anew."""
+        caller = call.caller
+        repeat = found is not None and (found.finished or found.payer is not None)
         self._admission.admit(caller, _now(), repeat=repeat)
+        run = found
+        if run is None:
+            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, self._start)
+            self._runs.add(run)
+        if not repeat:
+            run.payer = caller
         try:
-            yield
+            yield run
         finally:
-            self._admission.release(caller, repeat=repeat)
+            if run.payer is not None and (run.over or not run.readers):
+                payer, run.payer = run.payer, None
+                self._admission.release(payer)
+            else:
+                self._admission.release(caller, repeat=True)
 
     def _count_tokens(self, count: int) -> None:
         self._tally.generated_tokens += count
@@ -333,7 +347,9 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _answer_head(call: Call[Ask], model: ServedModel, sampling: Sampling, *, chat: bool) -> AnswerHead:
+def _answer_head(
+    call: Call[Ask], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], *, chat: bool
+) -> AnswerHead:
     return AnswerHead(
         call.name.request,
         model.name,
@@ -342,12 +358,22 @@ def _answer_head(call: Call[Ask], model: ServedModel, sampling: Sampling, *, cha
         chat,
         sampling.n,
         _spelling(model, sampling),
+        prompt_digest(ids),
     )
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:
     """Needed where log probabilities are asked for."""
     return model.tokenizer.spelling if sampling.logprobs is not None else None
+
+
+def _begun_otherwise(name: RequestName) -> PromptChanged:
+    """A worker knows another request of this id: it was begun at another ingress, from other ids of the prompt."""
+    return PromptChanged(
+        "the request runs already, or did a moment ago, from other prompt ids or another body: another ingress reads "
+        f"the conversation differently. Send it there, or again without {name.header}",
+        field=name.header,
+    )
 
 
 def _traceparent(exchange: Exchange) -> str | None:

@@ -20,16 +20,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvproto.client import Generation
-from kvproto.errors import Cancelled, KvfleetError, RequestMismatch
+from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, RequestMismatch
 from kvproto.messages import Continuation
 from kvproto.stream import Event
 from services.ingress.config import RunLimits
 from services.ingress.event_writer import Form
 from services.ingress.repeats import RequestName
+from services.ingress.tenancy import ApiKey
 from services.ingress.transcript import Transcript
 
 SWEEP_PERIOD_S = 5.0
-PROMPT_TOKEN_BYTES = 40
+PROMPT_TOKEN_BYTES = 48
+BIAS_BYTES = 96
 
 
 class Stream(Protocol):
@@ -54,11 +56,20 @@ class Turn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that was read and tokenised: all that is left is to run it. `form` is how its answer is written."""
+    """A request that was read and tokenised: all that is left is to run it. `form` is how its answer is written,
+    `turn_bytes` the memory that its turn keeps besides the prompt's ids."""
 
     generation: Generation
     form: Form
     turn: Turn
+    turn_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about, without the form's."""
+        said, ids = self.generation.sampling, len(self.generation.prompt_ids)
+        asked = sum(map(len, said.stop)) + BIAS_BYTES * (len(said.logit_bias) + len(said.stop_ids))
+        return self.turn_bytes + PROMPT_TOKEN_BYTES * ids + asked
 
 
 Prepare = Callable[[], Awaitable[Job]]
@@ -68,10 +79,13 @@ Start = Callable[[Generation, Sequence[Continuation]], Stream]
 class Run:
     """One request and what it has brought. Owned by the event loop; changed by whichever reader is in `step`.
 
-    `over`: nothing more will come to its present readers: it has finished, or failed with `error`.
+    `over`: nothing more will come to its present readers: it has finished, or failed with `error`. `prepare` makes its
+    job, and is let go of with all that it holds of the request's body as soon as it has; None where the job is there.
     """
 
-    def __init__(self, tenant: str, request: str, digest: bytes, keyed: bool, prepare: Prepare, start: Start) -> None:
+    def __init__(
+        self, tenant: str, request: str, digest: bytes, keyed: bool, prepare: Prepare | None, start: Start
+    ) -> None:
         self.tenant = tenant
         self.request = request
         self.digest = digest
@@ -82,6 +96,7 @@ class Run:
         self.finished = False
         self.busy = False  # somebody is in `step`
         self.readers: set[object] = set()
+        self.payer: ApiKey | None = None  # whose limit it counts in, while it runs
         self.starts = 0
         self.steps = 0
         self.first_token_at: float | None = None
@@ -100,8 +115,9 @@ class Run:
     @property
     def size(self) -> int:
         """Bytes of memory, about."""
-        prompt = len(self._job.generation.prompt_ids) if self._job is not None else 0
-        return self.transcript.size + PROMPT_TOKEN_BYTES * prompt
+        form = self.form.size if self.form is not None else 0
+        job = self._job.size if self._job is not None else 0
+        return self.transcript.size + form + job
 
     async def changed(self) -> None:
         """Until something has: tokens, the end, nobody in `step` any more, a reader gone."""
@@ -159,6 +175,12 @@ class Run:
             self.wake()
         return count
 
+    def join(self, reader: object) -> None:
+        """A client has come, perhaps back before anything was stopped for the one that has left."""
+        self.readers.add(reader)
+        if self._stream is None:
+            self._abandoned = False
+
     async def leave(self, reader: object) -> None:
         """A client has left. After the last one nothing runs for it any more. Does nothing when called again."""
         if reader not in self.readers:
@@ -178,7 +200,9 @@ class Run:
         self.wake()
 
     async def _read_job(self) -> None:
+        assert self._prepare is not None
         self._job = job = await self._prepare()
+        self._prepare = None
         self.form = job.form
         self.transcript = Transcript.of(job.generation.sampling.n)
 
@@ -202,7 +226,7 @@ class Run:
 
     def resumed(self) -> Run:
         """What a failed run is for those who try again: the same, with what it has brought and no reader."""
-        run = Run(self.tenant, self.request, self.digest, self.keyed, self._prepare, self._start)
+        run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start)
         run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
         return run
 
@@ -231,14 +255,19 @@ class Runs:
         return run is not None and run.tenant != tenant
 
     def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
-        """The run that this is a repeat of. Raises RequestMismatch when it is not quite one."""
+        """The run that this is a repeat of. Raises RequestMismatch when it is not quite one, LimitExceeded when it has
+        as many readers as it may."""
         self.sweep()
         run = self._runs.get(name.request)
         if run is None or run.tenant != tenant:
             return None
         if run.digest != digest:
             raise RequestMismatch("was used for another request: route and body must be the same", field=name.header)
-        return run if run.error is None else self._renew(run)
+        if run.error is not None:
+            return self._renew(run)
+        if len(run.readers) >= self._limits.readers:
+            raise LimitExceeded(f"{self._limits.readers} connections read this request already", retry_after_s=1.0)
+        return run
 
     def add(self, run: Run) -> None:
         assert run.request not in self._runs
@@ -253,7 +282,7 @@ class Runs:
         elif run.form is not None:
             self.resumed_total += 1
             self._revive(run)
-        run.readers.add(reader)
+        run.join(reader)
 
     async def detach(self, run: Run, reader: object) -> None:
         """A reader has gone, whatever way: its client left, or it has all there is."""

@@ -87,6 +87,7 @@ class ScriptedWorker:
     token_s: float = 0.0
     failure: tuple[str, str, bool] | None = None  # code, message, retryable: instead of the first token
     fails_after: int | None = None  # tokens before it
+    failed_field: str | None = None
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
@@ -171,7 +172,7 @@ class ScriptedWorker:
         async def send(*frames: Frame) -> None:
             await self.connection.publish(request.inbox, codec.encode_frames(frames))
 
-        failure = Failed(*me, *self.failure) if self.failure else None
+        failure = Failed(*me, *self.failure, field=self.failed_field) if self.failure else None
         if failure and not self.fails_after:
             await send(failure)
             return

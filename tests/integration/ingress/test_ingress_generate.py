@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,7 +12,8 @@ import pytest
 from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
-from kvproto.messages import AdminCommand
+from kvproto import codec
+from kvproto.messages import AdminCommand, SessionHead, Turn
 from kvproto.subjects import Subjects
 from services.ingress import session_blocks
 from services.ingress.config import SessionLimits
@@ -233,10 +235,15 @@ async def test_a_turn_that_cannot_be_committed_is_not_done(served: Served, worke
     await until(lambda: served.ingress.metrics.tally.generated_tokens)
     key = worker.requests[0][1].session
     assert key is not None
-    await served.ingress.sessions._bucket.delete(key)  # as if its lease had run out and somebody else had come
+    bucket = served.ingress.sessions._bucket
+    entry = await bucket.get(key)
+    assert entry.value is not None
+    head = codec.decode(SessionHead, entry.value)  # as if its lease had run out and somebody else had come
+    taken = replace(head, turn=Turn("another", "elsewhere", head.updated_unix_ms))
+    await bucket.update(key, codec.encode(taken), entry.revision)
     *_, last = await running
     assert (last["type"], last["code"]) == ("error", "session_busy")
-    assert (await served.http.get("/sessions/s")).status_code == 404
+    assert (await bucket.get(key)).value == codec.encode(taken)
 
 
 async def test_turns_may_follow_at_once(serving: Serve) -> None:

@@ -188,6 +188,34 @@ async def test_a_client_that_is_back_before_its_loss_was_noticed(serving: Serve,
     assert (await served.http.get("/sessions/s")).json()["turns"] == 1
 
 
+async def test_coming_back_is_not_for_free(serving: Serve, worker: ScriptedWorker) -> None:
+    """What goes on counts in the key's limit, whoever of its readers began it."""
+    served = await serving(keys=f'[[keys]]\nsha256 = "{hash_key("k")}"\nmax_concurrent = 1\n')
+    served.http.headers["x-api-key"] = "k"
+    worker.reply, worker.token_s = LONG, 0.02
+    body = {"prompt": "x", "max_tokens": 60}
+
+    async def refused(**headers: str) -> bool:
+        answer = await served.http.post(GENERATE, json=body, headers={n.replace("_", "-"): headers[n] for n in headers})
+        return answer.status_code == 429
+
+    parked = await read(served, GENERATE, body, events=5)
+    first = asyncio.create_task(read(served, GENERATE, body, idempotency_key="k"))
+    await until(lambda: served.ingress.admission.running)
+    assert await refused(last_event_id=parked[-1].id), "another one runs"
+    second = asyncio.create_task(read(served, GENERATE, body, idempotency_key="k"))
+    await until(lambda: served.ingress.runs.attached_total)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await until(lambda: served.ingress.admission.running == 1)
+    assert await refused(last_event_id=parked[-1].id), "its first reader has gone, it runs on"
+    served.ingress.admission.check_integrity()
+    await second
+    await read(served, GENERATE, body, last_event_id=parked[-1].id)
+    served.ingress.admission.check_integrity()
+    assert not served.ingress.admission.running
+
+
 async def test_an_older_connection_that_does_not_read_holds_nobody_up(served: Served, worker: ScriptedWorker) -> None:
     worker.reply = [(50, "x" * 2000)] * 400
     body = {"prompt": "x", "max_tokens": 400}
@@ -241,3 +269,43 @@ async def test_the_openai_package_comes_back(served: Served, worker: ScriptedWor
         stream = await client.chat.completions.create(**body, extra_headers={"Last-Event-ID": before[-1].id})
         after = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
     assert texts(before)[0] + after == "".join(text for _, text in LONG)
+
+
+# ---------------------------------------------------------------------------------------------- another prompt
+
+
+async def test_an_ingress_that_reads_a_chat_otherwise_does_not_go_on_with_it(
+    serving: Serve, worker: ScriptedWorker
+) -> None:
+    """Only one of them has seen the first turn, whose tokens are not those that its text would be given again."""
+    one, two = await serving(), await serving()
+    first = await one.http.post(CHAT, json={"model": "demo", "messages": MESSAGE})
+    assert first.json()["choices"][0]["message"]["content"] == "Hello!"
+    worker.reply, worker.token_s = LONG, 0.005
+    more = [*MESSAGE, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "And then?"}]
+    body: dict[str, Any] = {"model": "demo", "messages": more, "stream": True, "max_tokens": 60}
+    before = await read(one, CHAT, body, events=9)
+    for _ in range(2):
+        answer = await two.http.post(CHAT, json=body, headers={"last-event-id": before[-1].id})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (409, "prompt_changed", "Last-Event-ID")
+    assert len(worker.requests) == 2, "nothing was begun there"
+    after = await read(one, CHAT, body, last_event_id=before[-1].id)
+    assert texts(before + after) == {0: "".join(text for _, text in LONG)}
+    anew = await read(two, CHAT, body)
+    assert texts(anew) == texts(before + after)
+    assert worker.requests[-1][1].prompt_ids != worker.requests[-2][1].prompt_ids
+    assert before[0].id.partition(":")[0].partition(".")[2] != anew[0].id.partition(":")[0].partition(".")[2]
+
+
+@pytest.mark.parametrize("header", ["Last-Event-ID", "Idempotency-Key"])
+async def test_a_worker_that_knows_another_request_of_the_id(
+    served: Served, worker: ScriptedWorker, header: str
+) -> None:
+    worker.failure = ("invalid_request", "request: another request of this id runs here, or did a moment ago", False)
+    worker.failed_field = "request"
+    named = {header: "a" * 26 + ":3" if header == "Last-Event-ID" else "k"}
+    answer = await served.http.post(GENERATE, json={"prompt": "x"}, headers=named)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (409, "prompt_changed", header)
+    assert (await served.http.post(GENERATE, json={"prompt": "x"})).status_code == 400, "of no header"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.errors import InvalidRequest
+from kvproto.errors import InvalidRequest, PromptChanged
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, Tokens
-from services.ingress.event_ids import START, EventIds, Position, check_choices, read_event_id
+from services.ingress.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
 from services.ingress.event_writer import Form, Reader
 from services.ingress.native_events import NativeForm
 from services.ingress.openai_events import AnswerHead, OpenAiForm
@@ -147,3 +147,24 @@ def test_who_guesses_anothers_key_does_not_know_its_request() -> None:
     assert not everywhere
     assert own != key_secret(b"", 2)[0]
     assert key_secret(b"", 1) == (b"", True)
+
+
+def test_an_id_says_which_prompt_its_stream_was_begun_from() -> None:
+    here, there = prompt_digest((1, 2, 3)), prompt_digest((1, 2, 4))
+    ids = NativeForm(R, "s", "p", prompt_digest=here).writer().ids
+    ids.begin()
+    said = ids.here().decode().removeprefix("id: ").strip()
+    assert said == f"{R}.{here}:0"
+    request, at = read_event_id(said)
+    assert (request, at) == (R, Position((0,), prompt=here))
+    for form in (NativeForm(R, "s", "p", prompt_digest=here), NativeForm(R, "s", "p")):
+        form.writer(at)
+        form.writer(Position((3,)))  # whose id does not say
+    with pytest.raises(PromptChanged, match="Last-Event-ID"):
+        NativeForm(R, "s", "p", prompt_digest=there).writer(at)
+    for end in ("end", "end.1"):
+        assert read_event_id(f"{R}.{here}:{end}")[1].prompt == here
+    assert read_event_id(f"{R}.{here}:start")[1] == START, "nothing was read of it"
+    for wrong in (f"{R}.:1", f"{R}.abc:1", f"{R}.{here}{here}:1", f"{R}.{here.upper()}1:1"):
+        with pytest.raises(InvalidRequest):
+            read_event_id(wrong)

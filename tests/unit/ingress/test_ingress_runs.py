@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, RequestMismatch, SessionBusy, Unavailable
+from kvproto.errors import (
+    Cancelled,
+    InvalidRequest,
+    KvfleetError,
+    LimitExceeded,
+    RequestMismatch,
+    SessionBusy,
+    Unavailable,
+)
 from kvproto.generation import Generation
 from kvproto.messages import Continuation, Finished, FinishReason, Sampling, Started, Tokens
 from services.ingress.config import RunLimits
@@ -97,6 +107,8 @@ class Rig:
         self.turn = Turn()
         self.streams: list[Stream] = []
         self.failure: KvfleetError | None = None
+        self.form = NativeForm("r", "s", "p")
+        self.sampling = Sampling(max_tokens=TOTAL)
 
     def start(self, generation: Generation, before: Sequence[Continuation]) -> Any:
         assert all(stream.error for stream in self.streams), "two streams at once"
@@ -107,7 +119,7 @@ class Rig:
         await asyncio.sleep(0)
         if self.failure is not None:
             raise self.failure
-        return Job(Generation("m", Sampling(max_tokens=TOTAL), (1,)), NativeForm("r", "s", "p"), self.turn)
+        return Job(Generation("m", self.sampling, (1,)), self.form, self.turn)
 
     def come(
         self, name: str = "r", tenant: str = "t", digest: bytes = b"", *, keyed: bool = False
@@ -270,6 +282,58 @@ async def test_times_and_memory() -> None:
     assert small.runs.kept_bytes <= 9000
     assert small.runs.find("t", RequestName("r9"), b"") is not None
     assert small.runs.find("t", RequestName("r1"), b"") is None
+
+
+async def test_who_is_back_while_it_is_prepared_has_it_begun_once() -> None:
+    rig = Rig()
+    run, older = rig.come()
+    stepping = asyncio.create_task(run.step())
+    await asyncio.sleep(0)
+    await run.leave(older)
+    assert run.busy
+    again, reader = rig.come()
+    assert again is run
+    await stepping
+    await rig.runs.detach(run, older)
+    while not run.over:
+        await run.step()
+        rig.streams[-1].bring(TOTAL)
+    await rig.runs.detach(run, reader)
+    assert (len(rig.streams), run.starts, rig.turn.committed) == (1, 1, 1)
+
+
+async def test_what_is_kept_holds_no_body_and_counts_what_it_holds() -> None:
+    class Body:
+        pass
+
+    rig = Rig()
+    rig.form = NativeForm("r", "s", "p" * 1_000_000)
+    rig.sampling = Sampling(max_tokens=TOTAL, logit_bias=dict.fromkeys(range(300), 1.0))
+    body = Body()
+    held, real = weakref.ref(body), rig.prepare
+    rig.prepare = lambda _body=body: real()  # type: ignore[method-assign, misc]
+    del body
+    run, reader = rig.come()
+    await run.step()
+    await run.step()
+    rig.prepare = real  # type: ignore[method-assign]
+    await rig.runs.detach(run, reader)
+    gc.collect()
+    assert held() is None
+    assert rig.runs.kept_bytes > 1_000_000 + 300 * 64
+    assert (await rig.whole()).finished
+    assert 1_000_000 < rig.runs.kept_bytes < 1_010_000
+    rig.runs.check_integrity()
+
+
+async def test_so_many_read_one_at_once() -> None:
+    rig = Rig(RunLimits(readers=2))
+    run, one = rig.come()
+    rig.come()
+    with pytest.raises(LimitExceeded, match="2 connections"):
+        rig.come()
+    await rig.runs.detach(run, one)
+    rig.come()
 
 
 @settings(max_examples=120, deadline=None)
