@@ -24,7 +24,7 @@ from tests.support.processes import KVFLEET
 
 URL = f"nats://{ADDRESS}:4222"
 TOKENS, CUT_AT = 300, 40
-TOKENS_PER_S = 100
+TOKENS_PER_S = 200
 
 
 def nats_server(folder: Path) -> subprocess.Popen[bytes]:

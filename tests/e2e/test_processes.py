@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -171,14 +172,17 @@ def test_a_fleet_with_api_keys(tmp_path: Path) -> None:
         assert fleet.stop() == 0
 
 
-@pytest.mark.parametrize("command", ["up", "worker", "ingress", "placement"])
-def test_a_dead_nats_is_one_line(command: str) -> None:
-    flags = ["--port", "0"] if command in ("up", "ingress") else []
-    done = run(command, "--nats-url", "nats://127.0.0.1:1", *flags)
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("kvfleet")
-    assert "127.0.0.1:1" in line
+def test_a_dead_nats_is_one_line() -> None:
+    def started(command: str) -> subprocess.CompletedProcess[str]:
+        flags = ["--port", "0"] if command in ("up", "ingress") else []
+        return run(command, "--nats-url", "nats://127.0.0.1:1", *flags)
+
+    with ThreadPoolExecutor() as at_once:
+        for done in at_once.map(started, ("up", "worker", "ingress", "placement")):
+            assert done.returncode == 1
+            (line,) = done.stderr.strip().splitlines()
+            assert line.startswith("kvfleet")
+            assert "127.0.0.1:1" in line
 
 
 def test_wrong_settings_name_the_flag() -> None:
