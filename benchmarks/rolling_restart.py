@@ -261,7 +261,7 @@ def main() -> None:
     with three_servers() as (cluster, folder):
         asyncio.run(cluster.ready())
         fleet = Fleet(cluster.url, folder, f"--fake-tokens-per-s={RATE}", "--drain-s=8", replicas=3)
-        fleet.ingress_flags = ("--drain-s=15", "--unready-s=0.5")
+        fleet.ingress_flags = ("--drain-s=60", "--unready-s=0.5")
         fleet.init()
         ports = {"i0": fleet.port, "i1": free_port()}
         metrics = {f"w{number}": free_port() for number in range(3)}
