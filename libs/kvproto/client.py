@@ -19,7 +19,7 @@ from kvproto import codec
 from kvproto.admin import Administration
 from kvproto.block_hash import pack_ids
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded
+from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, PermissionDenied
 from kvproto.explanations import Explanations
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.generation import Counters, Generation, seed_of
@@ -27,12 +27,14 @@ from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, is_token, new_process
 from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import AdminCommand, AdminRequest, Bundle, Continuation, Decision, Sampling
-from kvproto.placing import read_placement
+from kvproto.placement_answers import read_placement
+from kvproto.placing import miss
 from kvproto.request_driver import RequestDriver
 from kvproto.schema import read_map, to_map
 from kvproto.silence import LEAST_S, Ear, Verdict, judge
 from kvproto.stream import Signal, Stream
-from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix
+from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix, producers_tenant
+from kvproto.trail import Trail
 
 GAP_S = 0.02
 WATCH_PERIOD_S = 0.05
@@ -64,13 +66,14 @@ class Client:
         *,
         tenant: str = DEFAULT_TENANT,
         namespace: str = DEFAULT_NAMESPACE,
+        region: str = "",
         **options: Any,
     ) -> Client:
         """Connect as a producer of `tenant`. Options are `Connection.open`'s. Raises Unavailable."""
         prefix = inbox_prefix(f"{PRODUCER_INBOX}.{tenant}", new_process_id())
         connection = await Connection.open(servers, name=prefix, inbox_prefix=prefix, **options)
         try:
-            client = await cls.over(connection, Subjects(namespace))
+            client = await cls.over(connection, Subjects(namespace, region))
         except BaseException:
             await connection.close()
             raise
@@ -123,9 +126,11 @@ class Client:
 
     # ------------------------------------------------------------------ one request
 
-    def generate(self, generation: Generation, before: Sequence[Continuation] = ()) -> Stream:
+    def generate(
+        self, generation: Generation, before: Sequence[Continuation] = (), trail: Trail | None = None
+    ) -> Stream:
         """Start a request; with `before` one that goes on after what the caller has of each choice. Errors are raised
-        by the stream's reader.
+        by the stream's reader. `trail` hears of its way; without one its `traceparent` is carried as it is.
 
         One whose id another process has started is read along from its first token, or again if it has just ended.
         """
@@ -142,9 +147,14 @@ class Client:
         if request in self._streams:
             raise InvalidRequest("this request id is already running", field="request")
         self.subjects.place(generation.tenant, generation.model)  # refuses a tenant that is no subject token
+        own = producers_tenant(self.connection.inbox_prefix)
+        if own not in (None, generation.tenant):
+            raise PermissionDenied(f"this client is the tenant {own}'s", field="tenant")
         choices = generation.sampling.n
         limit = min(generation.sampling.max_tokens * choices, BUFFER_TOKENS)
         stream = Stream(request, limit, self.now, choices)
+        stream.tenant = own
+        stream.trail = trail if trail is not None else Trail(generation.traceparent)
         stream.assembly.resume(before)
         self._streams[request] = stream
         self.inbox.register(request, stream)
@@ -225,6 +235,10 @@ class Client:
         for what is no id, NotFound if no replica has decided about it, Unavailable if none answers.
         """
         return await self._explanations.ask(request, tenant)
+
+    async def miss(self, model: str) -> None:
+        """A model is asked for of which no worker is known here. Raises NoWorkers if it is one of this fleet's."""
+        await miss(self.connection, self.subjects, DEFAULT_TENANT, model)
 
     async def bundle(self, worker: str) -> Bundle:
         """Tokenizer, template and defaults of the model this worker serves."""

@@ -104,6 +104,15 @@ def decode_plain(kind: type[T], data: bytes, *, as_json: bool) -> T:
     return read_map(kind, _parse_json(data))
 
 
+def encode_plain(message: Any, *, as_json: bool) -> bytes:
+    """Inverse of `decode_plain`."""
+    value = to_map(message, packed=False)
+    if as_json:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
 def _parse_json(data: bytes) -> Any:
     if len(data) > MAX_MESSAGE_BYTES:
         raise CodecError(f"at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -68,6 +69,33 @@ def is_json(message: Message) -> bool:
     )
 
 
+def _who(user: str | None, nkey_seed: str | None, credentials: str | None) -> str:
+    if nkey_seed is not None:
+        return "the nkey"
+    return f"the credentials {credentials}" if credentials is not None else f"user {user or 'anonymous'}"
+
+
+class _Client(NatsClient):  # type: ignore[misc]
+    """nats-py speaks TLS where the server asks for it: whoever is in between could ask for none. And it forgets the
+    socket of an attempt that failed."""
+
+    async def _connect_to_server(self, s: Any) -> None:
+        writer: Any = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        await super()._connect_to_server(s)
+
+    def _connect_command(self) -> bytes:
+        writer: Any = getattr(self._transport, "_io_writer", None)
+        is_tls = writer is not None and writer.get_extra_info("ssl_object") is not None
+        if is_tls and (protocol := writer.transport.get_protocol()) is not None:
+            protocol._over_ssl = True  # else asyncio complains of it when it ends
+        elif not is_tls and self.options.get("tls") is not None:
+            raise nats.errors.Error("nats: the server speaks no TLS, and no word is said without")
+        command: bytes = super()._connect_command()
+        return command
+
+
 class Connection:
     """One process's connection. Create with `Connection.open`; `close` drains what is pending within its timeout.
 
@@ -83,9 +111,10 @@ class Connection:
         self.on_closed: Callable[[], None] | None = None
         self.reconnects_total = 0
         self.errors_total = 0
-        self._nc = NatsClient()
+        self._nc = _Client()
         self._refused = asyncio.Event()
         self._said, self._said_at = "", 0.0
+        self._tls_fault = ""  # the last one
         self._closing = False
         self._connected_at = 0.0
         self._stalled = False  # the server has not taken what waits for it
@@ -156,8 +185,10 @@ class Connection:
             self._abandon()
             where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
             if "authorization" in str(error).lower() or self._refused.is_set():
-                raise AuthenticationFailed(f"NATS at {where} refuses user {user or 'anonymous'}") from None
-            raise Unavailable(f"no NATS server answers at {where} ({type(error).__name__})") from None
+                raise AuthenticationFailed(f"NATS at {where} refuses {_who(user, nkey_seed, credentials)}") from None
+            raise Unavailable(
+                f"no NATS server answers at {where} ({self._tls_fault or type(error).__name__})"
+            ) from None
         self._connected_at = self._heard_at = asyncio.get_running_loop().time()
         self._watchdog = asyncio.create_task(self._watch(), name="nats-watchdog")
         return self
@@ -294,6 +325,8 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         self.errors_total += 1
         text = f"{type(error).__name__}: {error}"
+        if isinstance(error, ssl.SSLError) or "TLS" in text:
+            self._tls_fault = f"TLS: {error}"
         if "authorization" in text.lower():
             self._refused.set()
         now = asyncio.get_running_loop().time()

@@ -40,6 +40,8 @@ class Counters:
     fallback_total: int = 0  # placed by the ring because placement did not answer in time
     lost_total: int = 0  # attempts that ended because their worker was lost
     resends_total: int = 0
+    spilled_total: int = 0  # placed in another region
+    region_refusals_total: int = 0  # regions that could not, or did not answer
 
 
 def seed_of(request: str) -> int:

@@ -135,6 +135,8 @@ class PlaceRequest:
     worker: Name | None = None  # for the policy `direct`
     priority: Annotated[int, Range(-100, 100)] = 0
     max_wait_s: Seconds | None = None  # refuse it, with a time to retry, rather than have it wait longer for a start
+    excluded_regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # that could not take it
+    seeks_source: bool = False  # who is asking has a worker, and wants to know who holds most of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,10 @@ class Placement:
 
     `attached`: the request is known already, and `attempt` of it runs, or ended a short while ago, at `worker`: whoever
     sends it there reads along from the beginning.
+
+    `region` without a worker: ask that region's placement. With `source` it then says who of this region has blocks for
+    it; `elsewhere` names a region that may have more of the prompt than `worker`. A source in another region comes with
+    its addresses and the fleet's seal on them (`kvproto.regions.seal`).
     """
 
     request: Name
@@ -156,6 +162,10 @@ class Placement:
     source: Name = ""  # another worker that holds more of the prompt on its device or host
     source_tokens: Count = 0
     attached: bool = False
+    region: Name = ""
+    elsewhere: Name = ""
+    source_addresses: Addresses = ()
+    source_seal: Annotated[bytes, MaxLength(64)] = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +210,8 @@ class GenerateRequest:
     source: Name = ""  # a worker to pull blocks from, as placement said
     source_tokens: Count = 0
     handed_over: bool = False  # `source` lets go of the sequence: its blocks are brought whatever computing would cost
+    source_addresses: Addresses = ()  # of a source in another region
+    source_seal: Annotated[bytes, MaxLength(64)] = b""
 
     def continuation(self, choice: int) -> Continuation:
         """Where a choice goes on."""
@@ -504,6 +516,7 @@ class Load:
     blocks_addressed: Count = 0  # full blocks in the content index, held or not
     tiers: dict[str, TierLoad] = field(default_factory=dict)  # those below the device
     priorities: Annotated[tuple[PriorityLoad, ...], MaxLength(201)] = ()  # highest first; (): all is of priority 0
+    oldest_wait_s: Seconds = 0.0  # of those of which nobody has seen anything yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -739,9 +752,29 @@ class SessionHead:
     last_request: Name = ""  # whose turn was committed last
     last_start: Count = 0
     left_request: Name = ""  # whose turn was cut since then
+    regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # other ones, where turns of it ran
 
 
 # ---------------------------------------------------------------------------------------------- placement
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignals:
+    """What there is to do for one model, and how many workers it should have for that (docs/autoscaling.md)."""
+
+    model: Name
+    queue_depth: Count = 0  # requests that wait at workers, are on their way there, or were refused just now
+    oldest_wait_s: Seconds = 0.0
+    saturation: Annotated[float, Range(0.0, 1e12)] = 0.0  # work to be done, of what its ready workers can do
+    desired: Count = 0
+    ready: Count = 0
+    living: Count = 0  # ready, or starting
+    minimum: Count = 0
+    maximum: Count = 0
+    known: bool = True  # every ready worker was heard of a moment ago
+    settled_s: Seconds = 0.0  # for so long it was watched without a change or a gap
+    parts: dict[str, float] = field(default_factory=dict)  # of what `saturation` is made: in workers
+    next_ordinal: Name = ""  # whom a StatefulSet would remove next
 
 
 @dataclass(frozen=True, slots=True)
@@ -761,6 +794,7 @@ class PlacementStats:
     lost_tokens_total: Count = 0  # attainable but not attained, request by request
     index_blocks: Count = 0
     workers_exact: Count = 0  # workers whose events are followed without a gap
+    models: Annotated[tuple[ModelSignals, ...], MaxLength(4096)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -776,9 +810,29 @@ class Booked:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """Requests for a model that a placement replica had to refuse, for want of a worker or of time."""
+
+    model: Name
+    requests: Count
+    tokens: Count  # to prefill, as expected
+
+
+@dataclass(frozen=True, slots=True)
+class WentAbroad:
+    """A request was referred to another region: what continues its prompt may find blocks there."""
+
+    last: bytes  # hash of the prompt's last full block
+    blocks: Count
+    region: Name
+
+
+@dataclass(frozen=True, slots=True)
 class BookedBatch:
     placement: Name
     items: Annotated[tuple[Booked, ...], MaxLength(65_536)]
+    refused: Annotated[tuple[Refused, ...], MaxLength(4096)] = ()
+    abroad: Annotated[tuple[WentAbroad, ...], MaxLength(4096)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -885,6 +939,7 @@ class PreloadRequest:
     model_revision: Name
     block_size: Count
     blocks: Count
+    leaving: bool = False  # it is about to go, and asks what only it has: for vaults to keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -920,3 +975,26 @@ class VictimReport:
 
     placement: Name
     workers: tuple[VictimCost, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------- regions
+
+
+@dataclass(frozen=True, slots=True)
+class RegionModel:
+    """What a region can do for a model. `record` is one of its workers, whom one can ask for its tokenizer."""
+
+    model: Name
+    ready: Count
+    wait_s: Seconds  # until a ready worker would begin a request that comes now
+    record: WorkerRecord
+    workers: Annotated[tuple[Name, ...], MaxLength(4096)] = ()  # all that are ready or drain; (): it did not say
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSummary:
+    """What one placement replica tells other regions once a second."""
+
+    region: Name
+    placement: Name
+    models: Annotated[tuple[RegionModel, ...], MaxLength(1024)] = ()

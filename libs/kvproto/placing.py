@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import replace
 
 from kvproto import codec
 from kvproto.affinity import ring_key
@@ -19,14 +20,17 @@ from kvproto.errors import (
     NoWorkers,
     Unavailable,
     WorkerLost,
-    from_code,
 )
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.generation import Counters, Generation
+from kvproto.ids import new_request_id
 from kvproto.members import Members
 from kvproto.messages import Failed, Placement, PlaceRequest, State
+from kvproto.placement_answers import read_answer, refusal
+from kvproto.region_placing import RegionPlacer
 from kvproto.stream import Stream
 from kvproto.subjects import Subjects
+from kvproto.trace_context import headers_of
 from kvproto.trials import Trials
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ PLACE_TIMEOUT_S = 0.05
 POLICY_TIMEOUT_S = 1.0  # where nobody else can decide as the request wants it
 DIRECT, RING = "direct", "ring"  # policies that a client can follow by itself
 RETRY_WAIT_S = 0.2
+MOST_REGIONS = 8  # that are asked one after the other
 
 
 class Placer:
@@ -45,6 +50,7 @@ class Placer:
         self.subjects = subjects
         self.members = members
         self.counters = counters
+        self._regions = RegionPlacer(connection, subjects, counters)
 
     async def place(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
         """Ask placement; without an answer in 50 ms, the plain ring over this client's own view.
@@ -55,15 +61,20 @@ class Placer:
         while True:
             if stream.closed:
                 raise Cancelled("cancelled by the client")
+            traceparent = stream.trail.placing(stream.attempts)
             try:
-                return await self._ask(stream, generation, trials)
-            except ModelNotFound:
-                raise
+                placement = await self._ask(stream, generation, trials, traceparent)
+                stream.trail.placed(placement)
+                return placement
             except KvfleetError as error:
+                stream.trail.unplaced(error)
                 begun = bool(trials.excluded or stream.assembly.tokens)
+                if isinstance(error, ModelNotFound) and not begun:
+                    raise  # what has begun had a worker: a placement that has just started does not know of it yet
                 waits = begun or not self.connection.is_connected or self.in_grace()
                 now = asyncio.get_running_loop().time()
-                if not (error.retryable and waits) or not trials.may_wait(now, RETRY_WAIT_S):
+                retryable = error.retryable or isinstance(error, ModelNotFound)
+                if not (retryable and waits) or not trials.may_wait(now, RETRY_WAIT_S):
                     raise
                 await retry_wait()
 
@@ -71,7 +82,7 @@ class Placer:
         """Just after an outage a worker may still be on its way back: nobody listening proves nothing yet."""
         return self.connection.reconnects_total > 0 and self.connection.connected_for_s < RECONNECT_GRACE_S
 
-    async def _ask(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
+    async def _ask(self, stream: Stream, generation: Generation, trials: Trials, traceparent: str | None) -> Placement:
         begun = bool(stream.attempts or stream.assembly.tokens)  # what was accepted completes
         policy, worker = _policy(generation), generation.worker
         if policy == DIRECT and (stream.assembly.tokens or stream.assembly.started is not None):
@@ -93,22 +104,46 @@ class Placer:
         # A stream that has begun goes on by the ring, whatever policy it asked for; one that has not can still be
         # refused, rather than be placed as it did not ask for.
         insists = question.policy not in (None, RING, DIRECT) and not begun
+        answer = await self._ask_own(question, generation, traceparent, insists=insists)
+        while answer.region and not answer.worker:
+            there = await self._regions.follow(question, answer, generation.tenant, traceparent)
+            if there is not None:
+                return there
+            question = replace(question, excluded_regions=(*question.excluded_regions, answer.region))
+            if len(question.excluded_regions) > MOST_REGIONS:
+                raise NoWorkers(f"{MOST_REGIONS} regions could not take it", retry_after_s=2.0)
+            answer = await self._ask_own(question, generation, traceparent, insists=insists)
+        if answer.elsewhere:
+            answer = await self._regions.find_source(question, answer, generation.tenant, traceparent)
+        return answer
+
+    async def _ask_own(
+        self, question: PlaceRequest, generation: Generation, traceparent: str | None, *, insists: bool
+    ) -> Placement:
+        """The own region's placement: a worker, or another region's name."""
         subject = self.subjects.place(generation.tenant, generation.model)
         try:
             timeout_s = POLICY_TIMEOUT_S if insists else PLACE_TIMEOUT_S
-            reply = await self.connection.request(subject, codec.encode(question), timeout_s)
-            answer = _read_answer(reply.data)
-            if isinstance(answer, Failed) and isinstance(refusal := _refusal(answer), CodecError):
-                raise refusal  # it cannot read what this version asks
+            data = codec.encode(question)
+            headers = headers_of(traceparent, self.connection.max_payload - len(data))
+            reply = await self.connection.request(subject, data, timeout_s, headers)
+            answer = read_answer(reply.data)
+            if isinstance(answer, Failed) and isinstance(refused := refusal(answer), CodecError):
+                raise refused  # it cannot read what this version asks
         except (TimeoutError, WorkerLost, Unavailable, CodecError) as error:
             if insists:
                 what = f"placement does not answer, and only it can decide by the policy {question.policy!r}"
                 raise Unavailable(what, field="policy", retry_after_s=1.0) from None
             self.counters.fallback_total += 1
-            log.info("request %s: placement is silent (%s), placed by the ring", stream.request, error)
+            log.info(
+                "request %s: placement is silent (%s), placed by the ring",
+                question.request,
+                error,
+                extra={"request": question.request},
+            )
             return self._ring_placement(question, generation)
         if isinstance(answer, Failed):
-            raise _refusal(answer)
+            raise refusal(answer)
         self.counters.placed_total += 1
         return answer
 
@@ -128,7 +163,9 @@ class Placer:
             or ring.owner(key)
         )
         if worker is None:
-            if generation.model not in {view.record.model for view in self.members.view.workers.values()}:
+            known = {view.record.model for view in self.members.view.workers.values()}
+            begun = question.attempt or self.subjects.region  # somebody, or somebody elsewhere, may have had it
+            if generation.model not in known and not begun:
                 raise ModelNotFound(f"no worker serves {generation.model!r}", field="model")
             raise NoWorkers(f"no worker of {generation.model!r} is ready", retry_after_s=2.0)
         return Placement(question.request, worker, question.attempt, policy=RING, why="placement did not answer")
@@ -148,30 +185,22 @@ class Placer:
         return Placement(question.request, worker, question.attempt, policy=DIRECT, why="placement did not answer")
 
 
+async def miss(connection: Connection, subjects: Subjects, tenant: str, model: str) -> None:
+    """Tell placement that a model is asked for of which no worker is known here: that is how it comes to have one.
+    Raises NoWorkers if it is one of this fleet's; else, and when nobody answers, nothing happens."""
+    question = PlaceRequest(request=new_request_id(), model=model, prompt="")
+    try:
+        reply = await connection.request(subjects.place(tenant, model), codec.encode(question), PLACE_TIMEOUT_S)
+        answer = read_answer(reply.data)
+    except (TimeoutError, KvfleetError):
+        return
+    if isinstance(answer, Failed) and answer.code == NoWorkers.code:
+        raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
+
+
 async def retry_wait() -> None:
     """Before somebody is asked again; requests that were lost together do not come back together."""
     await asyncio.sleep(RETRY_WAIT_S * (0.75 + random.random() / 2))
-
-
-def read_placement(data: bytes) -> Placement:
-    """Placement's answer: a decision (a map), or its refusal (a `Failed` frame), which is raised."""
-    answer = _read_answer(data)
-    if isinstance(answer, Failed):
-        raise _refusal(answer)
-    return answer
-
-
-def _read_answer(data: bytes) -> Placement | Failed:
-    if len(data) > 1 and not codec.is_map_marker(data[1]):
-        for frame in codec.decode_frames(data):
-            if isinstance(frame, Failed):
-                return frame
-        raise CodecError("neither a placement nor a failure")
-    return codec.decode(Placement, data)
-
-
-def _refusal(failed: Failed) -> KvfleetError:
-    return from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
 
 
 def _policy(generation: Generation) -> str | None:

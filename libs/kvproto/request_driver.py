@@ -43,8 +43,10 @@ from kvproto.messages import (
     ResendRequest,
 )
 from kvproto.placing import Placer, retry_wait
+from kvproto.regions import split
 from kvproto.stream import Mover, Signal, Stream
 from kvproto.subjects import Subjects
+from kvproto.trace_context import headers_of
 from kvproto.trials import Trials
 
 log = logging.getLogger(__name__)
@@ -84,10 +86,15 @@ class RequestDriver:
             stream.fail(Cancelled("the client is closing"))
             raise
         except Exception as error:  # the task's top: the reader must learn of it
-            log.exception("request %s: the driver failed", stream.request)
+            log.exception(
+                "request %s: the driver failed",
+                stream.request,
+                extra={"request": stream.request},
+            )
             stream.fail(KvfleetError(f"{type(error).__name__}: {error}"))
         finally:
             self.inbox.forget(stream.request)
+            stream.trail.closed(stream.error)
             await self._release_mover(stream)
 
     async def _try(self, stream: Stream, generation: Generation, trials: Trials) -> None:
@@ -100,15 +107,30 @@ class RequestDriver:
             except KvfleetError as error:
                 stream.trusts_clocks = stream.trusts_clocks and error.field != EXPIRES
                 stream.trusts_versions = stream.trusts_versions and not isinstance(error, VersionMismatch)
+                stream.trail.attempt_ended(error, moved=False)
                 await self._leave(worker, stream)
                 if isinstance(error, WorkerLost) and not stream.closed:
                     self.counters.lost_total += 1
-                log.info("request %s: attempt %d at %s ended: %s", stream.request, stream.attempts, worker, error)
+                log.info(
+                    "request %s: attempt %d at %s ended: %s",
+                    stream.request,
+                    stream.attempts,
+                    worker,
+                    error,
+                    extra={"request": stream.request},
+                )
                 wait = trials.failed(worker, error, self.now(), accepted=stream.accepted)
             else:
+                stream.trail.attempt_ended(None, moved=moved)
                 if not moved:
                     return
-                log.info("request %s: %s hands attempt %d over", stream.request, worker, stream.assembly.attempt)
+                log.info(
+                    "request %s: %s hands attempt %d over",
+                    stream.request,
+                    worker,
+                    stream.assembly.attempt,
+                    extra={"request": stream.request},
+                )
                 await self._follow(stream, worker)
                 wait = trials.moved(worker, self.now())
             if wait:
@@ -138,6 +160,7 @@ class RequestDriver:
             raise DeadlineExceeded("the request's deadline passed")
         assembly = stream.assembly
         alone = generation.sampling.n == 1
+        traceparent = stream.trail.attempting(placement.worker, assembly.attempt)
         body = GenerateRequest(
             request=stream.request,
             attempt=assembly.attempt,
@@ -153,23 +176,31 @@ class RequestDriver:
             priority=generation.priority,
             deadline_ms=int(remaining * 1000),
             expires_unix_ms=int((time.time() + remaining) * 1000) if stream.trusts_clocks else None,
-            traceparent=generation.traceparent,
+            traceparent=traceparent,
             continuations=assembly.continuations(),
             exact=generation.exact,
         )
         mover = stream.mover
-        if mover is not None and self.members.view.is_alive(mover.worker) and mover.worker != placement.worker:
+        if mover is not None and (held_at := self._holder(mover.worker, placement.worker)):
             held = (assembly.started.prompt_tokens if assembly.started else 0) + len(assembly.ids)
-            body = replace(body, source=mover.worker, source_tokens=held, handed_over=True)
+            body = replace(body, source=held_at, source_tokens=held, handed_over=True)
         elif placement.source:
-            body = replace(body, source=placement.source, source_tokens=placement.source_tokens)
+            body = replace(
+                body,
+                source=placement.source,
+                source_tokens=placement.source_tokens,
+                source_addresses=placement.source_addresses,
+                source_seal=placement.source_seal,
+            )
         data = codec.encode(body, self._version_of(placement.worker) if stream.trusts_versions else None)
         if len(data) > self.connection.max_payload:
             raise PayloadTooLarge(
                 f"{len(data)} bytes on the wire, NATS takes at most {self.connection.max_payload}", field="prompt"
             )
         subject = self.subjects.worker_generate(placement.worker, generation.tenant)
-        await self.connection.publish(subject, data, reply=self.inbox.of(stream.request, assembly.attempt))
+        reply = self.inbox.of(stream.request, assembly.attempt)
+        headers = headers_of(traceparent, self.connection.max_payload - len(data))
+        await self.connection.publish(subject, data, reply=reply, headers=headers)
 
     async def _listen(self, stream: Stream, worker: str, deadline: float) -> None:
         """Until the attempt's terminal frame is here. Raises what makes it not worth waiting for."""
@@ -215,6 +246,14 @@ class RequestDriver:
             if stream.mover is not None and (_has_begun(stream) or assembly.tokens > tokens_before):
                 await self._release_mover(stream)
 
+    def _holder(self, mover: str, successor: str) -> str:
+        """A worker that handed over, as its successor calls it: of one region both. "" if that one cannot ask it. Of
+        another region's nobody here knows whether it lives: its successor finds out."""
+        region, own = split(mover)
+        if mover == successor or region != split(successor)[0]:
+            return ""
+        return own if region or self.members.view.is_alive(own) else ""
+
     def _version_of(self, worker: str) -> int | None:
         """None: that of all who are not known better."""
         view = self.members.view.workers.get(worker)
@@ -232,17 +271,19 @@ class RequestDriver:
         inbox = self.inbox.of(stream.request, assembly.attempt)
         first, *others = indices = assembly.next_indices
         question = ResendRequest(stream.request, assembly.attempt, first, inbox, indices if others else ())
-        await self.connection.publish(self.subjects.worker_resend(worker), codec.encode(question), reply=inbox)
+        await self.connection.publish(
+            self.subjects.worker_resend(worker, stream.tenant), codec.encode(question), reply=inbox
+        )
 
     async def _leave(self, worker: str, stream: Stream) -> None:
         """Tell a worker that this reader leaves an attempt, if it did not end by itself. Never raises."""
         if stream.assembly.terminal is None:
-            await self._cancel(worker, stream.request, stream.assembly.attempt)
+            await self._cancel(worker, stream, stream.assembly.attempt)
 
     async def _follow(self, stream: Stream, worker: str) -> None:
         """An attempt has moved: who moved it has its blocks, unless that one never began what it was to go on with."""
         if stream.mover is not None and not _has_begun(stream):
-            await self._cancel(worker, stream.request, stream.assembly.attempt)
+            await self._cancel(worker, stream, stream.assembly.attempt)
             return
         await self._release_mover(stream)
         stream.mover = Mover(worker, stream.assembly.attempt)
@@ -251,18 +292,18 @@ class RequestDriver:
         """The successor has begun, or there will be none: whoever moved the request may let go of it."""
         mover, stream.mover = stream.mover, None
         if mover is not None:
-            await self._cancel(mover.worker, stream.request, mover.attempt)
+            await self._cancel(mover.worker, stream, mover.attempt)
 
-    async def _cancel(self, worker: str, request: str, attempt: int) -> None:
+    async def _cancel(self, worker: str, stream: Stream, attempt: int) -> None:
         with contextlib.suppress(KvfleetError):
-            message = CancelRequest(request, attempt, self.inbox.batch)
-            await self.connection.publish(self.subjects.worker_cancel(worker), codec.encode(message))
+            message = CancelRequest(stream.request, attempt, self.inbox.batch)
+            await self.connection.publish(self.subjects.worker_cancel(worker, stream.tenant), codec.encode(message))
 
     async def _pause(self, stream: Stream, worker: str, *, paused: bool) -> None:
         if not paused:
             stream.paused_since = None
         await self.connection.publish(
-            self.subjects.worker_pause(worker),
+            self.subjects.worker_pause(worker, stream.tenant),
             codec.encode(PauseRequest(stream.request, stream.assembly.attempt, paused, self.inbox.batch)),
         )
 

@@ -25,7 +25,9 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
+from kvproto.regions import split
 from kvproto.stream_assembly import StreamAssembly
+from kvproto.trail import Trail
 
 Event = Started | Tokens | ChoiceFinished | Finished
 
@@ -64,8 +66,10 @@ class Stream:
 
     def __init__(self, request: str, buffer_tokens: int, clock: Callable[[], float], choices: int = 1) -> None:
         self.request = request
+        self.tenant: str | None = None  # where its words to a worker have to name one
         self.assembly = StreamAssembly(choices)
         self.placement: Placement | None = None
+        self.trail = Trail()
         self.mover: Mover | None = None
         self.worker: str | None = None
         self.worker_epoch: str | None = None
@@ -139,6 +143,11 @@ class Stream:
         return self._done or self._error is not None
 
     @property
+    def error(self) -> KvfleetError | None:
+        """What ended it, if that was an error."""
+        return self._error
+
+    @property
     def ids(self) -> list[int]:
         """Generated token ids so far, of the first choice."""
         return self.assembly.ids
@@ -158,7 +167,7 @@ class Stream:
             self.accepted = True  # the acknowledgement may be lost, any frame proves as much
             self._deliver(self.assembly.accept(frame))
         elif isinstance(frame, Accepted):
-            if frame.worker == self.worker:
+            if self.worker is not None and frame.worker == split(self.worker)[1]:
                 self.accepted, self.worker_epoch = True, frame.epoch
                 self.signal(Signal.ACCEPTED)
         elif isinstance(frame, Progress):

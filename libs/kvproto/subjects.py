@@ -32,12 +32,29 @@ def _token(what: str, value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """Subjects under one namespace (default `kvf`). Raises InvalidRequest for an id that is no subject token."""
+    """Subjects under one namespace (default `kvf`). Raises InvalidRequest for an id that is no subject token.
+
+    `region` is the own one, "" where there is only one. A worker of another region, called `<region>.<id>`, is reached
+    under `<namespace>.region.<region>`: nothing else, and no id of an own worker, ever leaves a region.
+    """
 
     namespace: str = DEFAULT_NAMESPACE
+    region: str = ""
 
     def __post_init__(self) -> None:
         _token("namespace", self.namespace)
+        if self.region:
+            _token("region", self.region)
+
+    def _worker(self, worker: str) -> str:
+        region, dot, own = worker.rpartition(".")
+        base = self.namespace
+        if dot and _token("worker", region) != self.region:
+            base = self._region(region)
+        return f"{base}.worker.{_token('worker', own)}"
+
+    def _region(self, region: str) -> str:
+        return f"{self.namespace}.region.{_token('region', region)}"
 
     # requests
     def place(self, tenant: str, model: str) -> str:
@@ -54,22 +71,36 @@ class Subjects:
 
     # one worker
     def worker_generate(self, worker: str, tenant: str) -> str:
-        return f"{self.namespace}.worker.{_token('worker', worker)}.generate.{_token('tenant', tenant)}"
+        return f"{self._worker(worker)}.generate.{_token('tenant', tenant)}"
 
     def worker_generate_all(self, worker: str) -> str:
-        return f"{self.namespace}.worker.{_token('worker', worker)}.generate.*"
+        return f"{self._worker(worker)}.generate.*"
 
-    def worker_cancel(self, worker: str) -> str:
-        return f"{self.namespace}.worker.{_token('worker', worker)}.cancel"
+    # of what runs there; without a tenant of anybody's, which is for the fleet's own roles alone
+    def worker_cancel(self, worker: str, tenant: str | None = None) -> str:
+        return self._word(worker, "cancel", tenant)
 
-    def worker_resend(self, worker: str) -> str:
-        return f"{self.namespace}.worker.{_token('worker', worker)}.resend"
+    def worker_cancel_all(self, worker: str) -> str:
+        return f"{self._word(worker, 'cancel', None)}.*"
 
-    def worker_pause(self, worker: str) -> str:
-        return f"{self.namespace}.worker.{_token('worker', worker)}.pause"
+    def worker_resend(self, worker: str, tenant: str | None = None) -> str:
+        return self._word(worker, "resend", tenant)
+
+    def worker_resend_all(self, worker: str) -> str:
+        return f"{self._word(worker, 'resend', None)}.*"
+
+    def worker_pause(self, worker: str, tenant: str | None = None) -> str:
+        return self._word(worker, "pause", tenant)
+
+    def worker_pause_all(self, worker: str) -> str:
+        return f"{self._word(worker, 'pause', None)}.*"
+
+    def _word(self, worker: str, verb: str, tenant: str | None) -> str:
+        subject = f"{self._worker(worker)}.{verb}"
+        return subject if tenant is None else f"{subject}.{_token('tenant', tenant)}"
 
     def worker_admin(self, worker: str) -> str:
-        return f"{self.namespace}.worker.{_token('worker', worker)}.admin"
+        return f"{self._worker(worker)}.admin"
 
     # state of the fleet
     def events(self, worker: str) -> str:
@@ -116,6 +147,29 @@ class Subjects:
         """Requests of bare producers that a draining placement watched: any one replica goes on watching."""
         return f"{self.namespace}.placement.watches"
 
+    # other regions
+    def region_place(self, region: str, tenant: str, model: str) -> str:
+        return f"{self._region(region)}.place.{_token('tenant', tenant)}.{model_token(model)}"
+
+    def region_place_all(self) -> str:
+        return f"{self._region(self.region)}.place.*.*"
+
+    def region_generate(self, region: str, tenant: str, model: str) -> str:
+        return f"{self._region(region)}.generate.{_token('tenant', tenant)}.{model_token(model)}"
+
+    def region_generate_all(self) -> str:
+        return f"{self._region(self.region)}.generate.*.*"
+
+    def region_worker(self, worker: str, verb: str) -> str:
+        """Where other regions reach an own worker; `verb` as in its own subjects: `cancel`, `generate.*`."""
+        return f"{self._region(self.region)}.worker.{_token('worker', worker)}.{verb}"
+
+    def region_summary(self, region: str) -> str:
+        return f"{self._region(region)}.summary"
+
+    def region_summaries(self) -> str:
+        return f"{self.namespace}.region.*.summary"
+
     # buckets
     def bucket(self, name: str) -> str:
         return f"{self.namespace}_{name}"
@@ -131,6 +185,19 @@ class Subjects:
     @property
     def keys_bucket(self) -> str:
         return self.bucket(KEYS_BUCKET)
+
+
+def tenant_of_word(subject: str) -> str | None:
+    """Whose requests a cancel, resend or pause is about; None: anybody's, a role of the fleet said it."""
+    tokens = subject.split(".")
+    at = 6 if tokens[1:2] == ["region"] else 4
+    return tokens[at] if len(tokens) > at else None
+
+
+def producers_tenant(inbox: str) -> str | None:
+    """Whom a producer with this inbox, or prefix of inboxes, speaks for; None: a role of the fleet, for anybody."""
+    role, _, rest = inbox.partition(".")
+    return rest.partition(".")[0] if role == PRODUCER_INBOX else None
 
 
 def member_key(role: str, member: str) -> str:
@@ -176,3 +243,8 @@ def is_inbox(subject: str) -> bool:
     if not subject.startswith("_") or len(subject) > MAX_INBOX or not subject.isprintable():
         return False
     return not any(token in ("", "*", ">") or " " in token for token in subject.split("."))
+
+
+def may_read(inbox: str, tenant: str) -> bool:
+    """Whether a tenant's frames may be sent there: a producer's inbox names its tenant, the fleet's own serve all."""
+    return producers_tenant(inbox) in (None, tenant)

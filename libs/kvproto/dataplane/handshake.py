@@ -17,8 +17,9 @@ from kvproto.dataplane.link import Link
 from kvproto.dataplane.wire import Hello, Reply, Verdict
 
 
-def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) -> None:
-    """The client's side. Raises HandshakeRefused, PeerTimeout, PeerGone."""
+def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) -> int:
+    """The client's side; returns the newest version that the server reads. Raises HandshakeRefused, PeerTimeout,
+    PeerGone."""
     hello = Hello(wire.VERSION, key.id, identity, expect, secrets.token_bytes(wire.NONCE_BYTES)).packed()
     link.send([hello], deadline)
     data = link.receive(wire.REPLY_BYTES, deadline)
@@ -31,6 +32,7 @@ def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) ->
         raise HandshakeRefused(f"{reply.identity} answers where {expect} was expected", reason="identity")
     link.send([wire.client_proof(key.secret, hello, packed)], deadline)
     _check_verdict(link.receive(1, deadline)[0], reply.version, expect)
+    return reply.version
 
 
 def _check_verdict(verdict: int, version: int, expect: str) -> None:
@@ -55,7 +57,8 @@ def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool
         verdict = Verdict.UNKNOWN_KEY
     elif hello.expect != identity:
         verdict = Verdict.IDENTITY
-    reply = Reply(wire.VERSION, verdict, identity, secrets.token_bytes(wire.NONCE_BYTES)).packed()
+    version = wire.NEWEST if verdict == Verdict.WELCOME else wire.VERSION
+    reply = Reply(version, verdict, identity, secrets.token_bytes(wire.NONCE_BYTES)).packed()
     if secret is None or verdict != Verdict.WELCOME:
         link.send([reply, bytes(wire.PROOF_BYTES)], deadline)
         raise HandshakeRefused(f"{hello.identity!r} was refused: {verdict.reason}", reason=verdict.reason)

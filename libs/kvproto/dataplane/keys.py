@@ -38,10 +38,12 @@ class Key(NamedTuple):
 
 
 class KeyRing:
-    """The keys as they are now. Thread-safe; `update` has one caller."""
+    """The keys as they are now. Thread-safe; `update` has one caller. `accepted` are keys beside them that others may
+    begin connections with, and that `update` leaves alone."""
 
-    def __init__(self, mapping: Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, mapping: Mapping[str, bytes] | None = None, accepted: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()
+        self._accepted = dict(accepted or {})
         self._keys: dict[str, bytes] = dict(mapping or {})
 
     def update(self, mapping: Mapping[str, bytes]) -> None:
@@ -58,7 +60,7 @@ class KeyRing:
 
     def get(self, key_id: str) -> bytes | None:
         with self._lock:
-            return self._keys.get(key_id)
+            return self._keys.get(key_id) or self._accepted.get(key_id)
 
     def newest_first(self) -> list[Key]:
         with self._lock:

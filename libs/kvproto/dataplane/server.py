@@ -22,6 +22,7 @@ from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.serving import BlockStore, Connection, Limits, Served
 from kvproto.dataplane.tally import Counters, Tally
+from kvproto.dataplane.traced import OnTraced
 from kvproto.dataplane.wire import IDENTITY_BYTES, Failure, Hello, frame, padded
 
 __all__ = ["BlockStore", "Counters", "DataPlaneServer", "Limits", "Served"]
@@ -35,8 +36,9 @@ _LAST_WORD_S = 0.5
 class DataPlaneServer:
     """Serves a store on TCP, a Unix socket, or both.
 
-    `identity`: whom clients expect here, 1 to 64 bytes. `tls` is for TCP alone: a Unix socket is its owner's. All
-    methods may be called from any thread.
+    `identity`: whom clients expect here, 1 to 64 bytes. `tls` is for TCP alone: a Unix socket is its owner's.
+    `on_traced` hears, on the connection's thread, of each Get and Has that carried a trace context. All methods may be
+    called from any thread.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class DataPlaneServer:
         unix_path: Path | None = None,
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
+        on_traced: OnTraced | None = None,
     ) -> None:
         padded("identity", identity, IDENTITY_BYTES)
         self._store = store
@@ -58,6 +61,7 @@ class DataPlaneServer:
         self._unix_path = unix_path
         self._tls = tls
         self._limits = limits or Limits()
+        self._on_traced = on_traced
         self._tally = Tally()
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
@@ -221,7 +225,9 @@ class DataPlaneServer:
             return self._keyring.get(hello.key_id) is not None
 
         try:
-            Connection(link, self._store, self._tally, self._limits, still_trusted).serve()
+            connection = Connection(link, self._store, self._tally, self._limits, still_trusted)
+            connection.on_traced, connection.client = self._on_traced, hello.identity
+            connection.serve()
         except ProtocolError as error:
             self._tally.add(malformed=error.reason != "key_withdrawn")
             self._say("%s: %s", hello.identity, error)

@@ -14,6 +14,7 @@ from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import ProtocolError
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.tally import Tally
+from kvproto.dataplane.traced import OnTraced, TracedRequest
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     Body,
@@ -43,7 +44,7 @@ _ECHO = memoryview(bytes(256 * 1024))
 
 class Served(Protocol):
     """Blocks in the order asked for; None: not there. `release` is called once, when their bytes are sent or never
-    will be."""
+    will be. A store with a disk has `from_disk` too: how many of them memory did not have."""
 
     @property
     def blocks(self) -> Sequence[tuple[BlockHeader, memoryview] | None]: ...
@@ -98,6 +99,9 @@ class Connection:
         self._tally = tally
         self._limits = limits
         self._still_trusted = still_trusted
+        self.on_traced: OnTraced | None = None
+        self.client = ""
+        self._hits = self._nbytes = self._from_disk = 0  # of the present request
 
     def serve(self) -> None:
         while True:
@@ -110,9 +114,39 @@ class Connection:
                     pass  # of a Get that was over
                 case Get() | Has() | Erase() | Put() | Echo():
                     allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
-                    self._answer(request, time.monotonic() + allowed_s + _GRACE_S)
+                    answer = self._answer_traced if self._is_traced(request) else self._answer
+                    answer(request, time.monotonic() + allowed_s + _GRACE_S)
                 case _:
                     raise ProtocolError(f"{head.kind.__name__} is no request")
+
+    def _is_traced(self, request: Request) -> bool:
+        return self.on_traced is not None and isinstance(request, Get | Has) and bool(request.traceparent)
+
+    def _answer_traced(self, request: Request, deadline: float) -> None:
+        assert isinstance(request, Get | Has)
+        assert self.on_traced is not None
+        self._hits = self._nbytes = self._from_disk = 0
+        began, error = time.time_ns(), ""
+        try:
+            self._answer(request, deadline)
+        except Exception as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            self.on_traced(
+                TracedRequest(
+                    "get" if isinstance(request, Get) else "has",
+                    request.traceparent,
+                    self.client,
+                    began,
+                    time.time_ns(),
+                    len(request.hashes),
+                    self._hits,
+                    self._nbytes,
+                    self._from_disk,
+                    error,
+                )
+            )
 
     def _answer(self, request: Request, deadline: float) -> None:
         match request:
@@ -122,6 +156,7 @@ class Connection:
             case Has(_, root, hashes, exact):
                 self._limit(len(hashes))
                 flags = tuple(map(bool, self._store.has(root, hashes, exact)))
+                self._hits = sum(flags)
                 self._link.send([frame(Held(flags))], deadline)
             case Erase(_, root, hashes):
                 self._limit(len(hashes))
@@ -160,6 +195,9 @@ class Connection:
             finally:
                 served.release()
             self._tally.add(blocks_served=len(payloads))
+            self._hits += len(payloads)
+            self._nbytes += nbytes
+            self._from_disk += getattr(served, "from_disk", 0)
             at += len(hashes)
             sent += nbytes
             if payloads:

@@ -24,6 +24,13 @@ A frame is a head of 20 bytes, `meta_length` bytes of msgpack, then `body_length
          ◀── Part + blocks       Body + blocks ──▶
     Stop ──▶  (if it likes)          ◀── Taken; Wanted ...      Failure ends the connection
          ◀── End
+
+Frames are of VERSION. What an end reads beyond that it announces: a server by the version in its Reply, which the proof
+covers and which clients of version 1 do not look at; a client by using it.
+
+    1   all of the above
+    2   a Get or a Has may end in one field more, a trace context (W3C `traceparent`); there is none where nothing
+        is traced
 """
 
 from __future__ import annotations
@@ -44,6 +51,8 @@ from kvproto.dataplane.errors import HandshakeRefused, ProtocolError
 from kvproto.errors import CodecError, InvalidRequest
 
 VERSION = 1
+READS_TRACES = 2
+NEWEST = READS_TRACES  # what this end reads
 MAGIC = b"KVDP"
 MAX_BLOCKS = 8192
 MAX_META_BYTES = 4 * 1024 * 1024
@@ -53,6 +62,7 @@ KEY_ID_BYTES = 32
 IDENTITY_BYTES = 64
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+MAX_TRACEPARENT = 128
 
 
 class GetStatus(StrEnum):
@@ -180,6 +190,7 @@ class Get:
     root: bytes
     hashes: tuple[bytes, ...]
     exact: bool
+    traceparent: str = ""  # for servers that read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,7 @@ class Has:
     root: bytes
     hashes: tuple[bytes, ...]
     exact: bool
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +357,9 @@ def unpack(head: Head, meta: bytes | bytearray) -> Message:
 
 def _meta(message: Message) -> bytes:
     match message:
-        case Get(timeout_ms, root, hashes, exact) | Has(timeout_ms, root, hashes, exact):
+        case Get(timeout_ms, root, hashes, exact, traceparent) | Has(timeout_ms, root, hashes, exact, traceparent):
             fields: list[Any] = [timeout_ms, root, b"".join(hashes), exact]
+            fields += [traceparent] if traceparent else []
         case Erase(timeout_ms, root, hashes):
             fields = [timeout_ms, root, b"".join(hashes)]
         case Put(timeout_ms, root, headers):
@@ -392,6 +405,13 @@ def _number(name: str, value: Any, least: int, most: int) -> int:
 def _flag(value: Any) -> bool:
     if type(value) is not bool:
         raise CodecError("true or false", field="exact")
+    return value
+
+
+def _traceparent(value: Any) -> str:
+    """What it means is for who traces to say: garbage in it fails no request."""
+    if not isinstance(value, str) or len(value) > MAX_TRACEPARENT:
+        raise CodecError(f"a text of at most {MAX_TRACEPARENT} characters", field="traceparent")
     return value
 
 
@@ -443,8 +463,12 @@ def _part(headers: Any) -> Part:
 
 
 _READERS: dict[type[Message], Any] = {
-    Get: lambda ms, root, hashes, exact: Get(_timeout(ms), _root(root), _hashes(hashes), _flag(exact)),
-    Has: lambda ms, root, hashes, exact: Has(_timeout(ms), _root(root), _hashes(hashes), _flag(exact)),
+    Get: lambda ms, root, hashes, exact, trace="": Get(
+        _timeout(ms), _root(root), _hashes(hashes), _flag(exact), _traceparent(trace)
+    ),
+    Has: lambda ms, root, hashes, exact, trace="": Has(
+        _timeout(ms), _root(root), _hashes(hashes), _flag(exact), _traceparent(trace)
+    ),
     Erase: lambda ms, root, hashes: Erase(_timeout(ms), _root(root), _hashes(hashes)),
     Put: _put,
     Echo: lambda ms, nbytes: Echo(_timeout(ms), _number("nbytes", nbytes, 0, MAX_ECHO_BYTES)),

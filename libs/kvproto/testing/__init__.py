@@ -2,7 +2,9 @@
 
 fixtures         the names that tests ask for
 backend          container or process: which one, and why
-nats_container   adapter: the server in a container (the only place that imports docker and testcontainers)
+nats_container   adapter: the server in a container
+fleet_containers adapter: a whole fleet in containers
+docker_daemon    adapter: the daemon, and what must not be left on it
 nats_process     the server as a child process, which tests may kill, stop and restart
 nats_binary      where the nats-server executable is
 nats_server      what both have in common

@@ -21,11 +21,13 @@ from kvproto.buckets import ensure_buckets
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from kvproto.testing.backend import ServerSource
+from kvproto.testing.fleet_containers import FleetContainers, ImageMissing
 from kvproto.testing.nats_cluster import NatsCluster
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import NatsServer, ServerSpec
 
 T = TypeVar("T")
+FleetFactory = Callable[..., FleetContainers]
 ConfiguredNats = Callable[..., NatsServer]
 ProcessFactory = Callable[..., NatsProcess]
 
@@ -119,6 +121,32 @@ def nats_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsClust
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def kvfleet_containers() -> Iterator[FleetFactory]:
+    """`kvfleet_containers(workers=2, placements=1, vaults=0, environment={}) -> FleetContainers`, serving.
+
+    Skips, saying why, where there is no daemon or no image; KVFLEET_TEST_CONTAINERS=demand makes that a failure. All
+    fleets stop with the session, unless the caller stops them before.
+    """
+    fleets: list[FleetContainers] = []
+
+    def start(**wanted: Any) -> FleetContainers:
+        try:
+            fleet = FleetContainers.start(**wanted)
+        except (ImportError, ConnectionError, ImageMissing) as error:
+            if os.environ.get("KVFLEET_TEST_CONTAINERS") == "demand":
+                raise
+            pytest.skip(f"no fleet in containers: {error}")
+        fleets.append(fleet)
+        return fleet
+
+    try:
+        yield start
+    finally:
+        for fleet in fleets:
+            fleet.stop()
 
 
 @pytest.fixture

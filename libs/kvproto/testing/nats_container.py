@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import io
 import os
-import socket
 import tarfile
 import time
 import uuid
@@ -21,14 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvproto.testing.docker_daemon import LABEL
+from kvproto.testing.docker_daemon import client as _client
+from kvproto.testing.docker_daemon import owner as _owner
+from kvproto.testing.docker_daemon import remove_leftovers as _remove_leftovers
 from kvproto.testing.nats_binary import find_nats_server
 from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
 
-LABEL = "kvproto.testing.owner"  # "<pid>@<host>" of the test run
 CLIENT_PORT = 4222
 START_TIMEOUT_S = 20.0
-DEFAULT_DAEMON = "unix:///var/run/docker.sock"
-DAEMON_TIMEOUT_S = 30
 _DOCKERFILE = b'FROM scratch\nCOPY nats-server /nats-server\nENTRYPOINT ["/nats-server"]\n'
 
 
@@ -100,24 +100,6 @@ class NatsContainer:
             url = f"nats://{host}:{container.get_exposed_port(CLIENT_PORT)}"
             _retry(lambda: check_identity(url, name))
             return cls(container, "container, own network", url, undo.pop_all().close)
-
-
-def _client() -> Any:
-    """A client of the daemon that DOCKER_HOST or the default socket names; raises if none answers."""
-    import docker
-
-    host = os.environ.get("DOCKER_HOST") or DEFAULT_DAEMON
-    if host.startswith("unix://"):  # asked first: docker-py leaves a socket open when there is no daemon
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(host.removeprefix("unix://")) != 0:
-                raise ConnectionError(f"no Docker daemon answers at {host}")
-    client = docker.from_env(timeout=DAEMON_TIMEOUT_S)
-    try:
-        client.ping()
-    except BaseException:
-        client.close()
-        raise
-    return client
 
 
 def _image(client: Any) -> str:
@@ -193,24 +175,3 @@ def _retry(check: Callable[[], None], timeout_s: float = 3.0) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-def _owner() -> str:
-    return f"{os.getpid()}@{socket.gethostname()}"
-
-
-def _remove_leftovers(client: Any) -> None:
-    """Containers and networks of test runs on this host that are gone. Others' are left alone."""
-    import docker.errors
-
-    def is_leftover(labels: dict[str, str]) -> bool:
-        pid, _, host = labels.get(LABEL, "").partition("@")
-        return host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
-
-    with contextlib.suppress(docker.errors.APIError):
-        for container in client.containers.list(all=True, filters={"label": LABEL}):
-            if is_leftover(container.labels):
-                container.remove(force=True, v=True)
-        for network in client.networks.list(filters={"label": LABEL}):
-            if is_leftover(network.attrs.get("Labels") or {}):
-                network.remove()

@@ -19,6 +19,7 @@ from kvproto.errors import (
     ModelNotFound,
     NoWorkers,
     OutOfMemory,
+    PermissionDenied,
     VersionMismatch,
 )
 from kvproto.messages import Finished, FinishReason, GenerateRequest, Sampling, Started, Tokens
@@ -267,14 +268,10 @@ async def test_random_bytes_on_every_subject_leave_a_worker_as_it_was(fleet: Fak
     assert (load.running, load.waiting, load.blocks_used) == (0, 0, 0)
 
 
-async def test_another_tenants_cache_is_never_hit(fleet: FakeFleet, client: Client) -> None:
-    await fleet.start("w0")
-    await ready(client, 1)
-    await collect(client, Generation("demo", SAMPLING, PROMPT, tenant="a"))
-    *_, started, _ = await collect(client, Generation("demo", SAMPLING, PROMPT, tenant="b"))
-    assert started.cached_tokens == 0
-    *_, started, _ = await collect(client, Generation("demo", SAMPLING, PROMPT, tenant="a"))
-    assert started.cached_tokens == 39
+async def test_a_producers_client_speaks_for_its_tenant_alone(client: Client) -> None:
+    with pytest.raises(PermissionDenied, match="the tenant public's"):
+        client.generate(Generation("demo", SAMPLING, PROMPT, tenant="a"))
+    assert client.streams == 0
 
 
 async def test_many_streams_at_once(fleet: FakeFleet, client: Client) -> None:
@@ -338,7 +335,9 @@ async def test_a_lost_resume_is_sent_again(fleet: FakeFleet, client: Client) -> 
     real, dropped = client.connection.publish, []
 
     async def lossy(subject: str, data: bytes, **options: Any) -> None:
-        if subject == client.subjects.worker_pause("w0") and b"\xc2" in data and not dropped:  # msgpack's false
+        if (
+            subject == client.subjects.worker_pause("w0", "public") and b"\xc2" in data and not dropped
+        ):  # msgpack's false
             dropped.append(data)
             return
         await real(subject, data, **options)

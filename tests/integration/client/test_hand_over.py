@@ -25,7 +25,7 @@ class Overheard:
     async def start(self, client: Client, *workers: str) -> Overheard:
         for worker in workers:
             await client.connection.subscribe(client.subjects.worker_generate_all(worker), self._on_generate)
-            await client.connection.subscribe(client.subjects.worker_cancel(worker), self._on_cancel)
+            await client.connection.subscribe(client.subjects.worker_cancel_all(worker), self._on_cancel)
         await client.connection.synced()
         return self
 

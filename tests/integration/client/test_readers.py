@@ -56,8 +56,10 @@ class Reader:
         self.inbox = f"{connection.inbox_prefix}.b"
 
     @classmethod
-    async def open(cls, url: str, subjects: Subjects, name: str, encoding: Encoding = Encoding.FRAMES) -> Reader:
-        self = cls(await Connection.open(url, name=name, inbox_prefix=f"_prd.public.{name}"), subjects, encoding)
+    async def open(
+        cls, url: str, subjects: Subjects, name: str, encoding: Encoding = Encoding.FRAMES, tenant: str = "public"
+    ) -> Reader:
+        self = cls(await Connection.open(url, name=name, inbox_prefix=f"_prd.{tenant}.{name}"), subjects, encoding)
         await self.connection.subscribe(self.inbox, self._on_message)
         await self.connection.subscribe(f"{self.connection.inbox_prefix}.r.>", self._on_reply)
         await self.connection.synced()
@@ -115,8 +117,9 @@ def vanish(connection: Connection) -> None:
 async def readers(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Any]:
     opened: list[Reader] = []
 
-    async def open_reader(name: str, encoding: Encoding = Encoding.FRAMES) -> Reader:
-        opened.append(await Reader.open(nats_url, fleet_buckets, f"{fleet_buckets.namespace}-{name}", encoding))
+    async def open_reader(name: str, encoding: Encoding = Encoding.FRAMES, tenant: str = "public") -> Reader:
+        name = f"{fleet_buckets.namespace}-{name}"
+        opened.append(await Reader.open(nats_url, fleet_buckets, name, encoding, tenant))
         return opened[-1]
 
     yield open_reader
@@ -188,7 +191,7 @@ async def test_what_began_elsewhere_cannot_be_joined_at_its_beginning(worker: Fa
 async def test_another_request_of_the_same_id_is_refused(
     worker: FakeWorker, readers: Any, changes: dict[str, Any]
 ) -> None:
-    first, other = await readers("a"), await readers("b")
+    first, other = await readers("a"), await readers("b", tenant=changes.get("tenant", "public"))
     await first.ask()
     await first.until(Tokens)
     await other.ask(**changes)

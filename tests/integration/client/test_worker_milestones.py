@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,7 @@ from kvproto.messages import (
     Tier,
     WorkerStats,
 )
+from kvproto.subjects import Subjects
 from kvproto.tenant_roots import TenantRoots
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 
@@ -67,6 +68,14 @@ class Placement:
         part = codec.decode(Snapshot, reply.data)
         assert (part.part, part.parts) == (0, 1)
         return [part]
+
+
+@pytest.fixture
+async def client(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Client]:
+    """A producer's of the tenant that asks: nobody else's inbox gets its frames."""
+    client = await Client.open(nats_url, tenant="acme", namespace=fleet_buckets.namespace)
+    yield client
+    await client.close()
 
 
 @pytest.fixture

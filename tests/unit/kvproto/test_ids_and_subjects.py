@@ -51,12 +51,25 @@ WORKER_METHODS = [
 
 @given(anything, st.sampled_from([*WORKER_METHODS, "heartbeat"]))
 def test_no_worker_id_widens_or_splits_a_subject(worker: str, method: str) -> None:
+    region, _, own = worker.rpartition(".")
     if is_token(worker):
         assert worker in getattr(S, method)(worker).split(".")
+    elif method.startswith("worker_") and is_token(region) and is_token(own):  # of another region
+        assert getattr(S, method)(worker).split(".")[:5] == ["kvf", "region", region, "worker", own]
     else:
         with pytest.raises(InvalidRequest) as caught:
             getattr(S, method)(worker)
         assert caught.value.field == ("member" if method == "heartbeat" else "worker")
+
+
+def test_a_worker_of_another_region_is_reached_under_that_region_and_one_of_the_own_is_not() -> None:
+    here = Subjects("kvf", "eu")
+    assert here.worker_generate("us.w1", "acme") == "kvf.region.us.worker.w1.generate.acme"
+    assert here.worker_cancel("eu.w1") == here.worker_cancel("w1") == "kvf.worker.w1.cancel"
+    assert here.region_worker("w1", "generate.*") == "kvf.region.eu.worker.w1.generate.*"
+    assert Subjects("kvf", "us").worker_resend("eu.w1") == here.region_worker("w1", "resend")
+    with pytest.raises(InvalidRequest):
+        Subjects("kvf", "a.b")
 
 
 @given(anything)

@@ -1,0 +1,55 @@
+"""Adapter: the Docker daemon of a test run, and what runs before this one have left on it.
+
+testcontainers' reaper is an image that would be pulled, so it is off: whoever starts something labels it as its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+LABEL = "kvproto.testing.owner"  # "<pid>@<host>" of the test run
+DEFAULT_DAEMON = "unix:///var/run/docker.sock"
+DAEMON_TIMEOUT_S = 30
+
+
+def client() -> Any:
+    """A client of the daemon that DOCKER_HOST or the default socket names; raises if none answers."""
+    import docker
+
+    host = os.environ.get("DOCKER_HOST") or DEFAULT_DAEMON
+    if host.startswith("unix://"):  # asked first: docker-py leaves a socket open when there is no daemon
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(host.removeprefix("unix://")) != 0:
+                raise ConnectionError(f"no Docker daemon answers at {host}")
+    found = docker.from_env(timeout=DAEMON_TIMEOUT_S)
+    try:
+        found.ping()
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def owner() -> str:
+    return f"{os.getpid()}@{socket.gethostname()}"
+
+
+def remove_leftovers(client: Any) -> None:
+    """Containers and networks of test runs on this host that are gone. Others' are left alone."""
+    import docker.errors
+
+    def is_leftover(labels: dict[str, str]) -> bool:
+        pid, _, host = labels.get(LABEL, "").partition("@")
+        return host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+    with contextlib.suppress(docker.errors.APIError):
+        for container in client.containers.list(all=True, filters={"label": LABEL}):
+            if is_leftover(container.labels):
+                container.remove(force=True, v=True)
+        for network in client.networks.list(filters={"label": LABEL}):
+            if is_leftover(network.attrs.get("Labels") or {}):
+                network.remove()
