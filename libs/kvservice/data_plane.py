@@ -7,7 +7,7 @@ import shutil
 import socket
 import ssl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -15,8 +15,12 @@ from pydantic import Field
 from kvproto.errors import InvalidRequest, Unavailable
 from kvservice.lifecycle import Lifecycle
 from kvservice.settings import ServiceSettings
+from kvservice.tls import FollowingContext
 
 ALL_ADDRESSES = ("", "0.0.0.0", "::")
+HANDSHAKE_REFUSALS = (  # a metric's labels from the start; others exist once they happen
+    "unknown_key", "no_key", "bad_proof", "identity", "version", "busy", "malformed", "tls", "timeout", "gone",
+)  # fmt: skip
 
 
 class DataPlaneSettings(ServiceSettings):
@@ -42,31 +46,45 @@ def server_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
         if settings.data_plane_key is not None or settings.data_plane_ca is not None:
             raise InvalidRequest("needs --data-plane-cert too", field="data_plane_key, data_plane_ca")
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load(context, settings)
-    if settings.data_plane_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+
+    def build() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _load(context, settings)
+        if settings.data_plane_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return _following(build, settings)
 
 
 def client_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
     """For connections to others; their certificates must be of the CA. Raises Unavailable."""
     if settings.data_plane_ca is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # who it is, it proves by the data plane's own challenge
-    _load(context, settings)
-    return context
+
+    def build() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # who it is, it proves by the data plane's own challenge
+        _load(context, settings)
+        return context
+
+    return _following(build, settings)
 
 
 def _load(context: ssl.SSLContext, settings: DataPlaneSettings) -> None:
+    if settings.data_plane_cert is not None:
+        context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
+    if settings.data_plane_ca is not None:
+        context.load_verify_locations(cafile=settings.data_plane_ca)
+
+
+def _following(build: Callable[[], ssl.SSLContext], settings: DataPlaneSettings) -> ssl.SSLContext:
+    files = (settings.data_plane_cert, settings.data_plane_key, settings.data_plane_ca)
     try:
-        if settings.data_plane_cert is not None:
-            context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
-        if settings.data_plane_ca is not None:
-            context.load_verify_locations(cafile=settings.data_plane_ca)
+        return FollowingContext.of(build, files)
     except OSError as error:
-        raise Unavailable(f"cannot read the data plane's TLS files: {error}") from None
+        named = ", ".join(str(file) for file in files if file is not None)
+        raise Unavailable(f"cannot read the data plane's TLS files ({named}): {error}") from None
 
 
 def reachable(addresses: Sequence[str], settings: DataPlaneSettings) -> tuple[str, ...]:

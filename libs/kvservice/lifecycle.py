@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
+BEAT_S = 1.0
 Closer = Callable[[], Awaitable[None]]
 
 
@@ -34,6 +36,18 @@ class Lifecycle:
         self.exit_code = 0
         self._closers: list[tuple[str, Closer, float]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._beat_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """How long the event loop has not run; about a second where nothing holds it up. For other threads."""
+        return time.monotonic() - self._beat_at
+
+    async def beat(self) -> None:
+        """Shows that the event loop runs."""
+        while True:
+            self._beat_at = time.monotonic()
+            await asyncio.sleep(BEAT_S)
 
     def closing(self, name: str, closer: Closer, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._closers.append((name, closer, timeout_s))
@@ -119,6 +133,7 @@ def run(program: str, main: Main, *, parent_pid: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lifecycle.stop)
+        lifecycle.spawn(lifecycle.beat(), "beat")
         if parent_pid is not None:
             lifecycle.spawn(lifecycle.watch_parent(parent_pid), "watch-parent")
         starting = asyncio.ensure_future(main(lifecycle))

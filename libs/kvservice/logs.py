@@ -7,13 +7,15 @@ import logging
 import sys
 import time
 
+from kvservice import tracing
 from kvservice.settings import ServiceSettings
 
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"time", "level", "service", "logger", "message", ...extra}`; `extra={"request": id}` becomes a field."""
+    """`{"time", "level", "service", "logger", "message", ...extra}`; `extra={"request": id}` becomes a field. Within a
+    traced request `trace_id` and `span_id` are there, too."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -28,6 +30,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if (span := tracing.current()) is not None:
+            line |= {"trace_id": span.trace_id, "span_id": span.span_id}
         line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

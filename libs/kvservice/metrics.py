@@ -24,12 +24,13 @@ Reader = Callable[[], float]
 LabelledReader = Callable[[], Mapping[tuple[str, ...], float]]
 Buckets = Sequence[tuple[str, float]]  # (upper bound, how many were at most that), the last one "+Inf"
 HistogramReader = Callable[[], tuple[Buckets, float]]  # and their sum
+LabelledHistogramReader = Callable[[], Mapping[tuple[str, ...], tuple[Buckets, float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric read from live state. One with `read_histogram` is a histogram; else a name that ends in `_total` is a
-    counter, any other a gauge."""
+    """One metric read from live state. One with `read_histogram` or `read_histograms` is a histogram; else a name that
+    ends in `_total` is a counter, any other a gauge."""
 
     name: str
     help: str
@@ -37,6 +38,7 @@ class Reading:
     labels: tuple[str, ...] = ()
     read_labelled: LabelledReader | None = None
     read_histogram: HistogramReader | None = None
+    read_histograms: LabelledHistogramReader | None = None
 
 
 class LiveCollector(Collector):
@@ -47,11 +49,8 @@ class LiveCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for reading in self._readings:
-            if reading.read_histogram is not None:
-                buckets, total = reading.read_histogram()
-                histogram = HistogramMetricFamily(reading.name, reading.help)
-                histogram.add_metric([], buckets, total)
-                yield histogram
+            if reading.read_histogram is not None or reading.read_histograms is not None:
+                yield _histogram(reading)
                 continue
             counter = reading.name.endswith("_total")
             kind = CounterMetricFamily if counter else GaugeMetricFamily
@@ -62,6 +61,27 @@ class LiveCollector(Collector):
                 for labels, value in reading.read_labelled().items():
                     family.add_metric(list(labels), float(value))
             yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """Names and labels alone: registering reads nothing."""
+        for reading in self._readings:
+            if reading.read_histogram is not None or reading.read_histograms is not None:
+                yield HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
+            else:
+                counter = reading.name.endswith("_total")
+                kind = CounterMetricFamily if counter else GaugeMetricFamily
+                yield kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)
+
+
+def _histogram(reading: Reading) -> Metric:
+    family = HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
+    if reading.read_histogram is not None:
+        buckets, total = reading.read_histogram()
+        family.add_metric([], buckets, total)
+    if reading.read_histograms is not None:
+        for labels, (of_labels, its_sum) in reading.read_histograms().items():
+            family.add_metric(list(labels), of_labels, its_sum)
+    return family
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -81,7 +101,14 @@ class _Quiet(WSGIRequestHandler):
 class MetricsServer:
     """`/metrics`, `/livez` and `/readyz` of a process that serves no HTTP otherwise; its own daemon thread."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        is_ready: Callable[[], bool],
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
         metrics = make_wsgi_app(registry)
 
         def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -92,9 +119,9 @@ class MetricsServer:
             if path not in ("/livez", "/readyz"):
                 start_response("404 Not Found", [("Content-Type", "text/plain")])
                 return [b"not found\n"]
-            good = path == "/livez" or is_ready()
+            good = is_alive() if path == "/livez" else is_ready()
             start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
-            return [b"ok\n" if good else b"not ready\n"]
+            return [b"ok\n" if good else b"no\n"]
 
         try:
             self._server: WSGIServer = make_server(host, port, app, server_class=_Server, handler_class=_Quiet)

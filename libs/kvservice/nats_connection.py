@@ -6,22 +6,30 @@ import ssl
 from collections.abc import Callable
 
 from kvproto.connection import Connection
-from kvproto.errors import Unavailable
+from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.subjects import inbox_prefix
 from kvservice.settings import ServiceSettings
+from kvservice.tls import FollowingContext
 
 
 def tls_context(settings: ServiceSettings) -> ssl.SSLContext | None:
-    """TLS when a CA is set, mutual when a client certificate is too."""
+    """TLS when a CA is set, mutual when a client certificate is too. Raises InvalidRequest or Unavailable."""
     if settings.nats_ca is None:
+        if settings.nats_cert is not None or settings.nats_key is not None:
+            raise InvalidRequest("needs --nats-ca too", field="nats_cert, nats_key")
         return None
-    try:
+
+    def build() -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=settings.nats_ca)
         if settings.nats_cert is not None:
             context.load_cert_chain(settings.nats_cert, settings.nats_key)
+        return context
+
+    try:
+        return FollowingContext.of(build, (settings.nats_ca, settings.nats_cert, settings.nats_key))
     except OSError as error:
-        raise Unavailable(f"cannot read TLS files: {error}") from None
-    return context
+        named = ", ".join(filter(None, (settings.nats_ca, settings.nats_cert, settings.nats_key)))
+        raise Unavailable(f"cannot read the TLS files for NATS ({named}): {error}") from None
 
 
 async def connect(

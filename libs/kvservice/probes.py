@@ -1,0 +1,54 @@
+"""Wiring: the port for metrics and probes of a process that serves no HTTP otherwise.
+
+It is open from the start, so that an orchestrator sees a process that loads a model as alive and not yet ready:
+
+    starting   /livez 200   /readyz 503
+    ready      /livez 200   /readyz 200
+    stopping   /livez 200   /readyz 503
+    stuck      /livez 503: the event loop has not run for `STUCK_S`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+
+from kvservice.lifecycle import Lifecycle
+from kvservice.metrics import LiveCollector, MetricsServer, Reading
+from kvservice.process_metrics import show_process
+from kvservice.settings import ServiceSettings
+
+STUCK_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Probes:
+    """Owned by the process's main coroutine. Without a metrics port it does nothing."""
+
+    def __init__(self, settings: ServiceSettings, life: Lifecycle) -> None:
+        """Raises Unavailable for a port that is taken."""
+        self._life = life
+        self._registry = CollectorRegistry()
+        self._ready = False
+        self.port: int | None = None
+        if settings.metrics_port is None:
+            return
+        show_process(self._registry)
+        server = MetricsServer(
+            self._registry, settings.host, settings.metrics_port, self._is_ready, lambda: life.idle_s < STUCK_S
+        )
+        self.port = server.port
+        life.closing("metrics", server.close)
+        log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+
+    def ready(self, readings: Iterable[Reading]) -> None:
+        """From now on requests are served, and these are shown."""
+        if self.port is not None:
+            self._registry.register(LiveCollector(readings))
+        self._ready = True
+
+    def _is_ready(self) -> bool:
+        return self._ready and not self._life.stopping.is_set()

@@ -1,0 +1,181 @@
+"""Tracing as services see it: begin a span, end it, and hand its context on. The adapter is `tracing_otel`.
+
+Nothing of OpenTelemetry is imported, and nothing is recorded, without an endpoint: `begin` returns None then, as it
+does for what is not sampled, so a caller asks `if span is not None` and nothing else. Roots are begun where requests
+enter the fleet (`root=True`: the ingress, a bare producer's request at placement); everybody else goes on with a
+sampled context or does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Literal, NamedTuple, Protocol
+
+from kvproto.errors import InvalidRequest
+from kvservice.lifecycle import Lifecycle
+from kvservice.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0  # for the last spans to leave; what is not out by then is lost
+
+Value = str | bool | int | float | Sequence[str]
+Attributes = Mapping[str, Value]
+Kind = Literal["internal", "server", "client", "consumer"]
+
+
+class SpanIds(NamedTuple):
+    """As logs show them: lower-case hex."""
+
+    trace_id: str
+    span_id: str
+
+
+class Span(Protocol):
+    """One recorded span. Any one thread at a time; times are Unix nanoseconds, now where none is given."""
+
+    @property
+    def ids(self) -> SpanIds: ...
+
+    @property
+    def traceparent(self) -> str:
+        """For whoever works for this span elsewhere."""
+
+    def child(
+        self, name: str, attributes: Attributes | None = None, *, kind: Kind = "internal", at: int | None = None
+    ) -> Span: ...
+
+    def set(self, attributes: Attributes) -> None: ...
+
+    def event(self, name: str, attributes: Attributes | None = None, *, at: int | None = None) -> None: ...
+
+    def link(self, traceparent: str | None) -> None:
+        """To another span; nothing for what is no context."""
+
+    def end(self, *, error: str | None = None, at: int | None = None) -> None:
+        """`error` is a short code, the `error.type`. Ended spans are exported; further calls do nothing."""
+
+
+class Tracer(Protocol):
+    """One process's. Thread-safe."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    def begin(
+        self,
+        name: str,
+        parent: str | None,
+        attributes: Attributes | None = None,
+        *,
+        kind: Kind = "internal",
+        root: bool = False,
+        at: int | None = None,
+    ) -> Span | None:
+        """A span below `parent`, a traceparent; None if that is not sampled, or there is none and this is no `root`.
+        Of roots `trace_sample_ratio` are sampled."""
+
+    def close(self, timeout_s: float) -> None:
+        """Export what has ended. Blocks, for `timeout_s` at most."""
+
+
+class NullTracer:
+    """Records nothing, at no cost."""
+
+    enabled = False
+
+    def begin(
+        self,
+        name: str,
+        parent: str | None,
+        attributes: Attributes | None = None,
+        *,
+        kind: Kind = "internal",
+        root: bool = False,
+        at: int | None = None,
+    ) -> Span | None:
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+NULL: Tracer = NullTracer()
+
+# ---------------------------------------------------------------------- the present request, for logs
+
+_current: ContextVar[SpanIds | None] = ContextVar("kvfleet_span", default=None)
+
+
+def current() -> SpanIds | None:
+    """The span that this task works for."""
+    return _current.get()
+
+
+def work_for(span: Span | None) -> None:
+    """From here on this task, and tasks that it starts, log as a part of this span, or of none."""
+    _current.set(None if span is None else span.ids)
+
+
+@contextlib.contextmanager
+def within(span: Span | None) -> Iterator[None]:
+    """The same for a block of a callback that serves many requests."""
+    if span is None:
+        yield
+        return
+    token = _current.set(span.ids)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def unix_ns(monotonic_s: float) -> int:
+    """When something was, by the monotonic clock that loops and engines keep."""
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
+
+
+# ---------------------------------------------------------------------- wiring
+
+
+def endpoint_of(settings: ServiceSettings) -> str | None:
+    """The collector's base URL: of ours, else OpenTelemetry's own variables, which its exporter reads; None: no
+    tracing."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    standard = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    return settings.otlp_endpoint or next((os.environ[name] for name in standard if os.environ.get(name)), None)
+
+
+def open_tracer(settings: ServiceSettings, role: str, life: Lifecycle) -> Tracer:
+    """This process's, closed last of all that is registered after it. Raises InvalidRequest for what is no URL."""
+    endpoint = endpoint_of(settings)
+    if endpoint is None:
+        return NULL
+    if not endpoint.startswith(("http://", "https://")):
+        raise InvalidRequest("must be an http:// or https:// URL", field="otlp_endpoint")
+    from kvservice.tracing_otel import OtelTracer
+
+    tracer = OtelTracer(
+        service=f"kvfleet-{role}",
+        instance=settings.member,
+        endpoint=settings.otlp_endpoint,
+        sample_ratio=settings.trace_sample_ratio,
+    )
+
+    async def close() -> None:
+        closing = threading.Thread(target=tracer.close, args=(CLOSE_S,), name="tracing-close", daemon=True)
+        closing.start()
+        while closing.is_alive():  # a thread of our own: the loop's executor would be waited for at the end
+            await asyncio.sleep(0.01)
+
+    life.closing("tracing", close, CLOSE_S + 0.5)
+    log.info("spans go to %s", endpoint.rsplit("@", 1)[-1])
+    return tracer
