@@ -1,4 +1,4 @@
-"""Routes and nothing else: path -> handler, error -> answer, every request counted.
+"""Routes and nothing else: path -> handler, error -> answer, every request counted, and audited.
 
 A Starlette router without its middleware: errors are answered here once, and a stream's sends reach the server
 unwrapped.
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_request_id
+from services.ingress.audit import Audit
 from services.ingress.fleet_routes import no_such_method, no_such_route
 from services.ingress.http_exchange import Exchange
 from services.ingress.ingress import Ingress
@@ -28,11 +29,11 @@ CLIENT_LEFT = 499
 def create_app(ingress: Ingress) -> ASGIApp:
     """The ASGI application of one started ingress."""
     flow, routes = ingress.flow, ingress.routes
-    metrics = ingress.metrics
-    wrong_method = Endpoint(no_such_method, "other", metrics)
+    metrics, audit = ingress.metrics, ingress.audit
+    wrong_method = Endpoint(no_such_method, "other", metrics, audit)
 
     def route(method: str, path: str, handler: Handler, name: str) -> BaseRoute:
-        return _Route(path, Endpoint(handler, name, metrics), method, wrong_method)
+        return _Route(path, Endpoint(handler, name, metrics, audit), method, wrong_method)
 
     return Router(
         [
@@ -55,35 +56,48 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("GET", "/openapi.json", routes.openapi, "openapi"),
         ],
         redirect_slashes=False,
-        default=Endpoint(no_such_route, "other", metrics),
+        default=Endpoint(no_such_route, "other", metrics, audit),
     )
 
 
 class Endpoint:
     """One handler as an ASGI application: the top of its task, where errors become answers."""
 
-    def __init__(self, handler: Handler, route: str, metrics: IngressMetrics) -> None:
+    def __init__(self, handler: Handler, route: str, metrics: IngressMetrics, audit: Audit) -> None:
         self._handler = handler
         self._route = route
         self._metrics = metrics
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, new_request_id())
+        failure: KvfleetError | None = None
         try:
             await self._handler(exchange)
         except KvfleetError as error:
+            failure = error
+            exchange.outcome = error.code
             if exchange.started:
                 self._metrics.tally.stream_errors += 1
             if not exchange.gone:
                 await exchange.refuse(error)
         except Exception:  # the task's top: a fault of ours is one 500, or one cut stream
-            log.exception("request %s on %s failed", exchange.request_id, self._route)
+            exchange.outcome = KvfleetError.code
+            log.exception(
+                "request %s on %s failed", exchange.request_id, self._route, extra={"request": exchange.request_id}
+            )
             if exchange.started:
                 raise  # the server cuts the connection: the client must not take what it has for the whole
-            await exchange.refuse(KvfleetError("internal error"))
+            failure = KvfleetError("internal error")
+            await exchange.refuse(failure)
         finally:
             code = CLIENT_LEFT if exchange.gone else exchange.status
             self._metrics.requests.labels(self._route, str(code)).inc()
+            if exchange.trace is not None:
+                exchange.trace.end(exchange.request_id, code)
+            self._audit.ended(exchange, self._route, code, failure)
+            if exchange.outcome:
+                self._metrics.ended(self._route, exchange.outcome)
 
 
 class _Route(Route):

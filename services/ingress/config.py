@@ -49,6 +49,8 @@ class IngressConfig:
     tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)
     tokenizer_threads: int = 2
     fleet_key: bytes = b""  # the same at all ingresses: request ids of Idempotency-Keys follow from it
+    slo_ttft_s: float = 2.0  # targets by which goodput is counted
+    slo_itl_s: float = 0.1
     default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()

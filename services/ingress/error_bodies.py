@@ -50,3 +50,10 @@ def error_headers(error: KvfleetError) -> Headers:
     if isinstance(error, Draining):
         headers.append((b"connection", b"close"))
     return headers
+
+
+def loggable(error: KvfleetError) -> str:
+    """For logs: of what is about a caller's words the code and the field, since the message may repeat them."""
+    if error.field is not None:
+        return f"{error.code} ({error.field})"
+    return error.message if error.http_status >= 500 else error.code

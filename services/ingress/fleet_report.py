@@ -41,8 +41,9 @@ def stats_report(view: FleetView) -> dict[str, Any]:
     """Sums over the living workers, and the share of prompt tokens that were found cached."""
     alive = [one for one in view.workers.values() if one.dead_since is None]
     beats = [one.heartbeat for one in alive if one.heartbeat is not None]
-    plain = (f.name for f in fields(Load) if f.name not in ("tiers", "priorities"))
+    plain = (f.name for f in fields(Load) if f.name not in ("tiers", "priorities", "oldest_wait_s"))
     load = {name: sum(getattr(beat.load, name) for beat in beats) for name in plain}
+    load["oldest_wait_s"] = max((beat.load.oldest_wait_s for beat in beats), default=0.0)
     rates = _sum_rates([beat.rates for beat in beats])
     prompt = load["prompt_tokens_total"]
     return {

@@ -15,19 +15,30 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvproto.affinity import ring_key
 from kvproto.client import Client
-from kvproto.errors import KvfleetError, ModelNotFound, NotFound, NoWorkers, Unavailable
+from kvproto.errors import (
+    AuthenticationFailed,
+    KvfleetError,
+    ModelNotFound,
+    NotFound,
+    NoWorkers,
+    PermissionDenied,
+    Unavailable,
+)
 from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
+from kvproto.regions import split
+from services.ingress.callers import Caller, require_admin
 from services.ingress.config import IngressConfig
 from services.ingress.fleet_report import members_of, models_report, stats_report, workers_report
 from services.ingress.http_exchange import Exchange, integer_query
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
 from services.ingress.openapi import openapi_document
+from services.ingress.other_regions import OtherRegions
 from services.ingress.placement_report import placements_report, read_request_id
 from services.ingress.session_blocks import SessionBlocks, tokens_by_tier
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Session, Sessions
-from services.ingress.tenancy import ApiKey, Tenancy, require_admin
+from services.ingress.tenancy import Tenancy, identify
 
 SAFETENSORS = b"application/octet-stream"
 
@@ -44,16 +55,18 @@ class FleetRoutes:
         models: Models,
         sessions: Sessions,
         session_index: SessionIndex,
+        regions: OtherRegions,
         metrics: IngressMetrics,
         is_draining: Callable[[], bool],
     ) -> None:
         self._client = client
-        self._blocks = SessionBlocks(client)
+        self._blocks = SessionBlocks(client, regions)
         self._config = config
         self._tenancy = tenancy
         self._models = models
         self._sessions = sessions
         self._session_index = session_index
+        self._regions = regions
         self._metrics = metrics
         self._is_draining = is_draining
 
@@ -61,12 +74,12 @@ class FleetRoutes:
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
-        self._authenticate(exchange)
+        await identify(self._tenancy, exchange)
         await _json(exchange, models_report(self._models.served()))
 
     async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}."""
-        self._authenticate(exchange)
+        await identify(self._tenancy, exchange)
         name = exchange.path_value("model")
         found = [record for record in self._models.served() if record.model == name]
         if not found:
@@ -75,12 +88,12 @@ class FleetRoutes:
 
     async def workers(self, exchange: Exchange) -> None:
         """GET /workers."""
-        self._authenticate(exchange)
+        await self._admin(exchange)
         await _json(exchange, workers_report(self._client.members.view))
 
     async def stats(self, exchange: Exchange) -> None:
         """GET /stats: the fleet's sums, and this ingress's own counts."""
-        self._authenticate(exchange)
+        await self._admin(exchange)
         tally, counters = self._metrics.tally, self._client.counters
         own = {
             "id": self._config.id,
@@ -101,7 +114,7 @@ class FleetRoutes:
 
         Those of other tenants are not found, so that nobody learns which ids exist; an admin key finds all.
         """
-        caller = self._authenticate(exchange)
+        caller = await identify(self._tenancy, exchange)
         request = read_request_id(exchange.path_value("id"))
         try:
             decisions = await self._client.explain(request, None if caller.admin else caller.tenant)
@@ -116,8 +129,9 @@ class FleetRoutes:
     # ------------------------------------------------------------------ sessions
 
     async def kv_route(self, exchange: Exchange) -> None:
-        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
-        caller = self._authenticate(exchange)
+        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice. `region` is
+        null for one of this region; of another one no address is known."""
+        caller = await identify(self._tenancy, exchange)
         session = await self._sessions.read(caller.tenant, exchange.path_value("seq_id"))
         await _json(exchange, self._located(self._worker_of(caller, session, exchange.query_value("model"))))
 
@@ -125,16 +139,19 @@ class FleetRoutes:
         """GET /sessions/{seq_id}: its tokens, how many of them and which blocks its worker holds, and how many leading
         ones each worker has by tier.
 
-        The history is there whoever lives; `worker_id` is null when its worker does not say what is cached.
+        The history is there whoever lives; `worker_id` is null when its worker does not say what is cached. Workers of
+        another `region` are not asked.
         """
-        caller = self._authenticate(exchange)
+        caller = await identify(self._tenancy, exchange)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
         head = session.head
         assert head is not None
         place: dict[str, Any] = {"cached_tokens": 0, "blocks": [], "worker_id": None, "address": None}
+        place["region"] = None
         found = await self._blocks.find(caller.tenant, head.model, session.ids)
         with contextlib.suppress(NoWorkers):
             worker = self._worker_of(caller, session)
+            place["region"] = split(worker)[0] or None
             if (held := found.get(worker)) is not None:
                 place = {"cached_tokens": held.cached_tokens, "blocks": list(held.blocks), **self._located(worker)}
         await _json(
@@ -150,23 +167,31 @@ class FleetRoutes:
 
     async def session_kv(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
-        caller = self._authenticate(exchange)
-        require_admin(caller)
+        caller = await self._admin(exchange)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
         question = AdminRequest(
             AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
         )
-        data = await self._ask(self._worker_of(caller, session), question)
+        worker = self._worker_of(caller, session)
+        if split(worker)[0]:
+            raise NotFound(f"the last turn ran at {worker}, K and V are read in this region only", field="seq_id")
+        data = await self._ask(worker, question)
         await exchange.respond(200, data, content_type=SAFETENSORS)
 
     async def delete_session(self, exchange: Exchange) -> None:
-        """DELETE /sessions/{seq_id}: its history, and of its blocks those that nobody shares. 409 while a turn runs."""
-        caller = self._authenticate(exchange)
+        """DELETE /sessions/{seq_id}: its history, and of its blocks those that nobody shares. 409 while a turn runs.
+        Other regions where it ran are told in the background."""
+        caller = await identify(self._tenancy, exchange)
         seq_id = exchange.path_value("seq_id")
         session = await self._sessions.erase(caller.tenant, seq_id)
         assert session.head is not None
         await self._blocks.erase(caller.tenant, session.head.model, session.ids)
+        self._blocks.erase_abroad(caller.tenant, session.head.model, session.ids, session.head.regions)
         await _json(exchange, {"seq_id": seq_id, "deleted": True})
+
+    async def close(self) -> None:
+        """What runs in the background ends."""
+        await self._blocks.close()
 
     # ------------------------------------------------------------------ process
 
@@ -176,24 +201,29 @@ class FleetRoutes:
 
     async def readyz(self, exchange: Exchange) -> None:
         """A request would be served: NATS answers, a ready worker's model is loaded, and nothing drains."""
-        missing = self._missing()
+        missing = self.missing()
         await _json(exchange, {"status": missing or "ok"}, status=503 if missing else 200)
 
     async def health(self, exchange: Exchange) -> None:
-        """As /readyz, with what is there."""
-        missing = self._missing()
-        report = {
+        """As /readyz, with what is there: how many to everybody, which to those who have a key."""
+        missing = self.missing()
+        view = self._client.members.view
+        report: dict[str, Any] = {
             "status": missing or "ok",
-            "ingress": self._config.id,
             "nats": self._client.connection.is_connected,
-            "workers_ready": sum(1 for _ in self._client.members.view.ready()),
-            "placements": members_of(self._client.members.view, Role.PLACEMENT),
-            "vaults": members_of(self._client.members.view, Role.VAULT),
-            "models": [record.model for record in self._models.served()],
+            "workers_ready": sum(1 for _ in view.ready()),
+            "placements": members_of(view, Role.PLACEMENT),
+            "vaults": members_of(view, Role.VAULT),
         }
+        if self._tenancy.is_open or _says_who(exchange):  # a probe that does not was refused nothing
+            with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
+                await identify(self._tenancy, exchange)
+                report |= {"ingress": self._config.id, "models": [record.model for record in self._models.served()]}
         await _json(exchange, report, status=503 if missing else 200)
 
     async def metrics(self, exchange: Exchange) -> None:
+        """For admins; the port for metrics shows the same to whoever reaches it."""
+        await self._admin(exchange)
         body = generate_latest(self._metrics.registry)
         await exchange.respond(200, body, content_type=CONTENT_TYPE_LATEST.encode())
 
@@ -201,7 +231,8 @@ class FleetRoutes:
         """GET /openapi.json."""
         await exchange.respond(200, _openapi())
 
-    def _missing(self) -> str:
+    def missing(self) -> str:
+        """Why no request would be served; empty where one would."""
         if self._is_draining():
             return "draining"
         if not self._client.connection.is_connected:
@@ -212,14 +243,19 @@ class FleetRoutes:
 
     # ------------------------------------------------------------------ steps
 
-    def _authenticate(self, exchange: Exchange) -> ApiKey:
-        return self._tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+    async def _admin(self, exchange: Exchange) -> Caller:
+        caller = await identify(self._tenancy, exchange)
+        require_admin(caller)
+        return caller
 
-    def _worker_of(self, caller: ApiKey, session: Session, said_model: str | None = None) -> str:
+    def _worker_of(self, caller: Caller, session: Session, said_model: str | None = None) -> str:
         members = self._client.members
         head = session.head
-        if head is not None and head.worker and members.view.is_alive(head.worker):
-            return head.worker
+        if head is not None and head.worker:
+            region = split(head.worker)[0]
+            living = head.worker in self._regions.workers(region, head.model) if region else False
+            if living or members.view.is_alive(head.worker):
+                return head.worker
         model = head.model if head else said_model or self._models.default_name(self._config.default_model)
         worker = members.ring(model).owner(ring_key(caller.tenant, session=session.key))
         if worker is None:
@@ -227,7 +263,10 @@ class FleetRoutes:
         return worker
 
     def _located(self, worker: str) -> dict[str, Any]:
-        return {"worker_id": worker, "address": self._client.members.view.workers[worker].record.address}
+        if region := split(worker)[0]:
+            return {"worker_id": worker, "address": None, "region": region}
+        address = self._client.members.view.workers[worker].record.address
+        return {"worker_id": worker, "address": address, "region": None}
 
     async def _ask(self, worker: str, question: AdminRequest) -> bytes:
         try:
@@ -266,6 +305,11 @@ def _described(head: SessionHead) -> dict[str, Any]:
         "created_unix_ms": head.created_unix_ms,
         "updated_unix_ms": head.updated_unix_ms,
     }
+
+
+def _says_who(exchange: Exchange) -> bool:
+    """Whether a request names its caller, rightly or wrongly."""
+    return exchange.header(b"authorization") is not None or exchange.header(b"x-api-key") is not None
 
 
 async def _json(exchange: Exchange, value: dict[str, Any], status: int = 200) -> None:

@@ -7,13 +7,17 @@ write being one send. What was refused is answered in OpenAI's error form.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from typing import Protocol
 from urllib.parse import parse_qs
 
 from starlette.types import Message, Receive, Scope, Send
 
 from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge
+from services.ingress.callers import Caller
 from services.ingress.error_bodies import Headers, error_body, error_headers, status_of
+from services.ingress.limits import Tab
 
 JSON = b"application/json"
 SEND_LIMIT_S = 60.0
@@ -24,19 +28,37 @@ _EVENT_STREAM: Headers = [
 ]
 
 
+class Trace(Protocol):
+    """What is recorded of a traced request."""
+
+    error: KvfleetError | None
+
+    @property
+    def trace_id(self) -> str: ...
+
+    def end(self, request: str, status: int) -> None: ...
+
+
 class Exchange:
     """One request. Owned by the task that serves it; `gone` once the client has left."""
 
     __slots__ = (
+        "_began_at",
         "_receive",
         "_scope",
         "_send",
+        "caller",
         "ended",
         "error_event",
         "gone",
+        "more_headers",
+        "outcome",
+        "repeats",
         "request_id",
         "started",
         "status",
+        "tab",
+        "trace",
         "writes",
     )
 
@@ -46,11 +68,18 @@ class Exchange:
         self._send = send
         self.request_id = request_id
         self.status = 0
+        self.outcome = ""  # of a generating request: a finish reason or an error's code
         self.started = False
         self.ended = False
         self.gone = False
         self.writes = 0
+        self.trace: Trace | None = None
         self.error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
+        self.caller: Caller | None = None  # once it is known
+        self.more_headers: Callable[[], Headers] | None = None  # of any answer, as they are when it begins
+        self.tab: Tab | None = None  # of the run that it is about
+        self.repeats = False  # that run was another request's
+        self._began_at = time.monotonic()
 
     # ------------------------------------------------------------------ request
 
@@ -61,6 +90,27 @@ class Exchange:
             if key == name:
                 value = raw.decode("latin-1")
         return value
+
+    @property
+    def method(self) -> str:
+        method: str = self._scope["method"]
+        return method
+
+    @property
+    def source(self) -> str | None:
+        """The client's address."""
+        client = self._scope.get("client")
+        return client[0] if client else None
+
+    @property
+    def path_params(self) -> dict[str, str]:
+        params: dict[str, str] = self._scope.get("path_params", {})
+        return params
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._began_at
 
     def path_value(self, name: str) -> str:
         value: str = self._scope["path_params"][name]
@@ -113,6 +163,8 @@ class Exchange:
 
     async def refuse(self, error: KvfleetError) -> None:
         """The error as the whole answer, or as the last event of a stream that has begun."""
+        if self.trace is not None:
+            self.trace.error = error
         if self.started:
             await self.end(self.error_event(error) if self.error_event is not None else b"")
             return
@@ -125,7 +177,10 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         self.started = True
-        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        more = self.more_headers() if self.more_headers is not None else ()
+        headers = [*headers, *more, (b"x-request-id", self.request_id.encode())]
+        if self.trace is not None:
+            headers.append((b"x-trace-id", self.trace.trace_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,15 +15,20 @@ from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import KvfleetError
 from kvproto.messages import Role
+from kvservice import tracing
+from kvservice.tracing import Tracer
 from services.ingress.admission import Admission
+from services.ingress.audit import NO_AUDIT, Audit
 from services.ingress.chat_splice import SpliceIndex
 from services.ingress.config import IngressConfig
 from services.ingress.fleet_routes import FleetRoutes
 from services.ingress.metrics import IngressMetrics, Reading
 from services.ingress.models import Models
+from services.ingress.other_regions import OtherRegions
 from services.ingress.prompts import Prompts
 from services.ingress.request_flow import RequestFlow
 from services.ingress.runs import Runs
+from services.ingress.service_levels import Targets
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Sessions
 from services.ingress.tenancy import Tenancy
@@ -34,15 +40,31 @@ class Ingress:
     """All of one ingress process but its web server. `open` needs a client whose members are listed."""
 
     def __init__(
-        self, client: Client, config: IngressConfig, tenancy: Tenancy, registry: CollectorRegistry, bucket: Bucket
+        self,
+        client: Client,
+        config: IngressConfig,
+        tenancy: Tenancy,
+        registry: CollectorRegistry,
+        bucket: Bucket,
+        audit: Audit,
+        readings: Iterable[Reading],
+        tracer: Tracer = tracing.NULL,
     ) -> None:
         self._client = client
         self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[Any]] = []
         self.unready = False  # set before a drain: load balancers look elsewhere, requests are still served
-        self.admission = Admission(config.max_concurrent)
-        self.metrics = IngressMetrics(registry)
-        self.models = Models(client, client.members.view, self._executor)
+        self.admission = Admission(config.max_concurrent, time.time)
+        self.audit = audit
+        self.tenancy = tenancy
+        self.metrics = IngressMetrics(
+            registry,
+            Targets(config.slo_ttft_s, config.slo_itl_s),
+            lambda: [record.model for record in self.models.served()],
+        )
+        self.regions = OtherRegions(client.connection, client.subjects, client.now)
+        self.models = Models(client, client.members.view, self._executor, self.regions)
+        self.regions.heard = self.models.on_regions
         self.splices = SpliceIndex(config.splice_bytes)
         self.sessions = Sessions(
             bucket, config.id, config.sessions, unix_ms=unix_ms, is_ingress_alive=self._is_ingress_alive
@@ -61,6 +83,8 @@ class Ingress:
             session_index=self.session_index,
             runs=self.runs,
             metrics=self.metrics,
+            tracer=tracer,
+            audit=audit,
         )
         self.routes = FleetRoutes(
             client,
@@ -69,18 +93,29 @@ class Ingress:
             models=self.models,
             sessions=self.sessions,
             session_index=self.session_index,
+            regions=self.regions,
             metrics=self.metrics,
             is_draining=lambda: self.unready or self.admission.draining,
         )
-        self.metrics.read_also(self._readings())
+        self.metrics.read_also((*self._readings(), *readings))
 
     @classmethod
     async def open(
-        cls, client: Client, config: IngressConfig, tenancy: Tenancy, registry: CollectorRegistry
+        cls,
+        client: Client,
+        config: IngressConfig,
+        tenancy: Tenancy,
+        registry: CollectorRegistry,
+        *,
+        audit: Audit = NO_AUDIT,
+        readings: Iterable[Reading] = (),
+        tracer: Tracer = tracing.NULL,
     ) -> Ingress:
-        """Build and start. Raises Unavailable when the sessions bucket does not exist."""
+        """Build and start; `readings` are metrics of whatever was built before. Raises Unavailable when the sessions
+        bucket does not exist."""
         bucket = await Bucket.open(client.connection, client.subjects.sessions_bucket)
-        ingress = cls(client, config, tenancy, registry, bucket)
+        ingress = cls(client, config, tenancy, registry, bucket, audit, readings, tracer)
+        await ingress.regions.start()
         ingress.start()
         return ingress
 
@@ -115,6 +150,8 @@ class Ingress:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks.clear()
+        await self.routes.close()
+        await self.regions.stop()
         await self.models.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -126,18 +163,29 @@ class Ingress:
 
     def _readings(self) -> tuple[Reading, ...]:
         counters, inbox, view = self._client.counters, self._client.inbox, self._client.members.view
-        runs = self.runs
+        runs, tenancy = self.runs, self.tenancy
         return (
             Reading(
                 "running_requests", "Requests admitted and not yet ended.", "gauge", lambda: self.admission.running
             ),
             Reading("refused_requests", "Refused by admission.", "counter", lambda: self.admission.refused_total),
-            Reading("placed", "Attempts placed by placement.", "counter", lambda: counters.placed_total),
+            Reading("refused_callers", "Refused as nobody known.", "counter", lambda: tenancy.refused_total),
+            Reading("api_keys", "Configured API keys.", "gauge", lambda: tenancy.key_count),
+            Reading("placed_attempts", "Attempts placed by placement.", "counter", lambda: counters.placed_total),
             Reading(
                 "placement_fallbacks",
                 "Attempts placed by the ring because placement did not answer.",
                 "counter",
                 lambda: counters.fallback_total,
+            ),
+            Reading(
+                "spilled_attempts", "Attempts placed in another region.", "counter", lambda: counters.spilled_total
+            ),
+            Reading(
+                "region_refusals",
+                "Other regions that could not take a request, or did not answer.",
+                "counter",
+                lambda: counters.region_refusals_total,
             ),
             Reading("lost_attempts", "Attempts whose worker was lost.", "counter", lambda: counters.lost_total),
             Reading("resends", "Times a worker was asked for frames again.", "counter", lambda: counters.resends_total),
@@ -148,9 +196,13 @@ class Ingress:
             Reading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
             Reading("kept_runs", "Ended and cut requests that may be asked for again.", "gauge", lambda: runs.kept),
             Reading("kept_run_bytes", "Memory of them.", "gauge", lambda: runs.kept_bytes),
-            Reading("attached", "Repeats that joined a running request.", "counter", lambda: runs.attached_total),
-            Reading("resumed", "Repeats that went on with a cut request.", "counter", lambda: runs.resumed_total),
-            Reading("replayed", "Repeats of finished requests.", "counter", lambda: runs.replayed_total),
+            Reading(
+                "attached_requests", "Repeats that joined a running request.", "counter", lambda: runs.attached_total
+            ),
+            Reading(
+                "resumed_requests", "Repeats that went on with a cut request.", "counter", lambda: runs.resumed_total
+            ),
+            Reading("replayed_requests", "Repeats of finished requests.", "counter", lambda: runs.replayed_total),
             Reading("sessions", "Sessions of all tenants.", "gauge", lambda: self.session_index.table.total),
             Reading("running_turns", "Session turns running here.", "gauge", lambda: self.sessions.running),
             Reading("ready_workers", "Workers that take new work.", "gauge", lambda: sum(1 for _ in view.ready())),

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvproto.client import Client
-from kvproto.errors import Draining, InvalidRequest, Unavailable
+from kvproto.errors import Draining, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, Subjects
 from kvservice import lifecycle, logs
 from kvservice.membership import member_record, open_bucket
 from kvservice.nats_connection import connect
+from kvservice.process_metrics import common_readings
 from kvservice.settings import load
+from kvservice.tracing import open_tracer
+from services.ingress.access import Access
 from services.ingress.app import create_app
 from services.ingress.config import IngressConfig, RunLimits, SessionLimits
 from services.ingress.ingress import Ingress
+from services.ingress.probes import IngressProbes
 from services.ingress.settings import IngressSettings
-from services.ingress.tenancy import Tenancy, parse_keys
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
         max_wait_s=settings.max_wait_s,
         splice_bytes=settings.splice_memory_bytes,
         fleet_key=settings.fleet_key.encode(),
+        slo_ttft_s=settings.slo_ttft_s,
+        slo_itl_s=settings.slo_itl_s,
         sessions=SessionLimits(
             idle_expiry_s=settings.session_ttl_s,
             per_tenant=settings.max_sessions_per_tenant,
@@ -45,19 +51,6 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
         ),
         runs=RunLimits(settings.resume_grace_s, settings.replay_s, settings.resume_memory_bytes),
     )
-
-
-def read_tenancy(settings: IngressSettings) -> Tenancy:
-    text = settings.api_keys or ""
-    if settings.api_keys_file is not None:
-        try:
-            text = settings.api_keys_file.read_text()
-        except OSError as error:
-            raise InvalidRequest(f"{settings.api_keys_file}: {error.strerror}", field="api_keys_file") from None
-    keys = parse_keys(text)
-    if settings.api_keys_file is not None and not keys:
-        raise InvalidRequest(f"{settings.api_keys_file} holds no key", field="api_keys_file")
-    return Tenancy(keys)
 
 
 class _Server(uvicorn.Server):
@@ -68,7 +61,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.Lifecycle) -> None:
+async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, life: lifecycle.Lifecycle) -> None:
     config = uvicorn.Config(
         create_app(ingress),
         host=settings.host,
@@ -81,9 +74,16 @@ async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.L
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,
-        timeout_keep_alive=75,
+        timeout_keep_alive=settings.keep_alive_s,
         backlog=2048,
+        proxy_headers=settings.trusted_proxies is not None,
+        forwarded_allow_ips=settings.trusted_proxies or "",
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
     )
+    config.load()
+    if config.ssl is not None:
+        access.serve_tls(config.ssl, life)
     server = _Server(config)
     try:
         sockets = [config.bind_socket()]
@@ -103,13 +103,17 @@ async def _listen(settings: IngressSettings, ingress: Ingress, life: lifecycle.L
         await asyncio.wait([serving])
 
     life.closing("http", close, settings.unready_s + settings.drain_s + 3.0)
-    log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
+    log.info("listening on %s://%s:%d", "https" if config.is_ssl else "http", *sockets[0].getsockname()[:2])
 
 
 async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
-    tenancy = read_tenancy(settings)
+    tracer = open_tracer(settings, "ingress", life)
+    access = Access(settings, asyncio.get_running_loop().time)
+    access.start(life)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, access.hang_up)
+    probes = IngressProbes(settings, life)
     member = settings.member
-    subjects = Subjects(settings.namespace)
+    subjects = Subjects(settings.namespace, settings.region)
     record = member_record(Role.INGRESS, member, address=f"{settings.host}:{settings.port}")
     connection = await connect(
         settings,
@@ -122,13 +126,24 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
     client = await Client.over(connection, subjects)
     life.closing("client", client.close)
-    ingress = await Ingress.open(client, config_of(settings, member), tenancy, CollectorRegistry())
+    ingress = await Ingress.open(
+        client,
+        config_of(settings, member),
+        access.tenancy,
+        CollectorRegistry(),
+        audit=access.audit,
+        readings=access.readings(),
+        tracer=tracer,
+    )
+    certificates = {"nats": settings.nats_cert, "https": settings.tls_cert}
+    ingress.metrics.show_common(common_readings("ingress", connection, certificates))
     life.closing("ingress", ingress.close)
     lease = Lease(bucket, record)
     await lease.renew()  # first: others take the turns of an ingress that is no member as free
     life.closing("lease", lease.release)
     life.spawn(lease.run(lambda error: life.fatal(str(error))), "lease")
-    await _listen(settings, ingress, life)
+    await _listen(settings, ingress, access, life)
+    probes.serving(ingress)
 
 
 def main(argv: list[str] | None = None) -> None:

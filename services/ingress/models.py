@@ -42,13 +42,34 @@ class BundleSource(Protocol):
 
     async def bundle(self, worker: str) -> Bundle: ...
 
+    async def miss(self, model: str) -> None: ...
+
+
+class Abroad(Protocol):
+    """The part of `OtherRegions` that is needed here."""
+
+    def records(self) -> dict[str, WorkerRecord]: ...
+
+    def holders(self, model: str, bundle: str) -> list[str]: ...
+
+
+class Nowhere:
+    """No other regions."""
+
+    def records(self) -> dict[str, WorkerRecord]:
+        return {}
+
+    def holders(self, model: str, bundle: str) -> list[str]:
+        return []
+
 
 class Models:
     """The cache of bundles by hash. Owned by the event loop; `executor` builds tokenizers."""
 
-    def __init__(self, source: BundleSource, view: FleetView, executor: Executor) -> None:
+    def __init__(self, source: BundleSource, view: FleetView, executor: Executor, abroad: Abroad | None = None) -> None:
         self._source = source
         self._view = view
+        self._abroad = abroad or Nowhere()
         self._executor = executor
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._fetching: dict[tuple[str, str], asyncio.Task[ServedModel]] = {}
@@ -57,6 +78,12 @@ class Models:
         """Fetch what is there now; `on_member` keeps up."""
         for view in list(self._view.ready()):
             self._prefetch(view.record)
+        self.on_regions()
+
+    def on_regions(self) -> None:
+        """Other regions have said what they serve: what is not here yet, or could not be had before, is fetched."""
+        for record in self._abroad.records().values():
+            self._prefetch(record)
 
     async def stop(self) -> None:
         for task in list(self._fetching.values()):
@@ -71,17 +98,26 @@ class Models:
 
     def served(self) -> list[WorkerRecord]:
         """One record per model that somebody serves now, by name."""
-        return [record for _, record in sorted(self._view.models().items())]
+        return [record for _, record in sorted(self._known().items())]
+
+    def _known(self) -> dict[str, WorkerRecord]:
+        return self._abroad.records() | self._view.models()
+
+    def known(self, name: str | None) -> str | None:
+        """A model's name as somebody has said it, if there is such a model."""
+        known = any(view.record.model == name for view in self._view.workers.values()) or name in self._abroad.records()
+        return name if known else None
 
     def is_ready(self) -> bool:
         """Whether some ready worker's model could be served at once."""
-        return any((view.record.model, view.record.bundle) in self._served for view in self._view.ready())
+        records = [view.record for view in self._view.ready()]
+        return any((one.model, one.bundle) in self._served for one in (*records, *self._abroad.records().values()))
 
     def default_name(self, configured: str | None) -> str:
         """The model of a request that names none. Raises InvalidRequest when that is not clear, NoWorkers."""
         if configured:
             return configured
-        names = sorted(self._view.models())
+        names = sorted(self._known())
         if not names:
             raise NoWorkers("no worker is ready", retry_after_s=2.0)
         if len(names) > 1:
@@ -90,8 +126,9 @@ class Models:
 
     async def get(self, name: str, *, field: str = "model") -> ServedModel:
         """Raises ModelNotFound, or Unavailable when no worker hands its bundle over in time."""
-        record = self._view.models().get(name)
+        record = self._view.models().get(name) or self._abroad.records().get(name)
         if record is None:
+            await self._source.miss(name)  # it may be one of this fleet that has no worker just now
             if any(view.record.model == name for view in self._view.workers.values()):
                 raise NoWorkers(f"no worker of {name!r} is ready", retry_after_s=2.0)
             raise ModelNotFound(f"no worker serves {name!r}", field=field)
@@ -119,7 +156,8 @@ class Models:
             if view.state in (State.READY, State.DRAINING)
             and (view.record.model, view.record.bundle) == (record.model, record.bundle)
         ]
-        for worker in sorted(holders, key=lambda one: one != record.id):
+        holders.sort(key=lambda one: one != record.id)
+        for worker in (*holders, *self._abroad.holders(record.model, record.bundle)):
             try:
                 bundle = await self._source.bundle(worker)
             except (KvfleetError, TimeoutError) as error:
@@ -134,7 +172,8 @@ class Models:
 
     def _keep(self, served: ServedModel) -> None:
         self._served[served.name, served.hash] = served
-        named = {(view.record.model, view.record.bundle) for view in self._view.workers.values()}
+        records = [view.record for view in self._view.workers.values()]
+        named = {(one.model, one.bundle) for one in (*records, *self._abroad.records().values())}
         unnamed = [key for key in self._served if key not in named]
         for key in unnamed[: max(0, len(unnamed) - KEPT_UNNAMED)]:
             del self._served[key]

@@ -36,9 +36,9 @@ ERRORS: dict[int, str] = {
     405: "The route does not take that method.",
     409: "The session is busy, or has had another turn since; or the stream was begun from another prompt "
     "(`prompt_changed`): it goes on only at the ingress that it was begun at.",
-    413: "The body is too long.",
+    413: "The body is too long, or the prompt more than a limit of the key or tenant as a whole.",
     422: "The Idempotency-Key or Last-Event-ID is of another request.",
-    429: "A limit of this key or tenant, or more than the fleet can do in time: Retry-After says when.",
+    429: "A limit of this key or of its tenant, or more than the fleet can do in time: Retry-After says when.",
     500: "A fault of this server.",
     501: "The model cannot do that.",
     503: "Nobody can serve it now: Retry-After says when.",
@@ -86,13 +86,26 @@ _REPEATS = (
         "Requests with the same key, route and body are one request: it is run once, and answered each time.",
     ),
 )
+_LEFT = {
+    f"x-ratelimit-{what}-{of}": {
+        "schema": {"type": "string"} if what == "reset" else {"type": "integer", "minimum": 0},
+        "description": about,
+    }
+    for of in ("requests", "tokens")
+    for what, about in (
+        ("limit", "a minute's, where this key or its tenant has such a limit"),
+        ("remaining", "that may be used at once"),
+        ("reset", "until nothing of it is used, as 1m30s"),
+    )
+}
+_KNOWN = (401, 403, 503)  # 503: of a signed token, while its issuer does not answer
 _GENERATING = (400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 503, 504)
 
 
 def _generating(path: str, summary: str, table: type, answer: str | None, *events: Schema) -> Operation:
     content = {**(json_content(answer) if answer else {}), **events_of(*events)}
     answers: dict[int, dict[str, Any]] = {
-        200: {"description": EVENTS, "content": content},
+        200: {"description": EVENTS, "headers": _LEFT, "content": content},
         204: {"description": "The client has had all events of this request."},
     }
     return Operation("post", path, summary, answers, _GENERATING, object_schema(table), _REPEATS)
@@ -122,36 +135,34 @@ OPERATIONS = (
         ERROR,
     ),
     _generating("/generate", "A turn of a session, streamed.", GenerateFields, None, *NATIVE_EVENTS),
-    _reading("/v1/models", "What the fleet serves.", "Models", 401, 503),
+    _reading("/v1/models", "What the fleet serves.", "Models", *_KNOWN),
     _reading(
         "/v1/models/{model}",
         "One model.",
         "Model",
-        401,
         404,
-        503,
+        *_KNOWN,
         parameters=(_parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),),
     ),
-    _reading("/stats", "The fleet's sums, and this ingress's own counts.", "Stats", 401),
-    _reading("/workers", "Every known worker.", "Workers", 401),
+    _reading("/stats", "The fleet's sums, and this ingress's own counts; for admin keys.", "Stats", *_KNOWN),
+    _reading("/workers", "Every known worker; for admin keys.", "Workers", *_KNOWN),
     _reading(
         "/kv/route/{seq_id}",
         "Which worker a session goes to.",
         "Located",
         400,
-        401,
-        503,
+        *_KNOWN,
         parameters=(_seq_id(), _parameter("query", "model", TEXT, "of a session that there is not yet")),
     ),
     _reading(
-        "/sessions/{seq_id}", "A session and where its blocks are.", "Session", 401, 404, 503, parameters=(_seq_id(),)
+        "/sessions/{seq_id}", "A session and where its blocks are.", "Session", 404, *_KNOWN, parameters=(_seq_id(),)
     ),
     Operation(
         "delete",
         "/sessions/{seq_id}",
         "Forget a session, in every tier.",
         {200: {"description": "It is gone.", "content": json_content("Deleted")}},
-        (401, 404, 409, 503),
+        (404, 409, *_KNOWN),
         parameters=(_seq_id(),),
     ),
     Operation(
@@ -159,7 +170,7 @@ OPERATIONS = (
         "/sessions/{seq_id}/kv",
         "K and V of one layer as safetensors; for admin keys.",
         {200: {"description": "K and V", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}},
-        (400, 401, 403, 404, 500, 501, 503),
+        (400, 404, 500, 501, *_KNOWN),
         parameters=(_seq_id(), _parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0")),
     ),
     _reading(
@@ -167,9 +178,8 @@ OPERATIONS = (
         "Why a request went to its worker, attempt by attempt.",
         "Placements",
         400,
-        401,
         404,
-        503,
+        *_KNOWN,
         parameters=(_parameter("path", "id", {"type": "string", "minLength": 1}, "any id that an answer shows"),),
     ),
     _health("/livez", "Whether the process works.", "Status"),
@@ -178,8 +188,9 @@ OPERATIONS = (
     Operation(
         "get",
         "/metrics",
-        "Prometheus metrics.",
+        "Prometheus metrics; for admin keys.",
         {200: {"description": "metrics", "content": {"text/plain": {"schema": TEXT}}}},
+        _KNOWN,
     ),
     _reading("/openapi.json", "This description.", "OpenApi"),
 )
@@ -197,7 +208,7 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
         "components": {
             "schemas": COMPONENTS,
             "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
+                "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a token of the issuer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },

@@ -166,7 +166,7 @@ _OWN_COUNTS = (
     "active_streams", "generated_tokens_total", "prompt_tokens_total", "cached_tokens_total", "spliced_tokens_total",
     "sessions", "placed_total", "placement_fallbacks_total", "lost_attempts_total",
 )  # fmt: skip
-_LOCATED = {"worker_id": TEXT, "address": TEXT}
+_LOCATED = {"worker_id": TEXT, "address": maybe(TEXT), "region": maybe(TEXT)}
 
 COMPONENTS: dict[str, Schema] = {
     "Error": ERROR,
@@ -216,18 +216,15 @@ COMPONENTS: dict[str, Schema] = {
         blocks=listed(COUNT),
         worker_id=maybe(TEXT),
         address=maybe(TEXT),
+        region=maybe(TEXT),
         workers=mapped(_TIERS),
     ),
     "Deleted": closed(seq_id=TEXT, deleted={"const": True}),
     "Placements": closed(request_id=TEXT, attempts=listed(_ATTEMPT)),
     "Status": closed(status=TEXT),
-    "Health": closed(
-        status=TEXT,
+    "Health": extended(
+        closed(status=TEXT, nats=TRUTH, workers_ready=COUNT, placements=COUNT, vaults=COUNT),
         ingress=TEXT,
-        nats=TRUTH,
-        workers_ready=COUNT,
-        placements=COUNT,
-        vaults=COUNT,
         models=listed(TEXT),
     ),
     "OpenApi": open_object(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from kvproto.client import Client, Generation
@@ -26,11 +27,19 @@ from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionB
 from kvproto.ids import new_request_id
 from kvproto.messages import Continuation, Sampling
 from kvproto.stream import Stream
+from kvservice import tracing
+from kvservice.tracing import Tracer
+from services.ingress import request_trace
 from services.ingress.admission import Admission
+from services.ingress.audit import Audit
+from services.ingress.callers import Caller, default_max_tokens, priority_of, require_policy
 from services.ingress.config import IngressConfig
+from services.ingress.error_bodies import loggable
 from services.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest
 from services.ingress.fields import Body, parse_body
 from services.ingress.http_exchange import Exchange
+from services.ingress.limit_headers import limit_headers
+from services.ingress.limits import Tab
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models, ServedModel
 from services.ingress.native_events import NativeForm
@@ -39,13 +48,14 @@ from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, 
 from services.ingress.openai_schema import ChatAsk, CompletionAsk, check_vocabulary, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
 from services.ingress.repeats import RequestName, digest_of, key_secret, name_request
+from services.ingress.request_trace import RequestTrace
 from services.ingress.runs import Job, Prepare, Run, Runs
-from services.ingress.sampling_ask import SamplingAsk
 from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
+from services.ingress.service_levels import ServiceLevel
 from services.ingress.session_index import SessionIndex, auto_seq_id
 from services.ingress.sessions import Session, Sessions
 from services.ingress.sse import complete, gather, placement_headers, relay
-from services.ingress.tenancy import ApiKey, Tenancy, priority_of, require_policy
+from services.ingress.tenancy import Tenancy, identify
 from services.ingress.token_spelling import TokenSpelling
 from services.ingress.turns import ChatTurn, PlainTurn, SessionTurn
 
@@ -60,10 +70,11 @@ class Call(Generic[Ask]):
 
     route: str
     ask: Ask
-    caller: ApiKey
+    caller: Caller
     priority: int
     name: RequestName
     digest: bytes
+    trace: RequestTrace | None
     traceparent: str | None
     arrived_at: float
 
@@ -84,10 +95,14 @@ class RequestFlow:
         session_index: SessionIndex,
         runs: Runs,
         metrics: IngressMetrics,
+        audit: Audit,
+        tracer: Tracer = tracing.NULL,
     ) -> None:
+        self._tracer = tracer
         self._client = client
         self._config = config
         self._tenancy = tenancy
+        self._audit = audit
         self._admission = admission
         self._models = models
         self._prompts = prompts
@@ -96,7 +111,8 @@ class RequestFlow:
         self._runs = runs
         self._metrics = metrics
         self._tally = metrics.tally
-        self._secret, everywhere = key_secret(config.fleet_key, len(tenancy.tenants))
+        self._secret, everywhere = key_secret(config.fleet_key, one_tenant=tenancy.has_one_tenant)
+        self._sealed = bool(config.fleet_key) and not tenancy.has_one_tenant
         if not everywhere:
             log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 
@@ -117,27 +133,39 @@ class RequestFlow:
         call = await self._read(exchange, "generate", read_generate)
         await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
-    def authenticate(self, exchange: Exchange) -> ApiKey:
-        """The caller's key. Raises AuthenticationFailed."""
-        return self._tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+    async def authenticate(self, exchange: Exchange) -> Caller:
+        """Who asks; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
+        caller, admission = await identify(self._tenancy, exchange), self._admission
+        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, _now(), admission.unix_s())
+        return caller
 
     # ------------------------------------------------------------------ reading
 
     async def _read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
-        arrived_at, caller = _now(), self.authenticate(exchange)
+        arrived_at, trace = _now(), request_trace.begin(self._tracer, exchange, route)
+        caller = await self.authenticate(exchange)
         body = parse_body(await exchange.read_body(self._config.max_body_bytes))
         ask = read(body)
         require_policy(caller, ask.placement.policy)
         priority = priority_of(caller, ask.placement.priority)
         name = name_request(
-            caller.tenant, exchange.header(b"last-event-id"), exchange.header(b"idempotency-key"), self._secret
+            caller.tenant,
+            exchange.header(b"last-event-id"),
+            exchange.header(b"idempotency-key"),
+            self._secret,
+            sealed=self._sealed,
         )
         if self._runs.is_foreign(caller.tenant, name.request):
             if name.at != START:  # under another id it would be another stream: none is begun in the middle
                 raise InvalidRequest("is of no request that is known here", field=LAST_EVENT_ID)
             name = replace(name, request=new_request_id())
         exchange.request_id = name.request
-        return Call(route, ask, caller, priority, name, digest_of(route, body), _traceparent(exchange), arrived_at)
+        if self._audit.is_on:
+            self._audit.request_started(exchange, route, self._models.known(ask.model))
+        if trace is not None:
+            trace.names_session = route == "generate" or getattr(ask, "seq_id", None) is not None
+        given = None if self._tracer.enabled else exchange.header(b"traceparent")  # others may trace
+        return Call(route, ask, caller, priority, name, digest_of(route, body), trace, given, arrived_at)
 
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
@@ -147,7 +175,7 @@ class RequestFlow:
         must_fit = prompt_must_fit(ask.sampling.overflow)
         prompt = await self._prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
         self._tally.spliced_tokens += prompt.spliced
-        sampling = self._sampling(ask.sampling, model, len(prompt.ids), "messages")
+        sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
         turn = ChatTurn(
             self._sessions,
@@ -164,7 +192,7 @@ class RequestFlow:
         head = _answer_head(call, model, sampling, prompt.ids, chat=True)
         form = OpenAiForm(head, ask.include_usage)
         generation = self._generation(call, model, prompt.ids, sampling, conversation)
-        return Job(generation, form, turn, sys.getsizeof(prompt.text))
+        return Job(generation, form, turn, sys.getsizeof(prompt.text), self._level(call, model))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
@@ -174,10 +202,11 @@ class RequestFlow:
             ids = await self._prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
         else:
             check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
-        sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=16)
+        sampling = self._sampling(call, model, len(ids), "prompt", default=16)
         head = _answer_head(call, model, sampling, ids, chat=False)
         form = OpenAiForm(head, ask.include_usage)
-        return Job(self._generation(call, model, ids, sampling, None), form, PlainTurn())
+        generation = self._generation(call, model, ids, sampling, None)
+        return Job(generation, form, PlainTurn(), level=self._level(call, model))
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
         """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""
@@ -187,7 +216,7 @@ class RequestFlow:
         must_fit = prompt_must_fit(ask.sampling.overflow)
         tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
         ids = session.ids + tail
-        sampling = self._sampling(ask.sampling, model, len(ids), "prompt", default_max_tokens=DEFAULT_MAX_TOKENS)
+        sampling = self._sampling(call, model, len(ids), "prompt", default=DEFAULT_MAX_TOKENS)
         self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
         turn = SessionTurn(
             self._sessions,
@@ -201,19 +230,16 @@ class RequestFlow:
             history=len(session.ids),
         )
         form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
-        return Job(self._generation(call, model, ids, sampling, session.key), form, turn)
+        generation = self._generation(call, model, ids, sampling, session.key)
+        return Job(generation, form, turn, level=self._level(call, model))
 
     def _sampling(
-        self,
-        ask: SamplingAsk,
-        model: ServedModel,
-        prompt_tokens: int,
-        field: str,
-        default_max_tokens: int | None = None,
+        self, call: Call[Ask], model: ServedModel, prompt_tokens: int, field: str, default: int | None = None
     ) -> Sampling:
         if not prompt_tokens:
             raise InvalidRequest("must hold at least 1 token", field=field)
-        default = default_max_tokens or self._config.default_max_tokens
+        ask, default = call.ask.sampling, default or self._config.default_max_tokens
+        default = default_max_tokens(call.caller, ask.max_tokens, ask.max_tokens_field, default)
         return plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
 
     def _generation(
@@ -272,49 +298,71 @@ class RequestFlow:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
         found = self._runs.find(call.caller.tenant, name, call.digest)
         with self._admitted(call, found, prepare) as run:
+            exchange.tab, exchange.repeats = run.tab, found is not None
             self._runs.attach(run, exchange)
+            about = {"request": name.request, "tenant": call.caller.tenant}
+            log.debug("request %s: %s", name.request, call.route, extra=about)
             self._tally.active_streams += 1
             try:
                 last = await self._carry(exchange, call, run, streams=streams)
             except KvfleetError as error:
-                log.info("request %s ended: %s", name.request, error)
+                log.info("request %s ended: %s", name.request, loggable(error), extra=about)
                 if name.named and isinstance(error, InvalidRequest) and error.field == "request":
                     raise _begun_otherwise(name) from error
                 raise
             finally:
                 self._tally.active_streams -= 1
+                if call.trace is not None:
+                    call.trace.has_carried(run, call.arrived_at, found=found is not None)
                 if found is None:
                     self._observe(call, run)
                 await self._runs.detach(run, exchange)
         if streams:
+            exchange.outcome = _reason_of(run)
             await complete(exchange, run.transcript, last)
         else:
             assert isinstance(run.form, OpenAiForm)
+            exchange.outcome = _reason_of(run)
             answer = answer_body(run.form.head, run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
         """All but the end; returns the last events."""
+        assert run.tab is not None
+        on_tokens = partial(self._count_tokens, run.tab)
         if not streams:
-            await gather(exchange, run, on_tokens=self._count_tokens)
+            await gather(exchange, run, on_tokens=on_tokens)
             return []
-        keepalive_s = self._config.keepalive_s
-        return await relay(exchange, run, call.name.at, keepalive_s=keepalive_s, on_tokens=self._count_tokens)
+        return await relay(exchange, run, call.name.at, keepalive_s=self._config.keepalive_s, on_tokens=on_tokens)
 
-    def _start(self, generation: Generation, before: Sequence[Continuation]) -> Stream:
-        return self._client.generate(generation, before=before)
+    def _start(
+        self, trace: RequestTrace | None, tab: Tab, generation: Generation, before: Sequence[Continuation]
+    ) -> Stream:
+        """Raises LimitExceeded, PayloadTooLarge where its prompt is more than the limits leave."""
+        tab.model = generation.model
+        self._admission.charge(tab, len(generation.prompt_ids), _now())
+        trail = trace.trail(generation) if trace is not None else None
+        return self._client.generate(generation, before, trail)
 
     @contextlib.contextmanager
     def _admitted(self, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
         """The run that a request is about, found or new. It counts once in its key's limits for as long as it runs,
-        whoever of its readers is left; what was parked and goes on counts anew."""
+        whoever of its readers is left; what was parked and goes on runs anew, and is not charged anew."""
         caller = call.caller
         repeat = found is not None and (found.finished or found.payer is not None)
-        self._admission.admit(caller, _now(), repeat=repeat)
+        self._admission.admit(caller, _now(), repeat=repeat, returns=max(1, found.starts) if found else 0)
         run = found
         if run is None:
-            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, self._start)
+            trace, tab = call.trace, self._admission.limiter.tab(caller)
+            start = partial(self._start, trace, tab)
+            if trace is not None:
+                prepare = trace.tokenising(prepare)
+            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, start)
+            run.traceparent = trace.span.traceparent if trace is not None else None
+            run.tab = tab
             self._runs.add(run)
+        elif call.trace is not None:
+            call.trace.span.link(run.traceparent)
         if not repeat:
             run.payer = caller
         try:
@@ -326,21 +374,39 @@ class RequestFlow:
             else:
                 self._admission.release(caller, repeat=True)
 
-    def _count_tokens(self, count: int) -> None:
+    def _level(self, call: Call[Ask], model: ServedModel) -> ServiceLevel:
+        return self._metrics.levels.of(model.name, call.route)
+
+    def _count_tokens(self, tab: Tab, count: int) -> None:
         self._tally.generated_tokens += count
+        tab.generated(count)
 
     def _observe(self, call: Call[Ask], run: Run) -> None:
         """Metrics of one request, when who began it is done with it."""
-        transcript = run.transcript
+        transcript, level = run.transcript, run.level
+        ttft_s = itl_s = None
         if run.first_token_at is not None and run.last_token_at is not None:
-            self._metrics.ttft.labels(call.route).observe(run.first_token_at - call.arrived_at)
+            ttft_s = run.first_token_at - call.arrived_at
             longest = max(transcript.totals)
             if longest > 1:
-                spread = run.last_token_at - run.first_token_at
-                self._metrics.itl.labels(call.route).observe(spread / (longest - 1))
+                itl_s = (run.last_token_at - run.first_token_at) / (longest - 1)
+        if level is not None:
+            if ttft_s is not None:
+                level.ttft.observe(ttft_s)
+            failed = run.error is not None and run.error.http_status >= 500
+            if run.finished or failed:
+                tokens = sum(transcript.totals)
+                level.judge(self._metrics.levels.targets, ttft_s, itl_s, tokens, finished=run.finished)
         if transcript.finished is not None:
             self._tally.prompt_tokens += transcript.finished.prompt_tokens
             self._tally.cached_tokens += cached_tokens(transcript)
+        if run.tab is not None:
+            run.tab.cached_tokens = cached_tokens(transcript)
+
+
+def _reason_of(run: Run) -> str:
+    """What a finished run's first choice ended with."""
+    return run.transcript.choices[0].reason or ""
 
 
 def _now() -> float:
@@ -374,9 +440,3 @@ def _begun_otherwise(name: RequestName) -> PromptChanged:
         f"the conversation differently. Send it there, or again without {name.header}",
         field=name.header,
     )
-
-
-def _traceparent(exchange: Exchange) -> str | None:
-    """W3C trace context of the caller, handed on as it is."""
-    value = exchange.header(b"traceparent")
-    return value if value is not None and len(value) <= 128 else None

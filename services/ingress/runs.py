@@ -23,10 +23,12 @@ from kvproto.client import Generation
 from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, RequestMismatch
 from kvproto.messages import Continuation
 from kvproto.stream import Event
+from services.ingress.callers import Caller
 from services.ingress.config import RunLimits
 from services.ingress.event_writer import Form
+from services.ingress.limits import Tab
 from services.ingress.repeats import RequestName
-from services.ingress.tenancy import ApiKey
+from services.ingress.service_levels import ServiceLevel
 from services.ingress.transcript import Transcript
 
 SWEEP_PERIOD_S = 5.0
@@ -37,6 +39,8 @@ BIAS_BYTES = 96
 class Stream(Protocol):
     """The part of `kvproto.Stream` that is needed here."""
 
+    @property
+    def worker(self) -> str | None: ...
     async def read(self) -> list[Event]: ...
     async def cancel(self) -> None: ...
 
@@ -50,19 +54,21 @@ class Turn(Protocol):
     async def commit(self, transcript: Transcript) -> None:
         """The stream has finished. Raises KvfleetError."""
 
-    async def let_go(self) -> None:
+    async def let_go(self, transcript: Transcript) -> None:
         """The stream was cut. Never raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A request that was read and tokenised: all that is left is to run it. `form` is how its answer is written,
-    `turn_bytes` the memory that its turn keeps besides the prompt's ids."""
+    `turn_bytes` the memory that its turn keeps besides the prompt's ids, `level` where the gaps between its tokens are
+    counted."""
 
     generation: Generation
     form: Form
     turn: Turn
     turn_bytes: int = 0
+    level: ServiceLevel | None = None
 
     @property
     def size(self) -> int:
@@ -96,11 +102,15 @@ class Run:
         self.finished = False
         self.busy = False  # somebody is in `step`
         self.readers: set[object] = set()
-        self.payer: ApiKey | None = None  # whose limit it counts in, while it runs
+        self.payer: Caller | None = None  # whose limit it counts in, while it runs
+        self.tab: Tab | None = None  # what it costs, whoever reads it
         self.starts = 0
         self.steps = 0
+        self.traceparent: str | None = None  # of the request that began it
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.level: ServiceLevel | None = None  # its model's and route's, once it was prepared
+        self._gap_from: float | None = None  # when the tokens before came, of the present stream
         self._prepare = prepare
         self._start = start
         self._job: Job | None = None  # while it may have to go on
@@ -152,12 +162,18 @@ class Run:
                 await self._begin(job)
             if self._stream is not None:
                 count = self.transcript.take(await self._stream.read())
+                self.transcript.served_by(self._stream.worker)
                 if self._abandoned and self.transcript.finished is None:
                     raise Cancelled("the client left")  # what was buffered may come after the cancellation
             if count:
-                self.last_token_at = asyncio.get_running_loop().time()
+                now = asyncio.get_running_loop().time()
+                self.last_token_at = now
                 if self.first_token_at is None:
-                    self.first_token_at = self.last_token_at
+                    self.first_token_at = now
+                if self.level is not None:
+                    gap_s = None if self._gap_from is None else now - self._gap_from
+                    self.level.came(gap_s, count, len(self.transcript.choices))
+                self._gap_from = now
             if self.transcript.finished is not None:
                 await job.turn.commit(self.transcript)
                 self.finished = True
@@ -204,6 +220,7 @@ class Run:
         self._job = job = await self._prepare()
         self._prepare = None
         self.form = job.form
+        self.level = job.level
         self.transcript = Transcript.of(job.generation.sampling.n)
 
     async def _begin(self, job: Job) -> None:
@@ -213,6 +230,7 @@ class Run:
             raise Cancelled("the client left")
         if self.transcript.finished is None:  # else only its commit is missing
             self.starts += 1
+            self._gap_from = None  # while nobody was here nothing was asked for
             self._stream = self._start(job.generation, self.transcript.continuations())
 
     async def _let_go(self) -> None:
@@ -220,14 +238,18 @@ class Run:
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.cancel()
+            self.transcript.served_by(stream.worker)
         if self._job is not None:
-            await self._job.turn.let_go()
+            await self._job.turn.let_go(self.transcript)
         self._abandoned = False
 
     def resumed(self) -> Run:
         """What a failed run is for those who try again: the same, with what it has brought and no reader."""
         run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start)
         run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
+        run.traceparent = self.traceparent
+        run.tab = self.tab
+        run.level = self.level
         return run
 
 

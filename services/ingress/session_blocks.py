@@ -1,10 +1,12 @@
-"""Loop: where the blocks of a session are, and their end. Asks every living worker of its model; owns nothing."""
+"""Loop: where the blocks of a session are, and their end. Asks every living worker of its model here; those of other
+regions where it ran are told of its end in the background. Owns those tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Iterable
+from typing import Protocol
 
 from kvproto import codec
 from kvproto.client import Client
@@ -16,28 +18,78 @@ log = logging.getLogger(__name__)
 AT_ONCE = 16  # a long history goes to each of them
 FIND_TIMEOUT_S = 5.0
 ERASE_TIMEOUT_S = 2.0  # how long somebody waits; a worker in a long step erases after it
+ABROAD_TIMEOUT_S = 5.0  # nobody waits for that
+ABROAD_RETRY_S = 5.0
+ABROAD_LIMIT_S = 60.0  # then a region is given up
+MAX_ABROAD = 64  # sessions whose end is on its way at once; each may hold a long history
+CLOSE_S = 2.0
+
+
+class Abroad(Protocol):
+    """The part of `OtherRegions` that is needed here."""
+
+    def workers(self, region: str, model: str) -> list[str]: ...
 
 
 class SessionBlocks:
     """Questions to workers about the blocks of one token sequence."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, abroad: Abroad) -> None:
         self._client = client
+        self._abroad = abroad
+        self._erasing: set[asyncio.Task[None]] = set()
 
     async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
         """What each worker holds; those that do not answer are left out."""
         question = AdminRequest(AdminCommand.INSPECT, tenant, ids)
         return {
             worker: codec.decode(Inspection, answer)
-            for worker, answer in (await self._ask_all(model, question, FIND_TIMEOUT_S)).items()
+            for worker, answer in (await self._ask_all(self._workers_of(model), question, FIND_TIMEOUT_S)).items()
         }
 
     async def erase(self, tenant: str, model: str, ids: tuple[int, ...]) -> None:
         """Have every worker forget what only this sequence has, and have vaults forget it. Raises nothing: what a
         worker that is away had in memory goes with it."""
-        await self._ask_all(model, AdminRequest(AdminCommand.ERASE, tenant, ids), ERASE_TIMEOUT_S)
+        await self._ask_all(self._workers_of(model), AdminRequest(AdminCommand.ERASE, tenant, ids), ERASE_TIMEOUT_S)
 
-    async def _ask_all(self, model: str, question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
+    def erase_abroad(self, tenant: str, model: str, ids: tuple[int, ...], regions: Iterable[str]) -> None:
+        """Have workers of other regions forget it too, in the background: those that do not answer are told again
+        for a minute. A region that cannot be reached for so long keeps what it has until it is evicted."""
+        question = AdminRequest(AdminCommand.ERASE, tenant, ids)
+        for region in regions:
+            if len(self._erasing) >= MAX_ABROAD:
+                log.warning("region %s is not told of a session's end: too many are on their way", region)
+                continue
+            task = asyncio.create_task(self._bounded(region, model, question), name=f"erase-in-{region}")
+            self._erasing.add(task)
+            task.add_done_callback(self._erasing.discard)
+
+    async def close(self) -> None:
+        """Give what is on its way a moment, and end it."""
+        if self._erasing:
+            _, late = await asyncio.wait(self._erasing, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _bounded(self, region: str, model: str, question: AdminRequest) -> None:
+        try:
+            async with asyncio.timeout(ABROAD_LIMIT_S):
+                await self._erase_in(region, model, question)
+        except TimeoutError:
+            log.warning("a session's blocks may still be in region %s: not all workers there could be told", region)
+
+    async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
+        """Until all that are known there, one at least, have answered."""
+        told: set[str] = set()
+        while True:
+            workers = self._abroad.workers(region, model)
+            told |= (await self._ask_all([w for w in workers if w not in told], question, ABROAD_TIMEOUT_S)).keys()
+            if workers and told.issuperset(workers):
+                return
+            await asyncio.sleep(ABROAD_RETRY_S)
+
+    async def _ask_all(self, workers: list[str], question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
         limit = asyncio.Semaphore(AT_ONCE)
 
         async def ask(worker: str) -> bytes | None:
@@ -48,7 +100,6 @@ class SessionBlocks:
                     log.info("worker %s did not %s: %s", worker, question.command.value, error)
                     return None
 
-        workers = self._workers_of(model)
         answers = await asyncio.gather(*map(ask, workers))
         return {worker: answer for worker, answer in zip(workers, answers, strict=True) if answer is not None}
 

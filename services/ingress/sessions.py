@@ -30,6 +30,7 @@ from kvproto.buckets import Entry, StaleRevision
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy, SessionNotFound, Unavailable
 from kvproto.ids import new_process_id, session_key
 from kvproto.messages import SessionHead, Turn
+from kvproto.regions import MAX_REGIONS
 from services.ingress.config import SessionLimits
 from services.ingress.turn_sightings import TurnSightings
 
@@ -229,8 +230,18 @@ class Sessions:
             await self._erase_chunks(session.key, session.expired)
         return held
 
-    async def commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, *, start: int = 0) -> None:
-        """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`.
+    async def commit(
+        self,
+        turn: OpenTurn,
+        model: str,
+        ids: Sequence[int],
+        worker: str,
+        *,
+        start: int = 0,
+        regions: Sequence[str] = (),
+    ) -> None:
+        """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`; other `regions`
+        had a part in it.
 
         Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for longer than is waited for it.
         Either everything is committed or the session is as before. Where another ingress has committed this same
@@ -239,7 +250,7 @@ class Sessions:
         until = asyncio.get_running_loop().time() + self._limits.commit_patience_s
         while not turn.ended:
             try:
-                await self._commit(turn, model, ids, worker, start)
+                await self._commit(turn, model, ids, worker, start, regions)
             except _Committed:
                 turn.ended = True
             except SessionBusy:
@@ -252,7 +263,9 @@ class Sessions:
                 log.warning("session %s: not committed yet: %s", turn.session.key, error)
                 await asyncio.sleep(COMMIT_RETRY_S)
 
-    async def _commit(self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, start: int) -> None:
+    async def _commit(
+        self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, start: int, regions: Sequence[str]
+    ) -> None:
         session, before = turn.session, turn.session.ids
         extends = session.head is not None and len(ids) >= len(before) and tuple(ids[: len(before)]) == before
         kept = len(before) if extends else 0
@@ -275,21 +288,24 @@ class Sessions:
                 last_request=turn.head.turn.request if turn.head.turn else "",
                 last_start=start,
                 left_request="",
+                regions=_joined(turn.head.regions, regions),
             )
             await self._update_ours(turn, head, adopt=self._adopt_shared)
             turn.ended = True
         if session.head is not None and generation != session.head.generation:
             await self._erase_chunks(session.key, session.head)
 
-    async def abandon(self, turn: OpenTurn) -> None:
-        """End a turn that failed: the session is as before. Never raises; without NATS the lease runs out instead."""
+    async def abandon(self, turn: OpenTurn, regions: Sequence[str] = ()) -> None:
+        """End a turn that failed: the session is as before, but that these `regions` had a part in it. Never raises;
+        without NATS the lease runs out instead."""
         session = turn.session
         async with turn.lock:
             self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
             try:
                 if session.head is not None and session.head.turns:
                     left = turn.head.turn.request if turn.head.turn else ""
-                    await self._update_ours(turn, replace(session.head, turn=None, left_request=left))
+                    seen = _joined(session.head.regions, regions)
+                    await self._update_ours(turn, replace(session.head, turn=None, left_request=left, regions=seen))
                 else:
                     try:
                         await self._bucket.delete(session.key, turn.revision)
@@ -307,6 +323,7 @@ class Sessions:
             turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
         except StaleRevision:
             await (adopt or self._adopt)(turn)
+            head = replace(head, regions=_joined(turn.head.regions, head.regions))
             try:
                 turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
             except StaleRevision:
@@ -322,7 +339,7 @@ class Sessions:
         ours, found = turn.head.turn, head.turn if head is not None else None
         if ours is None or found is None or (found.request, found.ingress) != (ours.request, ours.ingress):
             raise _lost(turn.session)
-        turn.revision = entry.revision
+        _take_over(turn, entry, head)
 
     async def _adopt_left(self, turn: OpenTurn) -> None:
         """As `_adopt`, also where another ingress that ran the same request has let go of it, or is gone."""
@@ -333,7 +350,7 @@ class Sessions:
             raise _lost(turn.session)
         if found is not None and found.ingress != ours.ingress and self._alive(found.ingress):
             raise _lost(turn.session)
-        turn.revision = entry.revision
+        _take_over(turn, entry, head)
 
     async def _adopt_shared(self, turn: OpenTurn) -> None:
         """As `_adopt`, from another ingress too that runs the same request, or that has let go of it. Raises
@@ -347,7 +364,7 @@ class Sessions:
             raise _Committed
         if not _is_as_before(turn.session, head, ours.request):
             raise _lost(turn.session)
-        turn.revision = entry.revision
+        _take_over(turn, entry, head)
 
     async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
         while True:
@@ -420,7 +437,7 @@ class Sessions:
                 head = replace(turn.head, turn=lease)
                 try:
                     await self._update_ours(turn, head, adopt=self._adopt_left)
-                    turn.head = head
+                    turn.head = replace(head, regions=turn.head.regions)
                 except KvfleetError as error:
                     log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)
 
@@ -450,6 +467,18 @@ def _read_head(entry: Entry) -> SessionHead | None:
         return codec.decode(SessionHead, entry.value)
     except CodecError as error:
         raise Unavailable(f"the record of session {entry.key} is unreadable: {error}") from None
+
+
+def _take_over(turn: OpenTurn, entry: Entry, head: SessionHead | None) -> None:
+    """Go on from the head as it lies there, with the regions that another ingress has added."""
+    turn.revision = entry.revision
+    if head is not None:
+        turn.head = replace(turn.head, regions=_joined(head.regions, turn.head.regions))
+
+
+def _joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
+    """Regions that a session's blocks may be in: as many as are known of at all."""
+    return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
 
 
 def _chunk_key(key: str, generation: str, n: int) -> str:

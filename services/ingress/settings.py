@@ -14,16 +14,38 @@ class IngressSettings(ServiceSettings):
 
     port: int = Field(8080, ge=0, le=65535, description="HTTP port; 0: any free one")
     api_keys_file: Path | None = Field(
-        None, description="TOML or JSON file with hashed API keys; absent: everybody may"
+        None,
+        description="TOML or JSON file with hashed API keys, or a folder of such; taken up when it changes; no keys "
+        "and no OIDC issuer: everybody may",
     )
-    api_keys: str | None = Field(None, description="the same as text")
+    api_keys: str | None = Field(None, description="more of the same as text")
+    oidc_issuer: str | None = Field(None, description="whose signed tokens (JWT) are accepted beside API keys: its URL")
+    oidc_audience: str | None = Field(None, description="the audience that such a token must be for")
+    oidc_jwks: str | None = Field(None, description="file or URL of its keys; absent: as the issuer's description says")
+    oidc_algorithms: str = Field("RS256,ES256,EdDSA", description="signatures that are accepted: some of these")
+    oidc_tenant_claim: str = Field("tenant", description="the claim that names the tenant")
+    oidc_admin_claim: str | None = Field(None, description="the claim that makes an admin; absent: no token does")
+    oidc_admin_value: str = Field("kvfleet-admin", description="what that claim is or holds")
+    oidc_limits_claim: str | None = Field(None, description="the claim with limits of the token's bearer, as a key's")
+    oidc_leeway_s: float = Field(60.0, ge=0, le=600, description="how far the issuer's clock may be off")
+    audit_log: str | None = Field(None, description="file for one JSON line per act of a caller; -: stderr")
+    tls_cert: Path | None = Field(None, description="certificate chain: serve https; taken up when it changes")
+    tls_key: Path | None = Field(None, description="its key")
+    trusted_proxies: str | None = Field(
+        None, description="addresses or networks, separated by commas, whose X-Forwarded-For and -Proto are believed"
+    )
     fleet_key: str = Field(
         "",
         description="secret from which request ids of Idempotency-Keys follow; equal in all processes; without it "
         "such a key is known to one ingress only, if the API keys are of several tenants",
+        repr=False,
     )
+    fleet_key_file: Path | None = Field(None, description="file that holds it")
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="longest request body")
     max_streams: int = Field(1024, ge=1, description="most requests at once; more get 503 with Retry-After")
+    keep_alive_s: int = Field(
+        75, ge=1, description="how long idle connections stay open; longer than a load balancer in front keeps them"
+    )
     default_max_tokens: int = Field(1024, ge=1, description="bound where a chat names none")
     request_deadline_s: float = Field(600.0, gt=0, description="longest a request may take")
     session_ttl_s: float = Field(24 * 3600.0, gt=0, description="idle sessions are forgotten after this")
@@ -40,6 +62,8 @@ class IngressSettings(ServiceSettings):
     resume_memory_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="memory for ended and cut requests; the oldest give way"
     )
+    slo_ttft_s: float = Field(2.0, gt=0, description="goodput: the first token of a good request comes within this")
+    slo_itl_s: float = Field(0.1, gt=0, description="goodput: and the others after this long on average")
     unready_s: float = Field(
         0.0, ge=0, description="SIGTERM: how long /readyz says 503 before new requests are refused (load balancers)"
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, TokenLogprobs, Tokens
+from kvproto.regions import qualify, split
 from kvproto.stream import Event
 
 BASE_BYTES = 2048
@@ -45,6 +46,8 @@ class Transcript:
     finished: Finished | None = None
     ends: list[ChoiceFinished] = field(default_factory=list)
     size: int = BASE_BYTES  # bytes of memory, about
+    regions: tuple[str, ...] = ()  # other ones, whose workers worked on it
+    ended_in: str = ""  # the region of the last worker; "": at home
 
     @classmethod
     def of(cls, choices: int) -> Transcript:
@@ -89,6 +92,18 @@ class Transcript:
                 self.choices[0].reason = event.reason
         self.size += count * TOKEN_BYTES
         return count
+
+    def served_by(self, worker: str | None) -> None:
+        """Note where it runs: `worker` as this process calls it, None before somebody has it."""
+        self.ended_in = split(worker or "")[0]
+        if self.ended_in and self.ended_in not in self.regions:
+            self.regions = (*self.regions, self.ended_in)
+
+    @property
+    def worker(self) -> str:
+        """Who finished it, as this process calls it."""
+        assert self.finished is not None
+        return qualify(self.ended_in, self.finished.worker) if self.ended_in else self.finished.worker
 
     def continuations(self) -> tuple[Continuation, ...]:
         """Where each choice goes on; none where nothing has come yet."""

@@ -30,7 +30,7 @@ class PlainTurn:
     async def commit(self, transcript: Transcript) -> None:
         pass
 
-    async def let_go(self) -> None:
+    async def let_go(self, transcript: Transcript) -> None:
         pass
 
 
@@ -84,16 +84,18 @@ class SessionTurn:
             return
         ids = self._prompt_ids + transcript.ids
         try:
-            await self._sessions.commit(held, self._model, ids, transcript.finished.worker, start=self._history)
+            await self._sessions.commit(
+                held, self._model, ids, transcript.worker, start=self._history, regions=transcript.regions
+            )
         except BaseException:
             self._held = held
             raise
         self._tally.session_turns += 1
 
-    async def let_go(self) -> None:
+    async def let_go(self, transcript: Transcript) -> None:
         held, self._held, self._session = self._held, None, None
         if held is not None and not held.ended:
-            await self._sessions.abandon(held)
+            await self._sessions.abandon(held, transcript.regions)
 
 
 class ChatTurn:
@@ -147,15 +149,15 @@ class ChatTurn:
             return
         with _kept_if_possible(held.session):
             ids = self._prompt.ids + transcript.ids
-            await self._sessions.commit(held, self._model.name, ids, transcript.finished.worker)
+            await self._sessions.commit(held, self._model.name, ids, transcript.worker, regions=transcript.regions)
             self._tally.session_turns += 1
         if not held.ended:
-            await self._sessions.abandon(held)
+            await self._sessions.abandon(held, transcript.regions)
 
-    async def let_go(self) -> None:
+    async def let_go(self, transcript: Transcript) -> None:
         held, self._held, self._cut = self._held, None, True
         if held is not None and not held.ended:
-            await self._sessions.abandon(held)
+            await self._sessions.abandon(held, transcript.regions)
 
 
 @contextlib.contextmanager

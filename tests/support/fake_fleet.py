@@ -7,6 +7,7 @@ would (its connection drops, nothing is released) or frozen as SIGSTOP would (it
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from services.worker.loop import WorkerLoop
 from services.worker.main import assemble, worker_record
 from services.worker.model_folder import DEMO_FOLDER
 from services.worker.settings import WorkerSettings
+from services.worker.tier_network import TierNetwork
 
 
 @dataclass
@@ -31,6 +33,7 @@ class FakeWorker:
     loop: WorkerLoop
     thread: EngineThread
     fatal: list[str] = field(default_factory=list)
+    network: TierNetwork | None = None
     dead: bool = False
     frozen: bool = False
 
@@ -62,6 +65,8 @@ class FakeWorker:
         self.dead = True
         await self.loop.drain()
         await self.loop.stop()
+        if self.network is not None:
+            await self.network.stop()
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
         await self.connection.close()
         if (tiers := self.thread._engine.tiers) is not None:
@@ -71,13 +76,18 @@ class FakeWorker:
 class FakeFleet:
     """Starts and stops fake workers on one NATS server and namespace."""
 
-    def __init__(self, nats_url: str, subjects: Subjects, folder: Path = DEMO_FOLDER) -> None:
+    def __init__(
+        self, nats_url: str, subjects: Subjects, folder: Path = DEMO_FOLDER, login: Mapping[str, Any] | None = None
+    ) -> None:
+        """`login`: more for `Connection.open`."""
         self.nats_url = nats_url
+        self.login = login or {}
         self.subjects = subjects
         self.folder = folder
         self.workers: dict[str, FakeWorker] = {}
 
-    async def start(self, worker: str, **settings: Any) -> FakeWorker:
+    async def start(self, worker: str, sockets: Path | None = None, **settings: Any) -> FakeWorker:
+        """With a folder for `sockets` it has a data plane, as in production."""
         chosen = WorkerSettings(
             id=worker,
             nats_url=self.nats_url,
@@ -94,17 +104,19 @@ class FakeFleet:
             public_prefixes=read_public_prefixes(chosen.public_prefixes_file),
         )
         connection = await Connection.open(
-            self.nats_url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
+            self.nats_url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker), **self.login
         )
         bucket = await Bucket.open(connection, self.subjects.members_bucket)
         lease = Lease(bucket, worker_record(chosen, worker, name, bundle))
         fatal: list[str] = []
-        loop, thread = assemble(
-            chosen, connection, self.subjects, lease, build_engine(chosen, self.folder, bundle), bundle, fatal.append
-        )
+        network = TierNetwork(chosen, worker, f"host-of-{worker}", sockets) if sockets is not None else None
+        engine = build_engine(chosen, self.folder, bundle, *([network.remote_for] if network is not None else []))
+        loop, thread = assemble(chosen, connection, self.subjects, lease, engine, bundle, fatal.append, network)
         thread.start()
+        if network is not None:
+            await network.follow(connection, self.subjects, loop.record)
         await loop.start()
-        self.workers[worker] = FakeWorker(worker, connection, loop, thread, fatal)
+        self.workers[worker] = FakeWorker(worker, connection, loop, thread, fatal, network)
         return self.workers[worker]
 
     async def stop(self) -> None:

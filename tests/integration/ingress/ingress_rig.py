@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,12 @@ from kvproto.connection import Connection
 from kvproto.ids import new_epoch, new_process_id
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, Subjects, inbox_prefix
+from services.ingress.api_keys import KeySet, parse_keys
 from services.ingress.app import create_app
+from services.ingress.audit import NO_AUDIT, Audit
 from services.ingress.config import IngressConfig
 from services.ingress.ingress import Ingress
-from services.ingress.tenancy import Tenancy, parse_keys
+from services.ingress.tenancy import Tenancy
 from services.placement.loop import PlacementLoop
 
 FLEET_KEY = "secret of the fleet"
@@ -47,13 +50,23 @@ class Served:
         await self.client.connection.close()
 
 
-async def serve(url: str, subjects: Subjects, *, keys: str = "", **changes: Any) -> Served:
+async def serve(
+    url: str,
+    subjects: Subjects,
+    *,
+    keys: str = "",
+    tenancy: Tenancy | None = None,
+    audit: Audit = NO_AUDIT,
+    **changes: Any,
+) -> Served:
+    """`tenancy` where `keys` do not say enough; `changes` of the configuration."""
     member = new_process_id()
     prefix = inbox_prefix(INGRESS_INBOX, member)
     connection = await Connection.open(url, name=f"ingress-{member}", inbox_prefix=prefix)
     client = await Client.over(connection, subjects)
     config = replace(IngressConfig(id=member, keepalive_s=0.2, patience_s=1.0), **changes)
-    ingress = await Ingress.open(client, config, Tenancy(parse_keys(keys)), CollectorRegistry())
+    tenancy = tenancy or Tenancy(parse_keys(keys) if keys else KeySet(), time.time)
+    ingress = await Ingress.open(client, config, tenancy, CollectorRegistry(), audit=audit)
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(ingress), port=0, http="httptools", access_log=False, log_level="warning", lifespan="off"

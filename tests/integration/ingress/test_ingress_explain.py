@@ -17,7 +17,7 @@ from kvproto.messages import Role
 from kvproto.subjects import Subjects
 from kvservice.metrics import LiveCollector
 from services.cli.main import app
-from services.ingress.tenancy import hash_key
+from services.ingress.api_keys import hash_key
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
 from tests.support.fake_fleet import FakeFleet
@@ -255,9 +255,9 @@ async def test_metrics_are_there_from_the_start(fleet: Fleet) -> None:
             "kvfleet_placement_index_blocks 0.0",
             "kvfleet_placement_index_given_up_blocks_total 0.0",
             "kvfleet_placement_index_capacity_blocks 1e+06",
-            "kvfleet_placement_snapshots_pulled_total",
-            "kvfleet_placement_events_malformed_total 0.0",
-            "kvfleet_placement_events_unknown_total",
+            "kvfleet_placement_pulled_snapshots_total",
+            "kvfleet_placement_malformed_events_total 0.0",
+            "kvfleet_placement_unknown_events_total",
             "kvfleet_placement_followed_vaults 0.0",
             "kvfleet_placement_vault_blocks 0.0",
             "kvfleet_placement_sourced_decisions_total 0.0",

@@ -37,12 +37,16 @@ async def test_metrics_are_there_from_the_start_and_count(served: Served) -> Non
     before = (await served.http.get("/metrics")).text
     for name in (
         'kvfleet_ingress_requests_total{code="200",route="generate"} 0.0',
-        'kvfleet_ingress_ttft_seconds_count{route="chat_completions"} 0.0',
-        'kvfleet_ingress_inter_token_seconds_count{route="generate"} 0.0',
+        'kvfleet_ingress_ttft_seconds_count{model="demo",route="chat_completions"} 0.0',
+        'kvfleet_ingress_inter_token_seconds_count{model="demo",route="generate"} 0.0',
         "kvfleet_ingress_generated_tokens_total 0.0",
         "kvfleet_ingress_active_streams 0.0",
         "kvfleet_ingress_splice_hits_total 0.0",
         "kvfleet_ingress_sessions 0.0",
+        'kvfleet_ingress_outcomes_total{outcome="overloaded",route="generate"} 0.0',
+        'kvfleet_ingress_judged_requests_total{model="demo",route="generate"} 0.0',
+        'kvfleet_ingress_slo_missed_requests_total{model="demo",route="generate",target="itl"} 0.0',
+        "kvfleet_ingress_slo_ttft_seconds 2.0",
     ):
         assert name in before
     await served.http.post("/generate", json={"prompt": "x"})
@@ -50,7 +54,17 @@ async def test_metrics_are_there_from_the_start_and_count(served: Served) -> Non
     assert "kvfleet_ingress_generated_tokens_total 4.0" in after
     assert "kvfleet_ingress_placement_fallbacks_total 1.0" in after  # no placement runs here
     assert 'kvfleet_ingress_requests_total{code="200",route="generate"} 1.0' in after
-    assert 'kvfleet_ingress_ttft_seconds_count{route="generate"} 1.0' in after
+    for name in (
+        'kvfleet_ingress_ttft_seconds_count{model="demo",route="generate"} 1.0',
+        'kvfleet_ingress_inter_token_seconds_count{model="demo",route="generate"} 3.0',
+        'kvfleet_ingress_judged_requests_total{model="demo",route="generate"} 1.0',
+        'kvfleet_ingress_goodput_requests_total{model="demo",route="generate"} 1.0',
+        'kvfleet_ingress_goodput_tokens_total{model="demo",route="generate"} 4.0',
+    ):
+        assert name in after
+    assert 'kvfleet_ingress_outcomes_total{outcome="stop",route="generate"} 1.0' in after
+    await served.http.post("/generate", json={"prompt": 3})
+    assert 'outcomes_total{outcome="invalid_request",route="generate"} 1.0' in (await served.http.get("/metrics")).text
 
 
 async def test_without_workers_it_says_so(served: Served, worker: ScriptedWorker) -> None:

@@ -16,8 +16,8 @@ from kvproto import codec
 from kvproto.messages import AdminCommand, SessionHead, Turn
 from kvproto.subjects import Subjects
 from services.ingress import session_blocks
+from services.ingress.api_keys import hash_key
 from services.ingress.config import SessionLimits
-from services.ingress.tenancy import hash_key
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ async def test_a_session_continues_with_its_tokens_cached(served: Served, worker
     assert about["turns"] == 2
     assert (about["worker_id"], about["address"]) == ("w1", "tcp://127.0.0.1:1")
     route = (await served.http.get(f"/kv/route/{seq_id}")).json()
-    assert route == {"worker_id": "w1", "address": "tcp://127.0.0.1:1"}
+    assert route == {"worker_id": "w1", "address": "tcp://127.0.0.1:1", "region": None}
     kv = await served.http.get(f"/sessions/{seq_id}/kv?layer=3")
     assert kv.content == b"safetensors of layer 3 of %d tokens" % about["tokens"]
 

@@ -14,7 +14,7 @@ from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import Failed, PlaceRequest
 from kvproto.subjects import Subjects
-from services.ingress.tenancy import hash_key
+from services.ingress.api_keys import hash_key
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "demo", "messages": [{"role": "user", "content": "x"}]},

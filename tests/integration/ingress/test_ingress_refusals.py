@@ -12,7 +12,7 @@ import pytest
 from ingress_rig import Serve, Served, until
 from scripted_worker import CONTEXT, ScriptedWorker
 
-from services.ingress.tenancy import hash_key
+from services.ingress.api_keys import hash_key
 
 MESSAGE = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -156,9 +156,9 @@ async def test_keys_make_tenants(serving: Serve, worker: ScriptedWorker) -> None
         refused = await served.http.post(GENERATE, json=body, headers=headers)
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
-    for path in ("/v1/models", "/workers", "/stats", "/sessions/mine", "/kv/route/mine"):
+    for path in ("/v1/models", "/workers", "/stats", "/metrics", "/sessions/mine", "/kv/route/mine"):
         assert (await served.http.get(path)).status_code == 401
-    for path in ("/livez", "/readyz", "/health", "/metrics"):
+    for path in ("/livez", "/readyz", "/health", "/openapi.json"):
         assert (await served.http.get(path)).status_code == 200
 
     assert (await served.http.post(GENERATE, json=body, headers=ALICE)).status_code == 200

@@ -13,8 +13,8 @@ from ingress_rig import Serve, Served, serve, start_placement, until
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
+from services.ingress.api_keys import hash_key
 from services.ingress.config import RunLimits
-from services.ingress.tenancy import hash_key
 from tests.support.fake_fleet import FakeFleet
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -138,7 +138,7 @@ async def test_nothing_runs_for_a_client_that_is_away(served: Served, worker: Sc
     assert second.text_sent == sum(len(text) for _, text in LONG[: len(second.output_ids)])
     assert worker.generated - generated == 60 - len(second.output_ids)
     metrics = (await served.http.get("/metrics")).text
-    assert "kvfleet_ingress_resumed_total 1.0" in metrics
+    assert "kvfleet_ingress_resumed_requests_total 1.0" in metrics
     assert "kvfleet_ingress_kept_runs 1.0" in metrics
 
 

@@ -15,7 +15,7 @@ from ingress_rig import Served, serve, until
 from kvproto.client import Generation
 from kvproto.messages import Sampling
 from kvproto.subjects import Subjects
-from services.ingress.tenancy import hash_key
+from services.ingress.api_keys import hash_key
 from services.worker.engine import Engine
 from services.worker.tiers.reuse import ReuseWatch
 from tests.support.fake_fleet import FakeFleet, FakeWorker

@@ -1,4 +1,4 @@
-"""Keys, tenants and who may start."""
+"""Who may start: the process's own limit, callers' and tenants', and what is told to those who may not."""
 
 from __future__ import annotations
 
@@ -8,64 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.errors import AuthenticationFailed, Draining, InvalidRequest, LimitExceeded, PermissionDenied, Unavailable
-from services.ingress.admission import Admission
-from services.ingress.error_bodies import error_body, error_headers, status_of
-from services.ingress.tenancy import OPEN, ApiKey, Tenancy, hash_key, parse_keys, require_admin
-
-HASH = hash_key("secret")
+from kvproto.errors import Cancelled, Draining, InvalidRequest, KvfleetError, LimitExceeded, Unavailable
+from services.ingress.admission import FREE_RETURNS, Admission
+from services.ingress.callers import Caller, Limits
+from services.ingress.error_bodies import error_body, error_headers, loggable, status_of
 
 
-def test_keys_from_toml_and_json_are_equal() -> None:
-    toml = f'[[keys]]\nname = "a"\nsha256 = "{HASH}"\ntenant = "t"\nadmin = true\nmax_concurrent = 3\n'
-    entry = {"name": "a", "sha256": HASH, "tenant": "t", "admin": True, "max_concurrent": 3}
-    expected = (ApiKey("a", HASH, "t", True, 3),)
-    assert parse_keys(toml) == parse_keys(json.dumps([entry])) == parse_keys(json.dumps({"keys": [entry]})) == expected
-    assert parse_keys("  \n") == ()
-
-
-@pytest.mark.parametrize(
-    ("entries", "field"),
-    [
-        ("not toml", "api_keys"),
-        ("5", "api_keys"),
-        ("[5]", "api_keys[0]"),
-        ('[{"name": "a"}]', "api_keys[0].sha256"),
-        ('[{"sha256": "secret"}]', "api_keys[0].sha256"),
-        (f'[{{"sha256": "{HASH}", "tenant": "a.b"}}]', "api_keys[0].tenant"),
-        (f'[{{"sha256": "{HASH}", "admin": 1}}]', "api_keys[0].admin"),
-        (f'[{{"sha256": "{HASH}", "max_concurrent": -1}}]', "api_keys[0].max_concurrent"),
-        (f'[{{"sha256": "{HASH}", "key": "x"}}]', "api_keys[0].key"),
-        (f'[{{"sha256": "{HASH}"}}, {{"name": "b", "sha256": "{HASH}"}}]', "api_keys"),
-    ],
-)
-def test_a_bad_key_file_names_the_entry(entries: str, field: str) -> None:
-    with pytest.raises(InvalidRequest) as error:
-        parse_keys(entries)
-    assert error.value.field == field
-
-
-def test_authentication() -> None:
-    tenancy = Tenancy([ApiKey("a", HASH, "t")])
-    assert tenancy.authenticate("Bearer secret").tenant == "t"
-    assert tenancy.authenticate("bearer  secret ").tenant == "t"
-    assert tenancy.authenticate(None, "secret").tenant == "t"
-    for authorization, api_key in ((None, None), ("Bearer wrong", None), ("Bearer ", None), (f"Bearer {HASH}", None)):
-        with pytest.raises(AuthenticationFailed):
-            tenancy.authenticate(authorization, api_key)
-    with pytest.raises(PermissionDenied):
-        require_admin(tenancy.authenticate("Bearer secret"))
-
-
-def test_without_keys_everybody_is_public() -> None:
-    assert Tenancy().authenticate(None) is OPEN
-    assert OPEN.tenant == "public"
-    require_admin(OPEN)
+def admission_of(most: int = 100) -> Admission:
+    return Admission(most, lambda: 0.0)
 
 
 def test_limits_of_the_process_and_of_a_key() -> None:
-    admission = Admission(max_concurrent=3)
-    one, two = ApiKey("one", "1" * 64, max_concurrent=2), ApiKey("two", "2" * 64)
+    admission = admission_of(3)
+    one, two = Caller("one", limits=Limits(max_concurrent=2)), Caller("two")
     admission.admit(one, 0.0)
     admission.admit(one, 0.0)
     with pytest.raises(LimitExceeded):
@@ -83,8 +38,8 @@ def test_limits_of_the_process_and_of_a_key() -> None:
 
 
 def test_a_rate_says_when_to_come_back() -> None:
-    admission = Admission(max_concurrent=100)
-    key = ApiKey("k", "0" * 64, requests_per_minute=60)
+    admission = admission_of()
+    key = Caller("k", limits=Limits(requests_per_minute=60))
     for _ in range(10):  # the burst
         admission.admit(key, 5.0)
     with pytest.raises(LimitExceeded) as error:
@@ -93,10 +48,30 @@ def test_a_rate_says_when_to_come_back() -> None:
     admission.admit(key, 5.25 + 0.76)
 
 
+def test_who_comes_back_runs_again_and_is_not_charged_again() -> None:
+    admission = admission_of()
+    key = Caller("k", limits=Limits(requests_per_minute=6, max_concurrent=1))
+    admission.admit(key, 0.0)
+    admission.admit(key, 0.0, repeat=True)  # reads what runs already
+    with pytest.raises(LimitExceeded, match="at once"):
+        admission.admit(key, 0.0, returns=1)
+    admission.release(key, repeat=True)
+    admission.release(key)
+    for returns in range(1, FREE_RETURNS + 1):
+        admission.admit(key, 0.0, returns=returns)
+        admission.release(key)
+    with pytest.raises(LimitExceeded, match="per minute"):  # a client that only cuts and comes back is a load
+        admission.admit(key, 0.0, returns=FREE_RETURNS + 1)
+    admission.check_integrity()
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 5)), max_size=60))
 def test_counts_add_up_whatever_happens(steps: list[tuple[str, bool, float]]) -> None:
-    admission = Admission(max_concurrent=5)
-    keys = {name: ApiKey(name, name * 64, max_concurrent=3, requests_per_minute=120) for name in "abc"}
+    admission = admission_of(5)
+    both = Limits(max_concurrent=4)
+    keys = {
+        name: Caller(name, "c" if name == "c" else "ab", limits=Limits(3, 120.0), tenant_limits=both) for name in "abc"
+    }
     running: list[str] = []
     now = 0.0
     for name, leaves, passed in steps:
@@ -113,6 +88,7 @@ def test_counts_add_up_whatever_happens(steps: list[tuple[str, bool, float]]) ->
         admission.check_integrity()
         assert admission.running == len(running) <= 5
         assert all(running.count(one) <= 3 for one in "abc")
+        assert running.count("a") + running.count("b") <= 4
 
 
 def test_errors_as_clients_read_them() -> None:
@@ -121,6 +97,12 @@ def test_errors_as_clients_read_them() -> None:
     assert json.loads(error_body(InvalidRequest("must be 5", field="n"))) == {
         "error": {"message": "n: must be 5", "type": "invalid_request_error", "param": "n", "code": "invalid_request"}
     }
-    from kvproto.errors import Cancelled
-
     assert status_of(Cancelled("closing")) == 503
+
+
+def test_errors_as_logs_have_them() -> None:
+    """What a caller sent may be a secret; a message may repeat it."""
+    assert loggable(InvalidRequest("must be 5, got 'secret'", field="n")) == "invalid_request (n)"
+    assert loggable(Unavailable("only it knows the policy 'secret'", field="policy")) == "unavailable (policy)"
+    assert loggable(LimitExceeded("too many")) == "limit_exceeded"
+    assert loggable(KvfleetError("the disk is full")) == "the disk is full"

@@ -136,17 +136,34 @@ def test_a_key_makes_the_same_request_everywhere_and_another_one_for_another_ten
 
 
 def test_who_guesses_anothers_key_does_not_know_its_request() -> None:
-    one, everywhere = key_secret(b"the fleet's", 2)
+    one, everywhere = key_secret(b"the fleet's", one_tenant=False)
     assert everywhere
-    assert key_secret(b"the fleet's", 1) == (one, True), "every ingress has the same"
-    assert key_secret(b"x" * 1000, 2)[1], "of any length"
+    assert key_secret(b"the fleet's", one_tenant=True) == (one, True), "every ingress has the same"
+    assert key_secret(b"x" * 1000, one_tenant=False)[1], "of any length"
     assert request_of_key("t", "order-17", one) == name_request("t", None, "order-17", one).request
     assert request_of_key("t", "order-17", one) != request_of_key("t", "order-17")
-    assert request_of_key("t", "order-17", one) != request_of_key("t", "order-17", key_secret(b"another", 2)[0])
-    own, everywhere = key_secret(b"", 2)
+    another = key_secret(b"another", one_tenant=False)[0]
+    assert request_of_key("t", "order-17", one) != request_of_key("t", "order-17", another)
+    own, everywhere = key_secret(b"", one_tenant=False)
     assert not everywhere
-    assert own != key_secret(b"", 2)[0]
-    assert key_secret(b"", 1) == (b"", True)
+    assert own != key_secret(b"", one_tenant=False)[0]
+    assert key_secret(b"", one_tenant=True) == (b"", True)
+
+
+def test_a_sealed_id_is_its_tenants_alone() -> None:
+    secret, _ = key_secret(b"the fleet's", one_tenant=False)
+    drawn = name_request("t", None, None, secret, sealed=True).request
+    keyed = name_request("t", None, "k", secret, sealed=True).request
+    assert keyed == name_request("t", None, "k", secret, sealed=True).request
+    for request in (drawn, keyed):
+        read_event_id(f"{request}:3")
+        assert name_request("t", f"{request}:3", None, secret, sealed=True).request == request
+        for tenant, said in (("u", request), ("t", R), ("t", request[:-1] + ("b" if request[-1] == "a" else "a"))):
+            for place in ("3", "start"):
+                with pytest.raises(InvalidRequest, match="of no request of this tenant"):
+                    name_request(tenant, f"{said}:{place}", None, secret, sealed=True)
+    assert name_request("t", f"{keyed}:3", "k", secret, sealed=True).keyed
+    assert len({name_request("t", None, None, secret, sealed=True).request for _ in range(100)}) == 100
 
 
 def test_an_id_says_which_prompt_its_stream_was_begun_from() -> None:

@@ -94,6 +94,7 @@ class ScriptedStream:
         self._batches = list(batches)
         self._endless = endless
         self.cancelled = asyncio.Event()
+        self.worker = "w1"
 
     async def read(self) -> Any:
         await asyncio.sleep(0)

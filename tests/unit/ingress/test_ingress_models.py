@@ -23,6 +23,8 @@ class Source:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.lost: set[str] = set()
+        self.missed: list[str] = []
+        self.known: set[str] = set()  # to placement
 
     async def bundle(self, worker: str) -> Bundle:
         self.asked.append(worker)
@@ -30,6 +32,11 @@ class Source:
         if worker in self.lost:
             raise WorkerLost(f"{worker} is gone")
         return demo_bundle()
+
+    async def miss(self, model: str) -> None:
+        self.missed.append(model)
+        if model in self.known:
+            raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
 
 
 @pytest.fixture
@@ -137,3 +144,16 @@ def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
         "restore_bytes_per_s": {"host": 7.0, "vault": 1.0},
         "step_s": 0.5,
     }
+
+
+async def test_a_model_without_workers_is_told_to_placement_which_may_know_it(executor: ThreadPoolExecutor) -> None:
+    """That is how a model that was scaled to nothing comes back: the ingress has no tokenizer to place with."""
+    source = Source()
+    source.known = {"configured"}
+    models = Models(source, view_of(), executor)
+    with pytest.raises(NoWorkers) as refused:
+        await models.get("configured")
+    assert refused.value.retry_after_s == 2.0
+    with pytest.raises(ModelNotFound):
+        await models.get("invented")
+    assert source.missed == ["configured", "invented"]

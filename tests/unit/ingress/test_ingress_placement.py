@@ -11,11 +11,12 @@ import pytest
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.messages import Actual, Candidate, Decision
 from services.cli import explain
+from services.ingress.api_keys import hash_key, parse_keys
+from services.ingress.callers import OPEN, Caller, require_policy
 from services.ingress.native_schema import read_generate
 from services.ingress.openai_schema import read_chat, read_completion
 from services.ingress.placement_ask import ANYWHERE, PlacementAsk
 from services.ingress.placement_report import placements_report, read_request_id
-from services.ingress.tenancy import OPEN, ApiKey, hash_key, parse_keys, require_policy
 
 REQUEST = "vppkeehnzs2676ab43zauajdmm"
 
@@ -60,7 +61,7 @@ def test_what_makes_no_sense_is_named(fields: dict[str, Any], field: str) -> Non
 
 
 def test_a_key_says_which_policies_its_requests_may_name() -> None:
-    plain, some, admin = parse_keys(
+    keys = parse_keys(
         json.dumps(
             [
                 {"name": "plain", "sha256": hash_key("1")},
@@ -69,6 +70,7 @@ def test_a_key_says_which_policies_its_requests_may_name() -> None:
             ]
         )
     )
+    plain, some, admin = (key.caller for key in keys.keys)
     assert some.policies == ("ring", "direct")
     for caller in (plain, some, admin, OPEN):
         require_policy(caller, None)
@@ -87,7 +89,7 @@ def test_a_key_files_policies_are_names(policies: Any) -> None:
     with pytest.raises(InvalidRequest) as error:
         parse_keys(json.dumps([{"sha256": hash_key("1"), "policies": policies}]))
     assert error.value.field == "api_keys[0].policies"
-    assert ApiKey("k", "0" * 64).policies == ()
+    assert Caller("k").policies == ()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class Stream:
         self.more = asyncio.Event()
         self.more.set()
         self.readers = 0
+        self.worker: str | None = "w1"
 
     def bring(self, count: int = 1) -> None:
         for _ in range(count):
@@ -95,7 +96,7 @@ class Turn:
         assert self.held
         self.held, self.committed = False, self.committed + 1
 
-    async def let_go(self) -> None:
+    async def let_go(self, transcript: Transcript) -> None:
         await asyncio.sleep(0)
         self.held = False
 

@@ -1,0 +1,114 @@
+"""The audit log: who did what, one JSON object a line. Names, ids, counts and codes; never a prompt, a token or a key.
+
+    request.start   a generating request was let in and read
+    request.end     its end: status, tokens
+    access          a session or a placement was read, a session deleted; and whatever a key was not allowed to do
+    auth.refused    nobody known: why, and from where
+    reload          files were taken up, or not
+    dropped         so many lines were lost before this one
+
+What a caller wrote is named only where the fleet knows it: a model that is served, a session by its own key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from kvproto.errors import AuthenticationFailed, KvfleetError
+from kvproto.ids import session_key
+from services.ingress.audit_file import AuditFile
+from services.ingress.http_exchange import Exchange
+from services.ingress.metrics import GENERATING
+
+ACCESS = ("session_get", "session_kv", "session_delete", "placements")
+
+
+class Audit:
+    """Owned by the event loop; what it makes goes to `write`. None: there is no audit log."""
+
+    def __init__(self, write: Callable[[bytes], None] | None, unix_s: Callable[[], float]) -> None:
+        self._write = write
+        self._unix_s = unix_s
+
+    @property
+    def is_on(self) -> bool:
+        return self._write is not None
+
+    def request_started(self, exchange: Exchange, route: str, model: str | None) -> None:
+        """`model` as the caller said it, if there is one of that name."""
+        self._say("request.start", **_whose(exchange, route), model=model)
+
+    def ended(self, exchange: Exchange, route: str, status: int, error: KvfleetError | None) -> None:
+        """Whatever a request was, if it is worth a line."""
+        if not self.is_on:
+            return
+        if isinstance(error, AuthenticationFailed) or exchange.caller is None:
+            if error is not None and status in (401, 403, 503):  # of the door: others have a caller
+                self._say("auth.refused", **_whose(exchange, route), status=status, reason=error.message)
+            return
+        seconds = round(exchange.seconds, 6)
+        code = error.code if error is not None else None
+        if route in GENERATING:
+            self._say(
+                "request.end", **_whose(exchange, route), status=status, error=code, seconds=seconds, **_cost(exchange)
+            )
+        elif route in ACCESS or status == 403:
+            target = exchange.path_params
+            known: dict[str, Any] = {}
+            if "seq_id" in target:
+                known["session"] = session_key(exchange.caller.tenant, target["seq_id"])
+            self._say(
+                "access",
+                **_whose(exchange, route),
+                method=exchange.method,
+                **known,
+                status=status,
+                error=code,
+                seconds=seconds,
+            )
+
+    def reloaded(self, what: str, why_not: str | None) -> None:
+        self._say("reload", what=what, ok=why_not is None, reason=why_not)
+
+    def _say(self, event: str, **fields: Any) -> None:
+        if self._write is not None:
+            self._write(audit_line(self._unix_s(), event, **fields))
+
+
+NO_AUDIT = Audit(None, lambda: 0.0)
+
+
+def _whose(exchange: Exchange, route: str) -> dict[str, Any]:
+    caller = exchange.caller
+    who = {"tenant": caller.tenant, "key": caller.name, "admin": caller.admin} if caller is not None else {}
+    return {**who, "source": exchange.source, "request": exchange.request_id, "route": route}
+
+
+def _cost(exchange: Exchange) -> dict[str, Any]:
+    """What the run has cost so far; one that is read by several requests is told by each, as a `repeat` by all but the
+    one that began it."""
+    tab = exchange.tab
+    if tab is None:
+        return {"model": None, "prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "repeat": False}
+    return {
+        "model": tab.model,
+        "prompt_tokens": tab.prompt_tokens,
+        "output_tokens": tab.output_tokens,
+        "cached_tokens": tab.cached_tokens,
+        "repeat": exchange.repeats,
+    }
+
+
+def audit_line(unix_s: float, event: str, **fields: Any) -> bytes:
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
+    value = {"time": f"{moment}.{int(unix_s * 1000) % 1000:03d}Z", "event": event, **fields}
+    return orjson.dumps(value, default=str) + b"\n"
+
+
+def open_audit_file(path: str) -> AuditFile:
+    """Raises InvalidRequest."""
+    return AuditFile(path, lambda count: audit_line(time.time(), "dropped", count=count))

@@ -1,0 +1,118 @@
+"""Loop: a thread that writes lines to a file or to stderr, so that the event loop never waits for a disk.
+
+Lines wait in a bounded queue; what does not fit is dropped, counted, and said in the log itself when there is room. A
+file that was renamed or removed is opened anew before the next line (log rotation), and whenever that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from kvproto.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+CAPACITY = 8192
+BATCH = 512
+STDERR = "-"
+
+
+class AuditFile:
+    """`write` is the event loop's; the file is the thread's own. `dropped_line` makes the line that tells of losses."""
+
+    def __init__(self, path: str, dropped_line: Callable[[int], bytes], *, capacity: int = CAPACITY) -> None:
+        """Raises InvalidRequest for a file that cannot be opened."""
+        self._path = None if path == STDERR else Path(path)
+        self._dropped_line = dropped_line
+        self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)
+        self._told = 0  # of those dropped
+        self._failing = False
+        self._closing = False
+        self.written_total = 0
+        self._full_total = 0  # dropped by writers
+        self._failed_total = 0  # dropped by the thread
+        try:
+            self._fd = self._open()
+        except OSError as error:
+            raise InvalidRequest(f"{path}: {error.strerror}", field="audit_log") from None
+        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        """Never waits."""
+        try:
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self._full_total += 1
+
+    @property
+    def dropped_total(self) -> int:
+        return self._full_total + self._failed_total
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what waits and end."""
+        self._closing = True
+        with contextlib.suppress(queue.Full):  # then the thread sees the flag after the next batch
+            self._queue.put_nowait(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            lines = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(lines) < BATCH:
+                    lines.append(self._queue.get_nowait())
+            said = [line for line in lines if line is not None]
+            dropped = self.dropped_total
+            news = [self._dropped_line(dropped - self._told)] if dropped > self._told else []
+            if not said and not news:
+                pass
+            elif self._put([*news, *said]):
+                self.written_total += len(said)
+                self._told = dropped
+            else:
+                self._failed_total += len(said)
+            if self._closing and self._queue.empty():
+                break
+        if self._path is not None:
+            os.close(self._fd)
+
+    def _put(self, lines: list[bytes]) -> bool:
+        try:
+            self._follow()
+            data = memoryview(b"".join(lines))
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            if not self._failing:
+                log.error("the audit log cannot be written: %s", error.strerror)
+            self._failing = True
+            return False
+        self._failing = False
+        return True
+
+    def _follow(self) -> None:
+        """Open the file anew where the path no longer leads to the one that is open."""
+        if self._path is None:
+            return
+        open_file = os.fstat(self._fd)
+        try:
+            there = os.stat(self._path)
+            if (there.st_dev, there.st_ino) == (open_file.st_dev, open_file.st_ino):
+                return
+        except FileNotFoundError:
+            pass
+        new = self._open()
+        os.close(self._fd)
+        self._fd = new
+
+    def _open(self) -> int:
+        if self._path is None:
+            return 2
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

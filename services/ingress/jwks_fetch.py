@@ -1,0 +1,89 @@
+"""Adapter: fetches the key set of an issuer by HTTP, with the standard library; blocking, for a thread.
+
+TLS is asked for wherever the issuer is not on this host, also of what the issuer's own description names; redirects are
+not followed. Certificates are checked against the system's authorities (`SSL_CERT_FILE` names others).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvproto.errors import InvalidRequest, Unavailable
+
+TIMEOUT_S = 5.0
+MAX_BYTES = 1024 * 1024
+DISCOVERY = "/.well-known/openid-configuration"
+_ON_THIS_HOST = ("127.0.0.1", "::1", "localhost")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """None: the answer is an error."""
+
+
+def check_url(url: str, setting: str) -> None:
+    """Raises InvalidRequest for one that keys must not come from."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise InvalidRequest("is no URL", field=setting) from None
+    good = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _ON_THIS_HOST)
+    if not good or not parts.hostname or parts.username is not None:
+        raise InvalidRequest("must be an https URL (http on this host only) without credentials", field=setting)
+
+
+def fetch_key_set(issuer: str, url: str | None) -> dict[str, Any]:
+    """The key set at `url`, else where the issuer's description says. Raises Unavailable."""
+    if url is None:
+        described = _fetch_json(issuer.rstrip("/") + DISCOVERY)
+        if described.get("issuer") != issuer:
+            raise Unavailable("the issuer's description is of another issuer")
+        url = described.get("jwks_uri")
+        if not isinstance(url, str):
+            raise Unavailable("the issuer's description has no jwks_uri")
+        try:
+            check_url(url, "jwks_uri")
+        except InvalidRequest as error:
+            raise Unavailable(str(error)) from None
+    return _fetch_json(url)
+
+
+def read_key_file(path: Path) -> dict[str, Any]:
+    """The same from a file. Raises Unavailable."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise Unavailable(f"{path} is no JSON") from None
+    if not isinstance(value, dict):
+        raise Unavailable(f"{path} holds no object")
+    return value
+
+
+def _fetch_json(url: str) -> dict[str, Any]:
+    opener = urllib.request.build_opener(_NoRedirects)
+    request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "kvfleet"})
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            data = answer.read(MAX_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise Unavailable(f"the issuer answers {error.code}") from None
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
+        raise Unavailable(f"the issuer does not answer: {type(error).__name__}") from None
+    if len(data) > MAX_BYTES:
+        raise Unavailable(f"the issuer's answer is longer than {MAX_BYTES} bytes")
+    try:
+        value = json.loads(data)
+    except ValueError:
+        raise Unavailable("the issuer's answer is no JSON") from None
+    if not isinstance(value, dict):
+        raise Unavailable("the issuer's answer is no object")
+    return value

@@ -1,0 +1,232 @@
+"""What callers and tenants use of their limits. Pure: time is passed in.
+
+Rates are token buckets. That of requests holds 10 seconds' worth (one at least), so short bursts pass; that of tokens a
+minute's worth, so a prompt of up to `tokens_per_minute` can pass at all. A prompt is taken when its run starts,
+generated tokens as they come: these may leave a debt, which the next request waits for. What waiting cannot help is
+refused for good. A day's tokens are counted from midnight UTC.
+
+    admit ─▶ one of requests_per_minute, one of max_concurrent ─▶ release
+    charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all who read the same run
+    `Tab.generated` ─▶ the hot path: two integers; taken from the buckets when somebody asks next
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvproto.errors import LimitExceeded, PayloadTooLarge
+from services.ingress.callers import Caller, Limits
+
+BURST_S = 10.0
+MINUTE_S = 60.0
+DAY_S = 86_400.0
+BUSY_RETRY_S = 1.0  # when a request ends nobody knows
+MAX_ACCOUNTS = 10_000  # beyond so many, those that nobody would miss are dropped
+ROUNDING = 1e-6
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What may be used at once; below zero: a debt. None: nobody has asked yet, so it is full."""
+
+    level: float | None = None
+    filled_at: float = 0.0
+
+    def fill(self, per_minute: float, capacity: float, used: float, now: float) -> float:
+        """Take what was used, add what the time since the last call brought; returns the level."""
+        if self.level is None:
+            self.level = capacity - used
+        else:
+            self.level = min(capacity, self.level - used + (now - self.filled_at) * per_minute / MINUTE_S)
+        self.filled_at = now
+        return self.level
+
+    def take(self, count: float) -> None:
+        assert self.level is not None
+        self.level -= count
+
+
+@dataclass(slots=True)
+class Account:
+    """What one caller, or all callers of one tenant, use."""
+
+    running: int = 0
+    generated: int = 0  # since the last settling
+    requests: Bucket = field(default_factory=Bucket)
+    tokens: Bucket = field(default_factory=Bucket)
+    day: int = 0
+    day_tokens: int = 0
+
+    def settle(self, limits: Limits, now: float, unix_s: float) -> None:
+        """Bring all up to now. A limit that is new begins with a full bucket."""
+        generated, self.generated = self.generated, 0
+        day = int(unix_s // DAY_S)
+        if day != self.day:
+            self.day, self.day_tokens = day, 0
+        self.day_tokens += generated
+        if limits.requests_per_minute:
+            self.requests.fill(limits.requests_per_minute, request_burst(limits), 0.0, now)
+        else:
+            self.requests.level = None
+        if limits.tokens_per_minute:
+            self.tokens.fill(limits.tokens_per_minute, limits.tokens_per_minute, generated, now)
+        else:
+            self.tokens.level = None
+
+    def is_idle(self, limits: Limits) -> bool:
+        """Whether a new account would say the same; settled just now."""
+        requests, tokens = self.requests.level, self.tokens.level
+        return (
+            not self.running
+            and (requests is None or requests >= request_burst(limits) - ROUNDING)
+            and (tokens is None or tokens >= limits.tokens_per_minute - ROUNDING)
+            and not (limits.tokens_per_day and self.day_tokens)
+        )
+
+
+@dataclass(slots=True)
+class Tab:
+    """What one run costs, whoever reads it: its prompt once, its tokens as they come. Its first caller pays."""
+
+    caller: Caller
+    own: Account
+    tenants: Account
+    model: str | None = None  # once it is known
+    prompt_tokens: int = 0  # once they are charged
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+    def generated(self, count: int) -> None:
+        """The hot path: once for each read of the stream."""
+        self.output_tokens += count
+        self.own.generated += count
+        self.tenants.generated += count
+
+
+@dataclass(slots=True)
+class Limiter:
+    """The accounts of one process, by name: they outlive every reload of the keys. Owned by the event loop."""
+
+    _own: dict[tuple[str, str], tuple[Account, Limits]] = field(default_factory=dict)
+    _tenants: dict[str, tuple[Account, Limits]] = field(default_factory=dict)
+    _dropped_at: float = -BURST_S
+
+    def accounts(self, caller: Caller) -> tuple[tuple[Account, Limits, str], tuple[Account, Limits, str]]:
+        """The caller's, and its tenant's, with their limits as they are now, and how messages call them."""
+        own = self._own.get(name := (caller.tenant, caller.name))
+        if own is None or own[1] is not caller.limits:
+            own = self._own[name] = (own[0] if own else Account(), caller.limits)
+        all_ = self._tenants.get(caller.tenant)
+        if all_ is None or all_[1] is not caller.tenant_limits:
+            all_ = self._tenants[caller.tenant] = (all_[0] if all_ else Account(), caller.tenant_limits)
+        return (*own, "this API key"), (*all_, f"tenant {caller.tenant}")
+
+    def tab(self, caller: Caller) -> Tab:
+        own, tenants = self.accounts(caller)
+        return Tab(caller, own[0], tenants[0])
+
+    def admit(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
+        """Count one more request in; one that is not `charged` is not of the rate. Raises LimitExceeded."""
+        if len(self._own) > MAX_ACCOUNTS and now >= self._dropped_at + BURST_S:
+            self._drop_idle(now, unix_s)
+            self._dropped_at = now
+        both = self.accounts(caller)
+        waits: list[tuple[float, str]] = []
+        for account, limits, whose in both:
+            account.settle(limits, now, unix_s)
+            if limits.max_concurrent and account.running >= limits.max_concurrent:
+                waits.append((BUSY_RETRY_S, f"at most {limits.max_concurrent} requests at once with {whose}"))
+            if charged and (wait := request_wait(account, limits)):
+                waits.append((wait, f"at most {limits.requests_per_minute:g} requests per minute with {whose}"))
+        if waits:
+            raise _refusal(waits)
+        for account, limits, _ in both:
+            account.running += 1
+            if charged and limits.requests_per_minute:
+                account.requests.take(1.0)
+
+    def release(self, caller: Caller) -> None:
+        for account, _, _ in self.accounts(caller):
+            account.running -= 1
+
+    def charge(self, tab: Tab, prompt_tokens: int, now: float, unix_s: float) -> None:
+        """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
+        both = self.accounts(tab.caller)
+        tab.own, tab.tenants = both[0][0], both[1][0]  # while it was parked nobody may have missed its accounts
+        if tab.prompt_tokens:
+            return
+        waits: list[tuple[float, str]] = []
+        for account, limits, whose in both:
+            account.settle(limits, now, unix_s)
+            for name, limit in (
+                ("tokens_per_minute", limits.tokens_per_minute),
+                ("tokens_per_day", limits.tokens_per_day),
+            ):
+                if limit and prompt_tokens > limit:
+                    raise PayloadTooLarge(
+                        f"{prompt_tokens} tokens, and {name} of {whose} is {limit:g}: no waiting helps", field="prompt"
+                    )
+            if wait := token_wait(account, limits, prompt_tokens):
+                per_minute = f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"
+                # By then another request must be free too.
+                waits.append((max(wait, request_wait(account, limits)), per_minute))
+            if limits.tokens_per_day and account.day_tokens + prompt_tokens > limits.tokens_per_day:
+                wait = DAY_S - unix_s % DAY_S
+                waits.append((wait, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
+        if waits:
+            raise _refusal(waits)
+        tab.prompt_tokens = prompt_tokens
+        for account, limits, _ in both:
+            account.day_tokens += prompt_tokens
+            if limits.tokens_per_minute:
+                account.tokens.take(prompt_tokens)
+
+    def every(self) -> Iterator[Account]:
+        """Those of callers, then those of tenants."""
+        yield from (account for account, _ in self._own.values())
+        yield from (account for account, _ in self._tenants.values())
+
+    @property
+    def running(self) -> int:
+        return sum(account.running for account, _ in self._own.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the counts do not add up."""
+        assert all(account.running >= 0 and account.generated >= 0 for account in self.every())
+        assert self.running == sum(account.running for account, _ in self._tenants.values())
+        for tenant, (account, _) in self._tenants.items():
+            assert account.running == sum(own.running for (of, _), (own, _) in self._own.items() if of == tenant)
+
+    def _drop_idle(self, now: float, unix_s: float) -> None:
+        for account, limits in (*self._own.values(), *self._tenants.values()):
+            account.settle(limits, now, unix_s)
+        self._own = {name: one for name, one in self._own.items() if not one[0].is_idle(one[1])}
+        self._tenants = {name: one for name, one in self._tenants.items() if not one[0].is_idle(one[1])}
+
+
+def request_burst(limits: Limits) -> float:
+    """Requests that may start at once."""
+    return max(1.0, limits.requests_per_minute / MINUTE_S * BURST_S)
+
+
+def request_wait(account: Account, limits: Limits) -> float:
+    """Seconds until one more request may start; of an account that is settled."""
+    level = account.requests.level
+    if level is None or level >= 1.0 - ROUNDING:
+        return 0.0
+    return (1.0 - level) * MINUTE_S / limits.requests_per_minute
+
+
+def token_wait(account: Account, limits: Limits, tokens: int) -> float:
+    """Seconds until so many tokens may be taken; of an account that is settled."""
+    level = account.tokens.level
+    if level is None or level >= tokens - ROUNDING:
+        return 0.0
+    return (tokens - level) * MINUTE_S / limits.tokens_per_minute
+
+
+def _refusal(waits: list[tuple[float, str]]) -> LimitExceeded:
+    """All must have passed, so the longest is the one to tell."""
+    wait, why = max(waits)
+    return LimitExceeded(why, retry_after_s=wait)

@@ -1,0 +1,70 @@
+"""Loop: what other regions serve, as their placements say once a second. Without a region of its own it hears nobody.
+
+A model that only another region serves can be asked for here all the same: its tokenizer is fetched from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvproto import codec
+from kvproto.connection import Connection, Message, Subscription
+from kvproto.errors import CodecError, KvfleetError
+from kvproto.messages import RegionSummary, WorkerRecord
+from kvproto.regions import Regions
+from kvproto.subjects import Subjects
+
+log = logging.getLogger(__name__)
+
+
+class OtherRegions:
+    """Owned by the event loop. `heard` is called after each summary of another region: what could not be had
+    of it before is tried again then."""
+
+    def __init__(self, connection: Connection, subjects: Subjects, now: Callable[[], float]) -> None:
+        self.heard: Callable[[], None] = lambda: None
+        self._connection = connection
+        self._subjects = subjects
+        self._now = now
+        self._regions = Regions(subjects.region)
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        if self._subjects.region:
+            self._subscription = await self._connection.subscribe(self._subjects.region_summaries(), self._on_summary)
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            try:
+                await self._subscription.unsubscribe()
+            except KvfleetError as error:  # the connection may be gone: nothing to let go of then
+                log.debug("other regions: %s", error)
+
+    def names(self) -> list[str]:
+        return self._regions.names(self._now())
+
+    def records(self) -> dict[str, WorkerRecord]:
+        """A worker's record for each model that some other region serves now."""
+        return self._regions.records(self._now())
+
+    def holders(self, model: str, bundle: str) -> list[str]:
+        """Who can be asked for this bundle."""
+        return self._regions.holders(model, bundle, self._now())
+
+    def workers(self, region: str, model: str) -> list[str]:
+        """All workers of a model there, called as from here."""
+        return self._regions.workers(region, model, self._now())
+
+    async def _on_summary(self, message: Message) -> None:
+        try:
+            summary = codec.decode(RegionSummary, message.data)
+        except CodecError as error:
+            log.debug("a summary on %s is unreadable: %s", message.subject, error)
+            return
+        if message.subject.split(".")[-2] != summary.region or summary.region == self._subjects.region:
+            return
+        now = self._now()
+        self._regions.hear(summary, now)
+        self._regions.forget_silent(now)
+        self.heard()

@@ -1,0 +1,94 @@
+"""How well requests were served, by model and route: TTFT, gaps between tokens, and who met the targets. Pure.
+
+    TTFT      from the request's arrival to its first token
+    ITL       what a token came after the one before it, as this process got them: of the tokens of one read of the
+              stream the first (of each choice) waited, the others came with it
+    judged    requests that finished, or failed through no fault of their caller
+    goodput   judged requests that finished with a TTFT and a mean ITL within the targets; and their tokens
+
+The event loop owns it. What comes with every token costs a look-up in a short table and three additions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvservice.distribution import Distribution
+
+TTFT_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+ITL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+MOST_MODELS = 32
+OTHER = "other"  # all models after the first so many: labels must stay few
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    ttft_s: float = 2.0
+    itl_s: float = 0.1
+
+
+class ServiceLevel:
+    """Of one model on one route, since the start."""
+
+    __slots__ = ("good_requests", "good_tokens", "itl", "judged", "missed_itl", "missed_ttft", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft = Distribution(TTFT_S)
+        self.itl = Distribution(ITL_S)
+        self.judged = 0
+        self.missed_ttft = 0
+        self.missed_itl = 0
+        self.good_requests = 0
+        self.good_tokens = 0
+
+    def came(self, seconds: float | None, tokens: int, choices: int) -> None:
+        """So long after the tokens before them, or as the first ones, `tokens` of `choices` choices came at once."""
+        itl = self.itl
+        first = choices if choices < tokens else tokens
+        if seconds is not None:  # as `observe` does: it would cost as much again to call it
+            itl.counts[bisect_left(ITL_S, seconds)] += first
+            itl.sum += seconds * first
+        if tokens > first:
+            itl.counts[0] += tokens - first
+
+    def judge(
+        self, targets: Targets, ttft_s: float | None, mean_itl_s: float | None, tokens: int, *, finished: bool
+    ) -> None:
+        """A request is over. `ttft_s` is None if there was no token, `mean_itl_s` if there was no second one."""
+        late = ttft_s is None or ttft_s > targets.ttft_s
+        slow = mean_itl_s is not None and mean_itl_s > targets.itl_s
+        self.judged += 1
+        self.missed_ttft += late
+        self.missed_itl += slow
+        if finished and not late and not slow:
+            self.good_requests += 1
+            self.good_tokens += tokens
+
+
+class ServiceLevels:
+    """`served` names the models that workers have now: their series are there before their first request."""
+
+    def __init__(self, targets: Targets, routes: Iterable[str], served: Callable[[], Iterable[str]]) -> None:
+        self.targets = targets
+        self._routes = tuple(routes)
+        self._served = served
+        self._known: dict[tuple[str, str], ServiceLevel] = {}
+
+    def of(self, model: str, route: str) -> ServiceLevel:
+        """Of a model that is served, by its name; that of all others once there are too many."""
+        level = self._known.get((model, route))
+        if level is None:
+            if len(self._known) >= MOST_MODELS * len(self._routes):
+                model = OTHER
+            for each in self._routes:
+                self._known.setdefault((model, each), ServiceLevel())
+            level = self._known[model, route]
+        return level
+
+    def all(self) -> dict[tuple[str, ...], ServiceLevel]:
+        """By model and route."""
+        for model in self._served():
+            self.of(model, self._routes[0])
+        return {by: level for by, level in self._known.items()}  # noqa: C416  its keys' type is wider

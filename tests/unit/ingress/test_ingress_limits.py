@@ -1,0 +1,196 @@
+"""What callers and tenants use of their limits, and what headers say is left."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproto.errors import LimitExceeded, PayloadTooLarge
+from services.ingress import limits as limits_module
+from services.ingress.callers import Caller, Limits
+from services.ingress.error_bodies import error_headers
+from services.ingress.limit_headers import duration, limit_headers
+from services.ingress.limits import DAY_S, Limiter
+
+MINUTELY = Caller("k", "t", limits=Limits(tokens_per_minute=600))
+
+
+def refused_s(limiter: Limiter, caller: Caller, tokens: int, now: float, unix_s: float = 0.0) -> float:
+    """For how many seconds a prompt is refused; it costs nothing."""
+    with pytest.raises(LimitExceeded) as error:
+        limiter.charge(limiter.tab(caller), tokens, now, unix_s)
+    assert error.value.retry_after_s is not None
+    return error.value.retry_after_s
+
+
+def test_prompts_are_taken_on_admission_and_tokens_as_they_come() -> None:
+    limiter = Limiter()
+    tab = limiter.tab(MINUTELY)
+    limiter.charge(tab, 400, 0.0, 0.0)
+    assert refused_s(limiter, MINUTELY, 300, 0.0) == pytest.approx(10.0)  # 200 are left, 10 come in a second
+    for _ in range(150):
+        tab.generated(2)
+    assert tab.output_tokens == 300
+    assert refused_s(limiter, MINUTELY, 300, 0.0) == pytest.approx(40.0), "a debt of 100"
+    assert refused_s(limiter, MINUTELY, 300, 39.5) == pytest.approx(0.5)
+    limiter.charge(limiter.tab(MINUTELY), 300, 40.0, 0.0)
+
+
+def test_a_run_is_charged_once() -> None:
+    limiter = Limiter()
+    tab = limiter.tab(MINUTELY)
+    for _ in range(5):
+        limiter.charge(tab, 500, 0.0, 0.0)
+    assert refused_s(limiter, MINUTELY, 101, 0.0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["tokens_per_minute", "tokens_per_day"])
+@pytest.mark.parametrize("of_tenant", [False, True])
+def test_what_no_waiting_helps_is_refused_for_good(name: str, of_tenant: bool) -> None:
+    said = Limits(**{name: 100})
+    caller = Caller("k", "t", tenant_limits=said) if of_tenant else Caller("k", "t", limits=said)
+    limiter = Limiter()
+    limiter.charge(limiter.tab(caller), 100, 0.0, 0.0)
+    with pytest.raises(PayloadTooLarge) as error:
+        limiter.charge(limiter.tab(caller), 101, 0.0, 0.0)
+    assert f"101 tokens, and {name} of {'tenant t' if of_tenant else 'this API key'} is 100" in error.value.message
+    assert error_headers(error.value) == []
+
+
+def test_a_days_tokens_are_counted_until_midnight() -> None:
+    caller = Caller("k", "t", limits=Limits(tokens_per_day=1000))
+    limiter = Limiter()
+    evening = 20_000 * DAY_S + 0.75 * DAY_S
+    tab = limiter.tab(caller)
+    limiter.charge(tab, 300, 0.0, evening)
+    tab.generated(600)
+    assert refused_s(limiter, caller, 101, 0.0, evening + 100) == pytest.approx(DAY_S / 4 - 100)
+    limiter.charge(limiter.tab(caller), 100, 0.0, evening + 200)
+    limiter.charge(limiter.tab(caller), 1000, 0.0, evening + DAY_S / 4)
+    assert refused_s(limiter, caller, 1, 0.0, evening + DAY_S / 4) == pytest.approx(DAY_S)
+
+
+def test_a_tenants_limits_are_of_all_its_callers() -> None:
+    both = Limits(max_concurrent=2, requests_per_minute=12, tokens_per_minute=600)
+    one, two, other = (Caller(name, "u" if name == "c" else "t", tenant_limits=both) for name in "abc")
+    limiter = Limiter()
+    limiter.admit(one, 0.0, 0.0)
+    limiter.admit(two, 0.0, 0.0)
+    with pytest.raises(LimitExceeded) as error:
+        limiter.admit(one, 0.0, 0.0)
+    assert error.value.retry_after_s == pytest.approx(5.0), "the longest of the waits"
+    limiter.release(two)
+    with pytest.raises(LimitExceeded, match="12 requests per minute with tenant t"):
+        limiter.admit(one, 0.0, 0.0)
+    limiter.admit(other, 0.0, 0.0)
+    limiter.charge(limiter.tab(one), 600, 0.0, 0.0)
+    assert refused_s(limiter, two, 10, 0.0) == pytest.approx(5.0), "for its request; its tokens take one"
+    limiter.charge(limiter.tab(other), 600, 0.0, 0.0)
+    limiter.check_integrity()
+
+
+def test_a_refused_request_uses_nothing() -> None:
+    """Of the key nothing is taken when the tenant's limit refuses."""
+    caller = Caller("k", "t", limits=Limits(requests_per_minute=60), tenant_limits=Limits(max_concurrent=1))
+    limiter = Limiter()
+    limiter.admit(caller, 0.0, 0.0)
+    for _ in range(20):
+        with pytest.raises(LimitExceeded, match="at once with tenant t"):
+            limiter.admit(caller, 0.0, 0.0)
+    limiter.release(caller)
+    for _ in range(9):
+        limiter.admit(caller, 0.0, 0.0)
+        limiter.release(caller)
+
+
+def test_counters_outlive_other_limits() -> None:
+    """As a reload of the keys brings them: the accounts are by name."""
+    limiter = Limiter()
+    limiter.charge(limiter.tab(MINUTELY), 600, 0.0, 0.0)
+    limiter.admit(MINUTELY, 0.0, 0.0)
+    less = Caller("k", "t", limits=Limits(max_concurrent=1, tokens_per_minute=60))
+    with pytest.raises(LimitExceeded):
+        limiter.admit(less, 0.0, 0.0)
+    assert refused_s(limiter, less, 60, 0.0) == pytest.approx(60.0)
+    limiter.release(less)
+    limiter.check_integrity()
+    unlimited = Caller("k", "t")
+    limiter.charge(limiter.tab(unlimited), 10**9, 0.0, 0.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 100), st.integers(0, 200)), max_size=40))
+def test_whoever_waits_as_told_gets_in_and_the_rate_holds(steps: list[tuple[float, int, int]]) -> None:
+    caller = Caller("k", "t", limits=Limits(requests_per_minute=30), tenant_limits=Limits(tokens_per_minute=100))
+    limiter = Limiter()
+    now, used = 0.0, 0
+    for passed, prompt, generated in steps:
+        now += passed
+        for _ in range(2):
+            try:
+                limiter.admit(caller, now, 0.0)
+                break
+            except LimitExceeded as error:
+                now += error.retry_after_s or 0.0
+        else:
+            raise AssertionError("told a time that was not enough")
+        tab = limiter.tab(caller)
+        try:
+            limiter.charge(tab, prompt, now, 0.0)
+        except LimitExceeded as error:
+            now += error.retry_after_s or 0.0
+            limiter.charge(tab, prompt, now, 0.0)
+        used += prompt
+        assert used <= 100 + now / 60 * 100 + 1e-3, "before what it generates: that is a debt"
+        tab.generated(generated)
+        used += generated
+        limiter.release(caller)
+        limiter.check_integrity()
+
+
+def test_accounts_that_nobody_would_miss_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "MAX_ACCOUNTS", 10)
+    limiter = Limiter()
+    said = Limits(requests_per_minute=60, tokens_per_day=5)
+    busy, poor, *others = (Caller(f"oidc:{n}", f"t{n}", limits=said) for n in range(30))
+    limiter.admit(busy, 0.0, 0.0)
+    limiter.charge(limiter.tab(poor), 5, 0.0, 0.0)
+    for caller in others:
+        limiter.admit(caller, 0.0, 0.0)
+        limiter.release(caller)
+    limiter.admit(others[0], 100.0, 0.0)
+    assert len(list(limiter.every())) == 2 + 1 + 2  # busy and the last one with their tenants; poor
+    with pytest.raises(LimitExceeded):
+        limiter.charge(limiter.tab(poor), 1, 100.0, 0.0)
+    limiter.release(busy)
+    limiter.release(others[0])
+    limiter.check_integrity()
+
+
+def test_headers_say_what_is_left() -> None:
+    limiter = Limiter()
+    assert limit_headers(limiter, Caller("free", "f"), 0.0, 0.0) == []
+    caller = Caller(
+        "k", "t", limits=Limits(requests_per_minute=600, tokens_per_minute=600), tenant_limits=Limits(1, 60.0, 6000.0)
+    )
+    limiter.admit(caller, 0.0, 0.0)
+    tab = limiter.tab(caller)
+    limiter.charge(tab, 200, 0.0, 0.0)
+    assert dict(limit_headers(limiter, caller, 0.0, 0.0)) == {
+        b"x-ratelimit-limit-requests": b"60",
+        b"x-ratelimit-remaining-requests": b"9",
+        b"x-ratelimit-reset-requests": b"1s",
+        b"x-ratelimit-limit-tokens": b"600",
+        b"x-ratelimit-remaining-tokens": b"400",
+        b"x-ratelimit-reset-tokens": b"20s",
+    }
+    tab.generated(1000)
+    debt = dict(limit_headers(limiter, caller, 0.5, 0.0))
+    assert debt[b"x-ratelimit-remaining-tokens"] == b"0"
+    assert debt[b"x-ratelimit-reset-tokens"] == b"2m0s"
+    assert debt[b"x-ratelimit-reset-requests"] == b"500ms"
+
+
+def test_durations() -> None:
+    cases = {0: "0s", 0.0004: "1ms", 0.12: "120ms", 1: "1s", 1.2: "2s", 60: "1m0s", 90.5: "1m31s", 3725: "1h2m5s"}
+    assert {seconds: duration(seconds) for seconds in cases} == cases
