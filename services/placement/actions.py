@@ -14,8 +14,11 @@ from kvproto.messages import (
     Failed,
     GenerateRequest,
     Placement,
+    Refused,
     ResendRequest,
+    WentAbroad,
 )
+from services.placement.events import GenerateAsked
 from services.placement.index.kv_indexer import PullSnapshot
 
 
@@ -25,6 +28,25 @@ class Answer:
 
     reply: str
     placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAbroad:
+    """The same where a worker of another region may have to fetch from `placement.source`, which needs its addresses:
+    "" for nobody."""
+
+    reply: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """A bare producer's request to another region's placement, which answers to its inbox. What that one does not take
+    in time is asked for here again, as if it had come from elsewhere: it goes nowhere else."""
+
+    region: str
+    model: str
+    event: GenerateAsked
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +114,11 @@ class DropMember:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Tell the other replicas what was booked."""
+    """Tell the other replicas what was booked, and what had to be refused."""
 
-    booked: tuple[Booked, ...]
+    booked: tuple[Booked, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    abroad: tuple[WentAbroad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +140,8 @@ class Record:
 
 Action = (
     Answer
+    | AnswerAbroad
+    | PassOn
     | Fail
     | Forward
     | Cancel

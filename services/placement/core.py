@@ -6,13 +6,36 @@ producers. Time is the caller's monotonic seconds and never goes back; chance is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import Milestones, Passed, Placement, PlacementStats, PreloadRequest, Watches, WorkerRecord
+from kvproto.messages import (
+    Milestones,
+    Passed,
+    Placement,
+    PlacementStats,
+    PreloadRequest,
+    State,
+    Watches,
+    WorkerRecord,
+)
+from services.placement.abroad import CANNOT_SERVE, Abroad
 from services.placement.accounts import Accounts
-from services.placement.actions import Action, Answer, DropMember, Explain, Fail, PingWorker, Share, failed_frame
+from services.placement.actions import (
+    Action,
+    Answer,
+    AnswerAbroad,
+    DropMember,
+    Explain,
+    Fail,
+    PassOn,
+    PingWorker,
+    Share,
+    failed_frame,
+)
+from services.placement.autoscale import Rules
+from services.placement.autoscaler import Autoscaler
 from services.placement.bookings import Bookings
 from services.placement.decider import Decider
 from services.placement.events import (
@@ -27,6 +50,7 @@ from services.placement.events import (
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
+    RegionHeard,
     SnapshotHeard,
     SnapshotRefused,
     Tick,
@@ -47,6 +71,7 @@ from services.placement.index.follower import Follows
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger import Ledger
 from services.placement.metrics_aggregator import MetricsAggregator
+from services.placement.neighbours import Neighbours
 from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
 from services.placement.preload import Preload
 from services.placement.promises import Promises
@@ -64,7 +89,8 @@ class PlacementCore:
 
     `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
     are told of bookings. `keeps_hashes`: ended decisions come back as Records. `max_wait_s`: how long a producer's
-    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has.
+    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has. `rules`,
+    `models` and `by_ordinal` are the autoscaler's.
     """
 
     def __init__(
@@ -83,8 +109,14 @@ class PlacementCore:
         keeps_hashes: bool = False,
         max_wait_s: float | None = None,
         max_producer_priority: int = 0,
+        neighbours: Neighbours | None = None,
+        rules: Rules | None = None,
+        models: Iterable[str] = (),
+        by_ordinal: bool = False,
     ) -> None:
         self.placement = placement
+        self.neighbours = neighbours or Neighbours()
+        self.undrained_total = 0  # workers that left without having drained
         self._shares = shares
         self.workloads = Workloads()
         self.fleet = Fleet(self.workloads)
@@ -110,7 +142,11 @@ class PlacementCore:
             unix_ms,
             policies or build_policies(chance),
             policy,
+            self.neighbours,
         )
+        self.abroad = Abroad(self.neighbours, self.decider, placement)
+        self.autoscaler = Autoscaler(self.fleet, self.bookings.requests_at, rules, models, by_ordinal=by_ordinal)
+        self.decider.leaving = self.autoscaler.leaving
         self.forwarding = Forwarding(
             placement,
             inbox_prefix,
@@ -130,8 +166,11 @@ class PlacementCore:
         for one in booked:
             if (worker := self.fleet.workers.get(one.worker)) is not None:
                 self.repeats.place((one.tenant, one.request), worker.id, worker.epoch, one.attempt, now)
-        if booked and self._shares:
-            actions.append(Share(booked))
+        refused = self.decider.take_refused()
+        self.autoscaler.refuse(refused, now)
+        abroad = self.neighbours.take_new()
+        if (booked or refused or abroad) and self._shares:
+            actions.append(Share(booked, refused, abroad))
         return actions
 
     def _handle(self, event: Event, now: float) -> list[Action]:
@@ -139,7 +178,11 @@ class PlacementCore:
             case PlaceAsked():
                 return [self._place(event, now)]
             case GenerateAsked():
-                return self.forwarding.ask(event, now)
+                passed_on = None if event.abroad else self._pass_on(event, now)
+                return [passed_on] if passed_on is not None else self.forwarding.ask(event, now)
+            case RegionHeard(summary):
+                self.neighbours.hear(summary, now)
+                return []
             case WorkerAnswered(frame, reader):
                 return self.forwarding.on_frame(reader or frame.request, frame, now)
             case NobodyListens(reader, attempt):
@@ -160,11 +203,16 @@ class PlacementCore:
                         self.promises.break_off(key)
                     self.indexer.on_heartbeat(beat, now)
                     self.metrics.on_heartbeat(beat, now)
+                    self.autoscaler.hear(beat, now)
                 elif self.vaults.get(beat.worker) == beat.epoch:
                     self.indexer.on_heartbeat(beat, now, vault=True)
                 return []
             case BookingsShared(batch):
                 self.accounts.book(batch, now)
+                if batch.placement != self.placement:
+                    self.autoscaler.refuse(batch.refused, now)
+                    for one in batch.abroad:
+                        self.neighbours.learn(one, now)
                 return []
             case SnapshotHeard(worker, part):
                 self.indexer.on_snapshot(worker, part, now)
@@ -194,6 +242,7 @@ class PlacementCore:
                 return []
             case WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
+                self.undrained_total += known is not None and known.state is not State.DRAINING
                 self._forget(worker)
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
@@ -218,10 +267,12 @@ class PlacementCore:
 
     def _tick(self, now: float) -> list[Action]:
         self.fleet.build_rings()
+        self.autoscaler.tick(now)
         for key in self.bookings.expire(now):
             self.promises.break_off(key)
         self.promises.tick(now)
         self.repeats.tick(now)
+        self.neighbours.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self.accounts.trust(worker, credit)
         return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now)]
@@ -237,6 +288,7 @@ class PlacementCore:
         self.repeats.drop_worker(worker)
         self.feedback.forget(worker)
         self.metrics.leave(worker)
+        self.autoscaler.leave(worker)
 
     # ------------------------------------------------------------------ requests
 
@@ -251,10 +303,26 @@ class PlacementCore:
                 there = Placement(ask.request, known.worker, known.attempt, why=why, placement=self.placement)
                 return Answer(event.reply, replace(there, attached=True))
             ask = replace(ask, attempt=known.attempt + 1)
+        if event.abroad and ask.seeks_source:
+            return AnswerAbroad(event.reply, self.abroad.source_of(event.tenant, ask))
+        if not event.abroad and (referral := self.abroad.refer(event.tenant, ask, now)) is not None:
+            return AnswerAbroad(event.reply, referral)
         try:
-            return Answer(event.reply, self.decider.decide(event.tenant, ask, now))
+            placement = self.decider.decide(event.tenant, ask, now)
         except KvfleetError as error:
+            refused = not event.abroad and isinstance(error, CANNOT_SERVE)
+            if refused and (referral := self.abroad.refer(event.tenant, ask, now, refused=True)) is not None:
+                return AnswerAbroad(event.reply, referral)
             return Fail(event.reply, failed_frame(error, ask.request, ask.attempt))
+        return Answer(event.reply, replace(placement, elsewhere="") if event.abroad else placement)
+
+    def _pass_on(self, event: GenerateAsked, now: float) -> Action | None:
+        """A bare producer's request that nobody here can serve soon, and another region can."""
+        model = event.ask.model or self.fleet.name_of(event.model_token) or event.model_token
+        if self.repeats.find((event.tenant, event.request)) is not None:
+            return None
+        region = self.abroad.region_for(event, model, self.forwarding.max_wait_of(event.ask), now)
+        return None if region is None else PassOn(region, model, event)
 
     def _hear(self, milestones: Milestones, now: float) -> list[Action]:
         worker = self.fleet.workers.get(milestones.worker)
@@ -321,6 +389,7 @@ class PlacementCore:
             lost_tokens_total=hits.lost_total,
             index_blocks=len(self.indexer.index),
             workers_exact=self.followers()[Follows.EXACT],
+            models=tuple(self.autoscaler.signals()),
         )
 
     def check_integrity(self) -> None:
@@ -333,4 +402,5 @@ class PlacementCore:
         self.ledger.check_integrity()
         self.forwarding.check_integrity()
         self.decider.heat.check_integrity()
+        self.neighbours.check_integrity()
         assert not self.vaults.keys() & self.fleet.workers.keys()

@@ -6,16 +6,32 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import JSON_HEADER, Connection
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch
-from kvproto.messages import Booked, BookedBatch, Encoding, Explanation, Failed, GenerateRequest, Role, Watch, Watches
+from kvproto.messages import (
+    Booked,
+    BookedBatch,
+    Encoding,
+    Explanation,
+    Failed,
+    GenerateRequest,
+    Placement,
+    Refused,
+    Role,
+    Watch,
+    Watches,
+    WentAbroad,
+)
 from kvproto.subjects import Subjects
+from kvproto.trace_context import headers_of
 from services.placement.actions import (
     Action,
     Answer,
+    AnswerAbroad,
     AskStillRunning,
     Cancel,
     CarryOn,
@@ -23,6 +39,7 @@ from services.placement.actions import (
     Explain,
     Fail,
     Forward,
+    PassOn,
     PingWorker,
     Record,
     Share,
@@ -41,12 +58,15 @@ MAX_SHARED = 4096
 SHARE_S = 0.002  # bookings of so long go to the other replicas in one message
 WATCHES_PER_MESSAGE = 512  # with ids of the longest kind 0.6 MB
 TAKEN = b"taken"
+PASS_ON_S = 0.7  # for another region to take a bare producer's request
+INBOX_HEADER = "Kvfleet-Inbox"  # the producer's, whom the other region answers
 
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
 class Courier:
-    """Owned by the placement loop. `handle` has the core decide on what comes of it; tasks are `spawn`'s to end."""
+    """Owned by the placement loop. `handle` has the core decide on what comes of it; tasks are `spawn`'s to end.
+    `offered` makes of a traced request what is sent to a worker."""
 
     def __init__(
         self,
@@ -57,8 +77,10 @@ class Courier:
         handle: Callable[[Event], list[Action]],
         spawn: Spawn,
         ledger_file: LedgerFile | None,
+        with_addresses: Callable[[Placement], Placement],
     ) -> None:
         self.unsent_total = 0  # what NATS did not take from us
+        self.offered: Callable[[str, str, GenerateRequest], GenerateRequest] = lambda worker, tenant, request: request
         self._placement = placement
         self._connection = connection
         self._subjects = subjects
@@ -66,8 +88,12 @@ class Courier:
         self._handle = handle
         self._spawn = spawn
         self._ledger_file = ledger_file
+        self._with_addresses = with_addresses
         self._pinger = Pinger(connection, subjects, hearing.members.view)
         self._booked: deque[Booked] = deque(maxlen=MAX_SHARED)  # to be shared
+        self._refused: deque[Refused] = deque(maxlen=MAX_SHARED)
+        self._abroad: deque[WentAbroad] = deque(maxlen=MAX_SHARED)
+        self.passing = 0  # requests that another region is being asked to take
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         publish, subjects = self._connection.publish, self._subjects
@@ -78,11 +104,18 @@ class Courier:
                 match action:
                     case Answer(reply, placement):
                         await publish(reply, codec.encode(placement))
+                    case AnswerAbroad(reply, placement):
+                        await publish(reply, codec.encode(self._with_addresses(placement)))
+                    case PassOn():
+                        self._spawn(self._pass_on(action))
                     case Fail(inbox, failed, encoding):
                         await publish(inbox, _encode_failed(failed, encoding))
                     case Forward(worker, tenant, request, reply):
+                        if request.traceparent is not None:
+                            request = self.offered(worker, tenant, request)
                         data = self._encode_offer(worker, request)
-                        await publish(subjects.worker_generate(worker, tenant), data, reply=reply)
+                        headers = headers_of(request.traceparent, self._connection.max_payload - len(data))
+                        await publish(subjects.worker_generate(worker, tenant), data, reply=reply, headers=headers)
                     case Cancel(worker, cancel):
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
                     case TakenOver(reply):
@@ -91,8 +124,8 @@ class Courier:
                         await publish(subjects.placement_capsules(), codec.encode(capsule))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
-                    case Share(booked):
-                        self._share(booked)
+                    case Share(booked, refused, abroad):
+                        self._share(booked, refused, abroad)
                     case PullSnapshot(worker, epoch):
                         await self._hearing.pull(worker, epoch)
                     case Explain(reply, decisions):
@@ -146,23 +179,46 @@ class Courier:
         own = self._placement
         return any(role is Role.PLACEMENT and member != own for role, member in self._hearing.members.view.members)
 
-    def _share(self, booked: tuple[Booked, ...]) -> None:
+    def _share(self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], abroad: tuple[WentAbroad, ...]) -> None:
         """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
         is what a replica that is only just starting was not told."""
         if not self.has_others():  # NATS would bring it back to nobody but us
             return
-        if not self._booked:
+        if not (self._booked or self._refused or self._abroad):
             asyncio.get_running_loop().call_later(SHARE_S, lambda: self._spawn(self._publish_booked()))
         self._booked += booked
+        self._refused += refused
+        self._abroad += abroad
 
     async def _publish_booked(self) -> None:
-        batch = BookedBatch(self._placement, tuple(self._booked))
+        batch = BookedBatch(self._placement, tuple(self._booked), tuple(self._refused), tuple(self._abroad))
+        self._abroad.clear()
         self._booked.clear()
+        self._refused.clear()
         try:
             await self._connection.publish(self._subjects.placement_bookings(), codec.encode(batch))
         except KvfleetError as error:
             self.unsent_total += 1
             log.debug("placement: bookings not shared: %s", error)
+
+    async def _pass_on(self, action: PassOn) -> None:
+        """Until the other region has taken it; else it is offered here, or its producer hears why not."""
+        event = action.event
+        as_json = event.encoding is Encoding.JSON
+        data = codec.encode_plain(replace(event.ask, request=event.request, seed=event.seed), as_json=as_json)
+        headers = {INBOX_HEADER: event.inbox} | (JSON_HEADER if as_json else {})
+        subject = self._subjects.region_generate(action.region, event.tenant, action.model)
+        self.passing += 1
+        taken = False
+        try:
+            answer = await self._connection.request(subject, data, PASS_ON_S, headers)
+            taken = answer.data == TAKEN
+        except (TimeoutError, KvfleetError) as error:
+            log.info("request %s: region %s does not answer: %s", event.request, action.region, error or "in time")
+        finally:
+            self.passing -= 1
+        if not taken:
+            await self.carry_out(self._handle(replace(event, abroad=True)))
 
     async def hand_on(self, watches: tuple[Watch, ...]) -> None:
         """Have another replica go on watching. Never raises: nobody else is there to do it."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
-from kvproto.messages import Booked, Placement, PlaceRequest, Tier
+from kvproto.messages import Booked, Placement, PlaceRequest, Refused, Tier
 from services.placement.admission import TurnedAway, limit_of
 from services.placement.bookings import Bookings
 from services.placement.fleet import Fleet, Ready, Space, Worker
@@ -22,10 +22,12 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Depths, Hashes
 from services.placement.ledger import Entry, Ledger, consider
 from services.placement.match_kernel import fill
+from services.placement.neighbours import Neighbours
 from services.placement.policies import DIRECT, Choice, Policy, Question
 from services.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
 from services.placement.promises import Promises
 from services.placement.prompts import NO_HASHES, Prompts
+from services.placement.refused_now import RefusedNow
 from services.placement.workloads import PRICED_TIERS, Floats, Workloads
 
 LONGEST_S = 1e9  # that an answer can say
@@ -58,6 +60,7 @@ class Decider:
         unix_ms: Callable[[], int],
         policies: Mapping[str, Policy],
         default: str,
+        neighbours: Neighbours,
     ) -> None:
         self.default = default
         self.decisions_total = 0
@@ -75,13 +78,20 @@ class Decider:
         self._workloads: Workloads = fleet.workloads
         self.heat = Heat()
         self.turned_away = TurnedAway()
+        self.leaving: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
         self._booked: list[Booked] = []
+        self._neighbours = neighbours
+        self._refused = RefusedNow()
         self._policy(default)
 
     def take_booked(self) -> tuple[Booked, ...]:
         """What was booked since this was last called."""
         booked, self._booked = tuple(self._booked), []
         return booked
+
+    def take_refused(self) -> tuple[Refused, ...]:
+        """What was refused since this was last called, though somebody with time could serve it."""
+        return self._refused.take()
 
     def decide(self, tenant: str, ask: PlaceRequest, now: float) -> Placement:
         """Choose and book. Raises InvalidRequest, NotFound, ModelNotFound, or NoWorkers or Overloaded (retryable)."""
@@ -91,11 +101,18 @@ class Decider:
         ready = self._fleet.ready(ask.model)
         excluded = _effective(ask.excluded, ready)
         tokens = self._prompts.tokens(ask)
+        if not ready.workers:
+            self._refused.note(tenant, ask, tokens, now)
         if ask.max_wait_s is not None and not ask.attempt and policy.name != DIRECT:
-            excluded |= self._too_busy(ask, ask.max_wait_s, ready.without(excluded), tokens, now)
+            excluded |= self._too_busy(tenant, ask, ask.max_wait_s, ready.without(excluded), tokens, now)
         among = ready.without(excluded)
-        loads = self._workloads.view(among.columns, now, priority=ask.priority)
         matched = self._match(tenant, ask, among, tokens)
+        leaving = self.leaving(ask.model)
+        if leaving is not None and policy.name != DIRECT and _is_new_to(leaving, among, matched):
+            excluded |= {leaving}
+            among = ready.without(excluded)
+            matched = self._match(tenant, ask, among, tokens)
+        loads = self._workloads.view(among.columns, now, priority=ask.priority)
         last_block = matched.hashes[matched.depth - 1].tobytes() if matched.depth else None
         question = Question(
             key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
@@ -122,7 +139,38 @@ class Decider:
             self.heat.keep(last_block, prefix, now)
         return self._settle(tenant, policy.name, choice, question, matched, now)
 
-    def _too_busy(self, ask: PlaceRequest, max_wait_s: float, among: Ready, tokens: int, now: float) -> frozenset[str]:
+    def least_wait_s(self, ask: PlaceRequest, now: float) -> float | None:
+        """How long the request would wait for a start in this region, at best; None: nobody is ready."""
+        among = self._fleet.ready(ask.model)
+        among = among.without(_effective(ask.excluded, among))
+        if not among.workers:
+            return None
+        return float(self._workloads.view(among.columns, now, priority=ask.priority).waits().min())
+
+    def note_referred(self, tenant: str, ask: PlaceRequest, now: float) -> None:
+        """Another region has it: at home it is demand that nobody could serve soon."""
+        self._refused.note(tenant, ask, self._prompts.tokens(ask), now)
+
+    def holder(self, tenant: str, ask: PlaceRequest) -> tuple[str, int, Hashes]:
+        """Who holds most of the prompt on device and host, and how many tokens: "" for nobody; and its hashes."""
+        best, tokens, hashes = "", 0, NO_HASHES
+        for space in self._fleet.ready(ask.model).spaces:
+            chain = self._prompts.hashes(space.address, tenant, ask)
+            if not len(chain):
+                continue
+            hashes = chain if not len(hashes) else hashes
+            held = self._indexer.depths(chain, space.names)[HOST] * self._workloads.credits_of(space.columns)
+            held[space.groups < 0] = 0.0
+            number = int(held.argmax())
+            if (found := int(held[number]) * space.address.block_size) > tokens:
+                best, tokens = space.names[number], found
+        if not len(hashes) and (last := self._fleet.last_space(ask.model)) is not None:
+            hashes = self._prompts.hashes(last, tenant, ask)  # nobody is ready: what continues it may find it there
+        return best, tokens, hashes
+
+    def _too_busy(
+        self, tenant: str, ask: PlaceRequest, max_wait_s: float, among: Ready, tokens: int, now: float
+    ) -> frozenset[str]:
         """Where it would wait for too long. Raises Overloaded if that is everywhere; what goes on elsewhere was let in
         before, and is not refused now."""
         limit_s = limit_of(max_wait_s, ask.priority)
@@ -131,6 +179,7 @@ class Decider:
         late = waits > limit_s
         if len(waits) and late.all():
             turn_s = loads.turn_s(tokens)
+            self._refused.note(tenant, ask, tokens, now)
             raise self.turned_away.refuse(ask.model, ask.priority, float(waits.min()), limit_s, turn_s, now)
         return frozenset(among.workers[number].id for number in late.nonzero()[0].tolist())
 
@@ -165,6 +214,9 @@ class Decider:
             placement=self._placement,
             source=source,
             source_tokens=source_tokens,
+            elsewhere=self._neighbours.elsewhere(
+                matched.hashes, matched.block_size, sum(hit.values()), worker.rates.prefill_tokens_per_s
+            ),
         )
         feed = question.prompt_tokens - sum(hit.values())
         hashes, block_size = matched.hashes, matched.block_size
@@ -259,6 +311,15 @@ def _own(indexed: Sequence[float], hit: Mapping[str, int]) -> int:
 def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:
     """None for a worker that was named though it is no candidate."""
     return next((number for number, one in enumerate(candidates) if one is worker), None)
+
+
+def _is_new_to(leaving: str, among: Ready, matched: Matched) -> bool:
+    """Whether somebody else may as well have it: the worker that is about to go holds no more of it than others do."""
+    number = next((number for number, worker in enumerate(among.workers) if worker.id == leaving), None)
+    if number is None or len(among.workers) < 2:
+        return False
+    own = matched.believed[HOST]
+    return bool(own[number] <= np.delete(own, number).max())
 
 
 def _effective(excluded: tuple[str, ...], ready: Ready) -> frozenset[str]:

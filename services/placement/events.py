@@ -22,6 +22,7 @@ from kvproto.messages import (
     Milestones,
     PlaceRequest,
     ProducerRequest,
+    RegionSummary,
     Snapshot,
     Watches,
     WorkerRecord,
@@ -36,6 +37,7 @@ class PlaceAsked:
     reply: str
     tenant: str
     ask: PlaceRequest
+    abroad: bool = False  # of another region, which has nobody for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class GenerateAsked:
     seed: int
     unix_ms: int
     ask: ProducerRequest
+    abroad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,13 @@ class WatchesHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionHeard:
+    """What another region can do now."""
+
+    summary: RegionSummary
+
+
+@dataclass(frozen=True, slots=True)
 class ExplainAsked:
     """Somebody wants to know why a request was placed as it was; `tenant`: only if it is this one's."""
 
@@ -226,6 +236,7 @@ Event = (
     | BookingsShared
     | CapsuleHeard
     | WatchesHeard
+    | RegionHeard
     | ExplainAsked
     | Tick
 )

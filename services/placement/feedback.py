@@ -37,6 +37,7 @@ class Experience:
     updated_at: float = 0.0
     predicted_tokens_total: int = 0
     missing_tokens_total: int = 0
+    unpredicted_tokens_total: int = 0
 
 
 class Feedback:
@@ -52,6 +53,7 @@ class Feedback:
         """A request that was said to find `predicted` tokens found `actual`; returns the worker's credit now."""
         known = self.of.setdefault(worker, Experience(updated_at=now))
         self._fade(known, now)
+        known.unpredicted_tokens_total += max(actual - predicted, 0)
         if predicted > 0:
             missing = max(predicted - actual, 0)
             known.predicted_tokens_total += predicted

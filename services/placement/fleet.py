@@ -112,6 +112,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
         self._ready: dict[str, Ready] = {}
+        self._spaces: dict[str, AddressSpace] = {}
         self._rings: dict[str, HashRing] = {}  # of models that had a ready worker, as they last were
 
     # ------------------------------------------------------------------ events
@@ -128,7 +129,7 @@ class Fleet:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
             self.workloads.report(column, heartbeat.load, heartbeat.rates, (), now)
         self.workers[record.id] = worker
-        self._learn_name(record.model)
+        self.learn_name(record.model)
         self._ready.pop(record.model, None)
 
     def update(self, record: WorkerRecord, now: float) -> bool:
@@ -185,9 +186,14 @@ class Fleet:
             if not workers:
                 return Ready.of((), HashRing())  # names that requests invent must not fill the cache
             ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
+            self._spaces[model] = workers[0].space
             leaving = [w for w in self.workers.values() if w.model == model and w.state is State.DRAINING]
             found = self._ready[model] = Ready.of(workers, ring, leaving)
         return found
+
+    def last_space(self, model: str) -> AddressSpace | None:
+        """How blocks of the model were addressed when a worker of it was last ready."""
+        return self._spaces.get(model)
 
     def build_rings(self) -> None:
         """Build what changed, so that no decision has to wait for it."""
@@ -215,13 +221,16 @@ class Fleet:
             worker.state = state
             self._ready.pop(worker.model, None)
 
-    def _learn_name(self, model: str) -> None:
+    def learn_name(self, model: str) -> None:
+        """A model of this fleet, whether or not anybody serves it yet."""
         self._names.setdefault(model_token(model), model)
         if len(self._names) > MAX_MODELS:
             living = {model_token(w.model) for w in self.workers.values()}
             stale = next((token for token in self._names if token not in living), None)
             if stale is not None:
-                self._rings.pop(self._names.pop(stale), None)
+                name = self._names.pop(stale)
+                self._rings.pop(name, None)
+                self._spaces.pop(name, None)
 
     def of_model(self, model: str) -> list[Worker]:
         """The living workers of a model, or with "" of all, by id."""

@@ -25,7 +25,17 @@ from dataclasses import replace
 from itertools import count
 
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
-from kvproto.messages import TERMINAL, Accepted, CancelRequest, Capsule, Failed, Frame, Milestone, Watch
+from kvproto.messages import (
+    TERMINAL,
+    Accepted,
+    CancelRequest,
+    Capsule,
+    Failed,
+    Frame,
+    Milestone,
+    ProducerRequest,
+    Watch,
+)
 from services.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
 from services.placement.decider import Decider
 from services.placement.events import GenerateAsked
@@ -105,10 +115,13 @@ class Forwarding:
 
     # ------------------------------------------------------------------ a request comes
 
+    def max_wait_of(self, ask: ProducerRequest) -> float | None:
+        return self._max_wait_s if ask.deadline_ms is None else ask.deadline_ms / 1000
+
     def ask(self, event: GenerateAsked, now: float) -> list[Action]:
         known = self._repeats.find((event.tenant, event.request))
         model = event.ask.model or self._fleet.name_of(event.model_token) or event.model_token
-        max_wait_s = self._max_wait_s if event.ask.deadline_ms is None else event.ask.deadline_ms / 1000
+        max_wait_s = self.max_wait_of(event.ask)
         before = -1 if known is None else known.attempt
         forwarded = Forwarded(
             "", event.tenant, event.request, event.inbox, event.encoding, before,

@@ -20,12 +20,14 @@ from services.placement.events import CapsuleHeard, GenerateAsked, PlaceAsked, W
 WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 
 
-def is_inbox(reply: str, *, of_producer: bool = False, of_worker: bool = False) -> bool:
+def is_inbox(reply: str, *, of_producer: bool = False, of_worker: bool = False, tenant: str | None = None) -> bool:
     """Whether an answer may go to this subject: an inbox, and of no placement's or worker's inbox space, but where a
     worker asks.
 
-    A producer's must not be an ingress's either: its worker writes there many times, unasked.
+    A producer's must not be an ingress's either: its worker writes there many times, unasked. Nor another tenant's.
     """
+    if tenant is not None and not subjects.may_read(reply, tenant):
+        return False
     space = reply.partition(".")[0]
     if not subjects.is_inbox(reply) or (of_producer and space == INGRESS_INBOX):
         return False
@@ -117,8 +119,13 @@ def _check_taken_over(tenant: str, request: str, worker: str, inbox: str) -> Non
     for name, value in (("tenant", tenant), ("request", request), ("worker", worker)):
         if not is_token(value):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field=name)
-    if not is_inbox(inbox, of_producer=True):
+    if not is_inbox(inbox, of_producer=True, tenant=tenant):
         raise InvalidRequest("must be a producer's inbox", field="inbox")
+
+
+def tenant_in(subject: str) -> str:
+    """Of `<namespace>.place.<tenant>.<model>` and `<namespace>.generate.<tenant>.<model>`."""
+    return subject.split(".")[-2]
 
 
 def _tenant_and_model(subject: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ needs no lock; no callback awaits anything but a publish.
     kvf.placement.victim            who is the cheapest to lose?        ──▶ a VictimReport
     kvf.placement.capsules          a draining worker lets go of a producer's request  ──▶ offered to another one
     kvf.placement.watches           a replica that goes hands on what it watched
+    kvf.region...                   other regions: see `region_desk`
     kvf.placement.bookings          what it placed, for the other replicas to count it too
     members, events, milestones...  see `hearing`
 
@@ -26,7 +27,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
@@ -36,25 +38,32 @@ from kvproto.errors import CodecError, InvalidRequest, Unavailable
 from kvproto.ids import new_request_id
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import ExplainRequest, MemberRecord
-from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, request_inboxes
+from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, is_inbox, request_inboxes
 from kvproto.tasks import end
+from kvservice import tracing
+from kvservice.tracing import Tracer
 from services.placement import intake
-from services.placement.actions import Action, Fail
+from services.placement.actions import Action, Answer, Fail, Forward
 from services.placement.alarm import Alarm
+from services.placement.autoscale import Rules
 from services.placement.core import PlacementCore
-from services.placement.courier import Courier
-from services.placement.events import Event, ExplainAsked, NobodyListens, Tick, WorkerAnswered
+from services.placement.courier import INBOX_HEADER, TAKEN, Courier
+from services.placement.decision_trace import DecisionTraces
+from services.placement.events import Event, ExplainAsked, GenerateAsked, NobodyListens, Tick, WorkerAnswered
 from services.placement.hearing import Hearing
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger_file import LedgerFile
 from services.placement.long_questions import LongQuestions
+from services.placement.neighbours import SPILL_S, Neighbours
 from services.placement.policies import DEFAULT_POLICY
 from services.placement.prompts import HashedPrompts
+from services.placement.region_desk import RegionDesk
 from services.placement.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
 QUEUE = "placement"
+REFUSED = b"refused"
 MAX_WAIT_S = 60.0
 
 
@@ -65,8 +74,8 @@ class PlacementLoop:
     are hashed as workers do; without it nobody knows who holds what. `ledger_file` takes ended decisions. `system` is
     a connection as the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two
     seconds. `max_wait_s` is the patience of producers that state no deadline, `max_producer_priority` the highest they
-    can have. `on_fenced` is called if a later process takes this id over: then this one must end. Raises InvalidRequest
-    for an unknown policy.
+    can have. `rules`, `models` and `by_ordinal` are the autoscaler's. `on_fenced` is called if a later process takes
+    this id over: then this one must end. Raises InvalidRequest for an unknown policy.
     """
 
     def __init__(
@@ -83,7 +92,12 @@ class PlacementLoop:
         system: Connection | None = None,
         max_wait_s: float | None = MAX_WAIT_S,
         max_producer_priority: int = 0,
+        spill_s: float = SPILL_S,
+        rules: Rules | None = None,
+        models: Iterable[str] = (),
+        by_ordinal: bool = False,
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
+        tracer: Tracer = tracing.NULL,
     ) -> None:
         self.inbox_prefix = inbox_prefix(PLACEMENT_INBOX, record.id)
         self.core = PlacementCore(
@@ -97,6 +111,10 @@ class PlacementLoop:
             keeps_hashes=ledger_file is not None,
             max_wait_s=max_wait_s,
             max_producer_priority=max_producer_priority,
+            neighbours=Neighbours(subjects.region, spill_s),
+            rules=rules,
+            models=models,
+            by_ordinal=by_ordinal,
         )
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
         self.long_questions = LongQuestions(connection, self.core)
@@ -106,13 +124,28 @@ class PlacementLoop:
         self._unsent_total = 0  # of answers that need no decision
         self.decision_seconds_total = 0.0  # own time of `decisions_asked_total` answers to kvf.place
         self.decisions_asked_total = 0
-        self.courier = Courier(record.id, connection, subjects, self.hearing, self._handle, self._spawn, ledger_file)
+        self.regions = RegionDesk(
+            record.id, connection, subjects, self.core, self.hearing.members, self._tell, fleet_key
+        )
+        self.courier = Courier(
+            record.id,
+            connection,
+            subjects,
+            self.hearing,
+            self._handle,
+            self._spawn,
+            ledger_file,
+            self.regions.with_addresses,
+        )
+        self.traces = DecisionTraces(tracer, self.core.ledger)
+        self.courier.offered = self.traces.offered
         self._connection = connection
         self._subjects = subjects
         self._record = record
         self._on_fenced = on_fenced
         self._lease: Lease | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -169,9 +202,9 @@ class PlacementLoop:
 
     # ------------------------------------------------------------------ a Client asks who
 
-    async def _on_place(self, message: Message) -> None:
+    async def _on_place(self, message: Message, *, abroad: bool = False) -> None:
         began = time.perf_counter()
-        if not intake.is_inbox(message.reply):
+        if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
             self.ignored_total += 1
             return
         read = intake.read_place(message.subject, message.reply, message.data)
@@ -179,31 +212,63 @@ class PlacementLoop:
             self.refused_total += 1
             await self.courier.carry_out([read])
             return
-        actions = self._handle(read)
+        read = replace(read, abroad=abroad) if abroad else read
+        handle, headers = self._handle, message.headers
+        actions = handle(read) if headers is None else self.traces.place(read, headers, handle)
         self.decisions_asked_total += 1
         self.decision_seconds_total += time.perf_counter() - began
+        if log.isEnabledFor(logging.DEBUG):
+            _say_placed(read.ask.request, actions)
         await self.courier.carry_out(actions)
 
     # ------------------------------------------------------------------ a bare producer asks for tokens
 
     async def _on_generate(self, message: Message) -> None:
-        if not intake.is_inbox(message.reply, of_producer=True):
+        if not intake.is_inbox(message.reply, of_producer=True, tenant=intake.tenant_in(message.subject)):
             self.ignored_total += 1
             return
-        read = intake.read_generate(
+        read = self._read_generate(message, message.reply)
+        if isinstance(read, Fail):
+            self.refused_total += 1
+            await self.courier.carry_out([read])
+            return
+        actions = self.traces.forward(read, message.headers, self._handle)
+        if log.isEnabledFor(logging.DEBUG):
+            _say_placed(read.request, actions)
+        await self.courier.carry_out(actions)
+
+    def _read_generate(self, message: Message, inbox: str) -> GenerateAsked | Fail:
+        return intake.read_generate(
             message.subject,
-            message.reply,
+            inbox,
             message.data,
             as_json=is_json(message),
             new_request=new_request_id(),
             new_seed=int.from_bytes(os.urandom(8), "little"),
             unix_ms=int(time.time() * 1000),
         )
-        if isinstance(read, Fail):
-            self.refused_total += 1
-            await self.courier.carry_out([read])
+
+    async def _on_place_abroad(self, message: Message) -> None:
+        await self._on_place(message, abroad=True)
+
+    async def _on_generate_abroad(self, message: Message) -> None:
+        """Another region passes a producer's request on. What would be refused here at once is left to that one."""
+        inbox = (message.headers or {}).get(INBOX_HEADER, "")
+        tenant = intake.tenant_in(message.subject)
+        if not intake.is_inbox(inbox, of_producer=True, tenant=tenant) or not is_inbox(message.reply):
+            self.ignored_total += 1
             return
-        await self.courier.carry_out(self._handle(read))
+        read = self._read_generate(message, inbox)
+        actions = (
+            [read]
+            if isinstance(read, Fail)
+            else self.traces.forward(replace(read, abroad=True), message.headers, self._handle)
+        )
+        refused = any(isinstance(action, Fail) and action.inbox == inbox for action in actions)
+        await self._connection.publish(message.reply, REFUSED if refused else TAKEN)
+        await self.courier.carry_out(
+            action for action in actions if not (isinstance(action, Fail) and action.inbox == inbox)
+        )
 
     # ------------------------------------------------------------------ workers answer
 
@@ -218,7 +283,8 @@ class PlacementLoop:
             frames = intake.read_answer(message.data)
         except CodecError as error:
             self.refused_total += 1
-            log.warning("placement: an answer for request %s is unreadable: %s", key, error)
+            about = {"request": key.partition("~")[0]}
+            log.warning("placement: an answer for request %s is unreadable: %s", key, error, extra=about)
             return
         for frame in frames:
             if frame.request == key.partition("~")[0]:
@@ -295,11 +361,20 @@ class PlacementLoop:
         await asyncio.to_thread(warm_up)  # seconds on a machine's first time: not in the first request
         subscribe, subjects = self._connection.subscribe, self._subjects
         self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(self._on_answer)))
-        self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
-        self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(self._on_explain)))
         await self.hearing.start()
         self._tell(Tick())
+        # Not before that: whoever scales would read the minimum out of it, and let workers go.
+        self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
+        self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(self._on_explain)))
+        abroad: tuple[tuple[str, Callable[[Message], Awaitable[None]]], ...] = ()
+        if subjects.region:
+            self._heard += await self.regions.start(self._guarded)
+            abroad = (
+                (subjects.region_place_all(), self._on_place_abroad),
+                (subjects.region_generate_all(), self._on_generate_abroad),
+            )
         for subject, callback in (
+            *abroad,
             (subjects.place_all(), self._on_place),
             (subjects.generate_all(), self._on_generate),
             (subjects.placement_capsules(), self._on_capsule),
@@ -313,6 +388,8 @@ class PlacementLoop:
         await lease.renew()
         self._lease = lease
         self._renewing = self._spawn(lease.run(self._on_fenced))
+        if subjects.region:
+            self._telling = self._spawn(self.regions.run())
 
     async def stop(self, grace_s: float = 3.0) -> None:
         """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`; what is left is
@@ -321,12 +398,15 @@ class PlacementLoop:
             return
         if self._renewing is not None:
             await end([self._renewing])
+        if self._telling is not None:
+            await end([self._telling])
+            await self.regions.leave()
         if self._lease is not None:
             await self._lease.release()
         for asked in self._asked:
             await _quietly(asked.drain(), 1.0)
         until = self._now() + grace_s
-        while self.in_flight and self._now() < until:
+        while (self.in_flight or self.courier.passing) and self._now() < until:
             await asyncio.sleep(0.02)
         self._stopped = True  # what comes from here on is for whoever goes on
         has_others, forwarding = self.courier.has_others(), self.core.forwarding
@@ -378,6 +458,20 @@ async def _quietly(work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         await asyncio.wait_for(work, timeout_s)
     except Exception as error:  # the connection may be gone; stopping goes on
         log.debug("placement: while stopping: %r", error, exc_info=True)
+
+
+def _say_placed(request: str | None, actions: list[Action]) -> None:
+    """For whoever reads the logs of one request; the ledger knows more."""
+    for action in actions:
+        if isinstance(action, Answer):
+            one = action.placement
+            about = {"request": request, "worker": one.worker, "attempt": one.attempt}
+            log.debug("request %s: attempt %d goes to %s: %s", request, one.attempt, one.worker, one.why, extra=about)
+        elif isinstance(action, Forward):
+            about = {"request": request, "worker": action.worker}
+            log.debug("request %s: offered to %s", request, action.worker, extra=about)
+        elif isinstance(action, Fail):
+            log.debug("request %s: refused: %s", request, action.failed.message, extra={"request": request})
 
 
 def _is_attempt(token: str) -> bool:

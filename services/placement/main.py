@@ -8,17 +8,16 @@ import random
 import sys
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry
-
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import Role
 from kvproto.subjects import PLACEMENT_INBOX, Subjects
 from kvservice import lifecycle, logs
 from kvservice.membership import member_record, open_bucket
-from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
+from kvservice.probes import Probes
 from kvservice.settings import load
+from kvservice.tracing import open_tracer
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger_file import LedgerFile
 from services.placement.loop import PlacementLoop
@@ -30,13 +29,13 @@ log = logging.getLogger(__name__)
 
 async def _system_connection(settings: PlacementSettings, member: str) -> Connection | None:
     """A second connection as NATS's system user, if there is one; without it everything works, a little later."""
-    if settings.system_user is None:
+    if settings.system_user is None and settings.system_nkey_seed is None:
         return None
     as_system = settings.model_copy(
         update={
             "nats_user": settings.system_user,
             "nats_password": settings.system_password,
-            "nats_nkey_seed": None,
+            "nats_nkey_seed": settings.system_nkey_seed,
             "nats_credentials": None,
         }
     )
@@ -48,8 +47,10 @@ async def _system_connection(settings: PlacementSettings, member: str) -> Connec
 
 
 async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
+    probes = Probes(settings, life)
+    tracer = open_tracer(settings, "placement", life)
     member = settings.member
-    subjects = Subjects(settings.namespace)
+    subjects = Subjects(settings.namespace, settings.region)
     record = member_record(Role.PLACEMENT, member)
     connection = await connect(
         settings,
@@ -79,15 +80,16 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         system=system,
         max_wait_s=settings.max_wait_s,
         max_producer_priority=settings.max_producer_priority,
+        spill_s=settings.spill_wait_s,
+        rules=settings.rules(),
+        models=settings.model_names,
+        by_ordinal=settings.scale_down == "ordinal",
         on_fenced=lambda error: life.fatal(str(error)),
+        tracer=tracer,
     )
     await loop.start()
     life.closing("placement", loop.stop)
-    if settings.metrics_port is not None:
-        registry = CollectorRegistry()
-        registry.register(LiveCollector(readings(loop, connection)))
-        server = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
-        life.closing("metrics", server.close)
+    probes.ready(readings(loop, connection, {"nats": settings.nats_cert}))
     gc.collect()
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up decisions
     log.info("placement %s is ready", member)

@@ -15,9 +15,12 @@ a worker exist from its joining on, at 0, and end with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kvproto.connection import Connection
 from kvservice.metrics import Reading
+from kvservice.process_metrics import common_readings
+from services.placement.autoscale_metrics import autoscale_readings
 from services.placement.core import PlacementCore
 from services.placement.feedback import Belief, Experience
 from services.placement.loop import PlacementLoop
@@ -28,17 +31,22 @@ PER_WORKER = ("worker",)
 Labelled = Mapping[tuple[str, ...], float]
 
 
-def readings(loop: PlacementLoop, connection: Connection) -> list[Reading]:
+def readings(
+    loop: PlacementLoop, connection: Connection, certificates: Mapping[str, str | Path | None] = {}
+) -> list[Reading]:
     return [
-        *_of_the_loop(loop, connection),
+        *_of_the_loop(loop),
         *_of_hits(loop.core),
+        *_of_regions(loop.core),
         *_of_the_index(loop),
         *_of_load(loop.core),
         *_of_feedback(loop.core),
+        *common_readings("placement", connection, certificates),
+        *autoscale_readings(loop.core.autoscaler),
     ]
 
 
-def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
+def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
     core = loop.core
     return [
         Reading("kvfleet_placement_decisions_total", "requests placed", lambda: loop.decisions_total),
@@ -52,20 +60,31 @@ def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
             "new workers told what to preload",
             lambda: loop.long_questions.preload_answers_total,
         ),
-        Reading("kvfleet_placement_no_worker_total", "requests nobody could serve", lambda: loop.no_worker_total),
-        Reading("kvfleet_placement_forwarded_total", "bare requests a worker accepted", lambda: loop.forwarded_total),
+        Reading(
+            "kvfleet_placement_unplaced_requests_total", "requests nobody could serve", lambda: loop.no_worker_total
+        ),
+        Reading(
+            "kvfleet_placement_forwarded_requests_total",
+            "bare requests a worker accepted",
+            lambda: loop.forwarded_total,
+        ),
         Reading(
             "kvfleet_placement_producer_failures_total",
             "terminal failures sent to bare producers",
             lambda: loop.producer_failures_total,
         ),
         Reading(
-            "kvfleet_placement_workers_lost_total",
+            "kvfleet_placement_lost_requests_total",
             "bare requests whose worker was lost after it accepted",
             lambda: core.forwarding.watching.lost_total,
         ),
         Reading(
-            "kvfleet_placement_offers_retried_total",
+            "kvfleet_placement_undrained_workers_total",
+            "workers that went without having drained: killed, crashed, or cut off",
+            lambda: core.undrained_total,
+        ),
+        Reading(
+            "kvfleet_placement_retried_offers_total",
             "offers made to a further worker",
             lambda: core.forwarding.retried_offers_total,
         ),
@@ -75,17 +94,17 @@ def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
             lambda: core.forwarding.late_acceptances_total,
         ),
         Reading(
-            "kvfleet_placement_attached_total",
+            "kvfleet_placement_attached_requests_total",
             "repeated bare requests offered to the worker that has them",
             lambda: core.forwarding.attached_total,
         ),
         Reading(
-            "kvfleet_placement_carried_total",
+            "kvfleet_placement_carried_requests_total",
             "bare requests taken over from draining workers",
             lambda: core.forwarding.carried_total,
         ),
         Reading(
-            "kvfleet_placement_overloaded_total",
+            "kvfleet_placement_overloaded_requests_total",
             "requests refused because they would have had to wait for too long",
             lambda: core.decider.turned_away.refused_total,
         ),
@@ -106,10 +125,9 @@ def _of_the_loop(loop: PlacementLoop, connection: Connection) -> list[Reading]:
             "kvfleet_placement_decision_seconds_total", "own time of decisions", lambda: loop.decision_seconds_total
         ),
         Reading(
-            "kvfleet_placement_messages_malformed_total", "messages refused as wrong", lambda: loop.malformed_total
+            "kvfleet_placement_malformed_messages_total", "messages refused as wrong", lambda: loop.malformed_total
         ),
-        Reading("kvfleet_placement_messages_unsent_total", "messages NATS did not take", lambda: loop.unsent_total),
-        Reading("kvfleet_nats_reconnects_total", "reconnects to NATS", lambda: connection.reconnects_total),
+        Reading("kvfleet_placement_unsent_messages_total", "messages NATS did not take", lambda: loop.unsent_total),
     ]
 
 
@@ -134,6 +152,27 @@ def _of_hits(core: PlacementCore) -> list[Reading]:
             "kvfleet_placement_lost_hit_tokens_total",
             "attainable and not attained, request by request",
             lambda: hits.lost_total,
+        ),
+    ]
+
+
+def _of_regions(core: PlacementCore) -> list[Reading]:
+    neighbours = core.neighbours
+    return [
+        Reading(
+            "kvfleet_placement_referred_requests_total",
+            "requests that were told to ask another region",
+            lambda: neighbours.referred_total,
+        ),
+        Reading(
+            "kvfleet_placement_hinted_requests_total",
+            "requests that were told of a region that may have more of their prompt",
+            lambda: neighbours.hinted_total,
+        ),
+        Reading(
+            "kvfleet_placement_known_regions",
+            "other regions that can be counted on",
+            lambda: neighbours.regions.fresh_count,
         ),
     ]
 
@@ -163,17 +202,17 @@ def _of_the_index(loop: PlacementLoop) -> list[Reading]:
             lambda: indexer.vaults()[1],
         ),
         Reading(
-            "kvfleet_placement_snapshots_pulled_total",
+            "kvfleet_placement_pulled_snapshots_total",
             "snapshots asked of workers and vaults",
             lambda: hearing.snapshots_asked_total,
         ),
         Reading(
-            "kvfleet_placement_events_malformed_total",
+            "kvfleet_placement_malformed_events_total",
             "block events that were unreadable",
             lambda: hearing.malformed_events_total + indexer.malformed_total,
         ),
         Reading(
-            "kvfleet_placement_events_unknown_total",
+            "kvfleet_placement_unknown_events_total",
             "block events of workers, or lives, that are no members",
             lambda: indexer.unknown_total,
         ),
@@ -232,6 +271,11 @@ def _of_feedback(core: PlacementCore) -> list[Reading]:
             "kvfleet_placement_missing_hit_tokens_total",
             "of them, those that were not there",
             lambda one: one.missing_tokens_total,
+        ),
+        of(
+            "kvfleet_placement_unpredicted_hit_tokens_total",
+            "tokens found there that the index had not said: predicted minus actual is missing minus these",
+            lambda one: one.unpredicted_tokens_total,
         ),
         Reading(
             "kvfleet_placement_belief",

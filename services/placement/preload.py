@@ -1,4 +1,5 @@
-"""What a worker that is about to be ready should have: the prefixes that are most in demand. Pure.
+"""What a worker that is about to be ready should have: the prefixes that are most in demand; and of one that is about
+to go, those that only it has. Pure.
 
 Made piece by piece, as decisions wait meanwhile: `step` until it says so, then `plan`.
 """
@@ -45,6 +46,8 @@ class Preload:
             ]
         )
         asker = next((worker for worker in workers if worker.id == ask.worker), None)
+        self._leaving = asker if ask.leaving else None
+        self._staying = tuple(w for w in workers if w is not asker and w.state in (State.READY, State.STARTING))
         self._space = asker.space if asker is not None else None
         self._givers = [w for w in workers if _gives(w, ask.worker, asker)]
         self._names: dict[AddressSpace, tuple[str, ...]] = {}
@@ -70,7 +73,7 @@ class Preload:
         prefix = hot.prefix
         if self._space is not None and prefix.space != self._space:
             return
-        source, depth = self._who_has(hot)
+        source, depth = self._who_has(hot) if not self._ask.leaving else self._only_there(hot)
         hashes = [one.tobytes() for one in prefix.hashes[:depth]]
         known = next((at for at, one in enumerate(hashes) if one not in self._planned), depth)
         depth = min(depth, known + self._blocks, max(self._bytes - CHAIN_BYTES, 0) // 16)
@@ -95,6 +98,15 @@ class Preload:
             return "", 0
         best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
         return min(best, key=lambda one: (self._workloads.of(one.column, 0.0).requests, one.id)).id, most
+
+    def _only_there(self, hot: HotPrefix) -> tuple[str, int]:
+        """How much of it the worker that is about to go has, if that is more than anybody else has."""
+        if self._leaving is None:
+            return "", 0
+        others = [worker.id for worker in self._staying if worker.space == hot.prefix.space]
+        held = self._indexer.depths(hot.prefix.hashes, (self._leaving.id, *others))[HOST].tolist()
+        most = max([*held[1:], self._indexer.pooled])
+        return (self._leaving.id, held[0]) if held[0] > most else ("", 0)
 
 
 def _gives(worker: Worker, asking: str, asker: Worker | None) -> bool:

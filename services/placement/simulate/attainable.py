@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from services.placement.simulate.trace import Trace
 
@@ -30,6 +30,13 @@ class LruCache:
 
     def __len__(self) -> int:
         return len(self._held) + len(self._idle)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._held or block in self._idle
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._held
+        yield from self._idle
 
     @property
     def held(self) -> int:

@@ -11,14 +11,17 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from kvproto.errors import InvalidRequest
 from kvservice.settings import die
+from services.placement.autoscale import Rules
 from services.placement.policies import DEFAULT_POLICY
 from services.placement.simulate.plot import plot
-from services.placement.simulate.report import as_values, headline, loads_table, seconds, table
+from services.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
+from services.placement.simulate.scaling import Autoscale, Victim
 from services.placement.simulate.sim_worker import Speed
 from services.placement.simulate.simulation import Delays, FleetShape
 from services.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
@@ -28,7 +31,8 @@ from services.placement.warm_up import warm_up
 
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096
-SPEED, DELAYS, SHAPE = Speed(), Delays(), FleetShape()
+SPEED, DELAYS, SHAPE, RULES = Speed(), Delays(), FleetShape(), Rules()
+DRAIN_S = 30.0  # unless it is said: of workers that an autoscaler lets go
 
 
 class Flags(argparse.ArgumentParser):
@@ -58,6 +62,7 @@ def flags() -> argparse.ArgumentParser:
     trace.add_argument(
         "--trace", type=Path, required=True, help="JSON lines, Mooncake's format or a ledger; may be .gz"
     )
+    trace.add_argument("--swell", type=_share, default=0.0, help="few requests at the ends, many in the middle: 0 to 1")
     trace.add_argument("--limit", type=_count, help="only the first so many requests")
     trace.add_argument(
         "--spread",
@@ -69,12 +74,21 @@ def flags() -> argparse.ArgumentParser:
     pace.add_argument("--load", type=_positive, help="share of what the fleet could just do, instead of a speed")
     trace.add_argument("--loads", type=_loads, default=(), help="goodput at these loads too, such as 0.3,0.5,0.7,0.9")
     fleet = made.add_argument_group("the fleet")
-    fleet.add_argument("--workers", type=_workers, required=True, help="how many")
+    fleet.add_argument("--workers", type=_workers, help="how many")
     fleet.add_argument("--policy", type=_policies, default=(DEFAULT_POLICY,), help=f"{', '.join(POLICIES)}, or all")
     fleet.add_argument("--cache-blocks", type=_count, help="of each worker; default: a tenth of the trace's blocks")
     fleet.add_argument("--replicas", type=_count, default=SHAPE.replicas, help="of placement")
     fleet.add_argument("--churn-s", type=_positive, help="so often one worker leaves and another one joins")
     fleet.add_argument("--drain-s", type=_positive, help="for so long it goes on with what it has; default: not at all")
+    scale = made.add_argument_group("as many workers as there is work for")
+    scale.add_argument("--autoscale", type=_limits, metavar="MIN:MAX", help="beside a fixed fleet of MAX workers")
+    scale.add_argument("--target-ttft-s", type=_positive, default=RULES.target_ttft_s, help="wait that it is to keep")
+    scale.add_argument("--scale-up-s", type=_positive, default=RULES.up_s, help="above 80 %% for so long: more workers")
+    scale.add_argument(
+        "--scale-down-s", type=_positive, default=RULES.down_s, help="below 30 %% for so long: one fewer"
+    )
+    scale.add_argument("--start-s", type=_delay, default=60.0, help="until a new worker is ready")
+    scale.add_argument("--scale-down", choices=["cheapest", "ordinal", "both"], default="cheapest", help="who goes")
     worker = made.add_argument_group("a worker")
     worker.add_argument("--prefill-tokens-per-s", type=_positive, default=SPEED.prefill_tokens_per_s, help="alone")
     worker.add_argument("--chunk-tokens", type=_count, default=SPEED.chunk_tokens, help="of a prompt in one step")
@@ -104,12 +118,28 @@ def simulate(asked: argparse.Namespace, trace: Trace) -> Study:
     for at in study.run_loads(asked.policy, asked.loads) if asked.loads else ():
         one = at.figures
         _progress(f"{one.policy} at {at.load:g}: goodput {one.goodput_per_s:.2f}/s ({time.monotonic() - began:.0f} s)")
+    for scaled in study.run_autoscaled(_scales(asked), asked.policy[0]) if asked.autoscale else ():
+        _progress(f"{scaled.victim} goes: {scaled.worker_hours:.2f} worker-hours ({time.monotonic() - began:.0f} s)")
     return study
+
+
+def _scales(asked: argparse.Namespace) -> list[Autoscale]:
+    minimum, maximum = asked.autoscale
+    rules = replace(
+        RULES,
+        target_ttft_s=asked.target_ttft_s,
+        minimum=minimum,
+        maximum=maximum,
+        up_s=asked.scale_up_s,
+        down_s=asked.scale_down_s,
+    )
+    victims = list(Victim) if asked.scale_down == "both" else [Victim(asked.scale_down)]
+    return [Autoscale(rules, asked.start_s, victim) for victim in victims]
 
 
 def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
     return FleetShape(
-        workers=asked.workers,
+        workers=asked.workers or asked.autoscale[1],
         cache_blocks=asked.cache_blocks or default_cache_blocks(trace),
         replicas=asked.replicas,
         speed=Speed(
@@ -121,18 +151,22 @@ def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
         ),
         delays=Delays(event_s=asked.event_delay_ms / 1e3, booking_s=DELAYS.booking_s if asked.share_bookings else None),
         churn_s=asked.churn_s or 0.0,
-        drain_s=asked.drain_s or 0.0,
+        drain_s=asked.drain_s or (DRAIN_S if asked.autoscale else 0.0),
         seed=asked.seed,
+        autoscale=_scales(asked)[0] if asked.autoscale else None,
     )
 
 
 def main(argv: list[str] | None = None) -> None:
     asked = flags().parse_args(argv)
+    if (asked.workers is None) == (asked.autoscale is None):
+        die(f"{PROGRAM}: one of --workers and --autoscale is needed", 2)
     try:
         if asked.plot is not None:
             asked.plot.open("a").close()  # before minutes of work, not after them
         trace = read_trace(asked.trace, asked.limit)
         trace = trace.spread() if asked.spread else trace
+        trace = trace.swollen(asked.swell) if asked.swell else trace
         warm_up()
         study = simulate(asked, trace)
         if asked.plot is not None:
@@ -147,6 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     lines = [*headline(study), "", *table(study)]
     if study.at_loads:
         lines += ["", *loads_table(study)]
+    if study.autoscaled:
+        lines += ["", *autoscale_table(study)]
     if asked.json:
         lines = [json.dumps(as_values(study), allow_nan=False)]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -186,6 +222,21 @@ def _positive(text: str) -> float:
 
 def _delay(text: str) -> float:
     return _number(text, float, 0, "a number of 0 or more")
+
+
+def _share(text: str) -> float:
+    share = _number(text, float, 0, "a share from 0 to 1")
+    if share > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return share
+
+
+def _limits(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    minimum, maximum = _count(low), _workers(high)
+    if minimum > maximum:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX")
+    return minimum, maximum
 
 
 def _loads(text: str) -> tuple[float, ...]:

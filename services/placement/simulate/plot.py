@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from services.placement.policies import DEFAULT_POLICY
+from services.placement.simulate.autoscale_plot import draw_workers
 from services.placement.simulate.figures import minutes_of, ttfts
 from services.placement.simulate.report import headline, seconds
 from services.placement.simulate.study import POLICIES, Result, Study
@@ -50,7 +51,10 @@ def plot(study: Study) -> str:
     per_row = SMALL + 58
     tops = [124, 124 + PANEL + 96]
     tops.append(tops[1] + 34 + rows * per_row + 24)
-    picture = Picture(WIDTH, tops[2] + 34 + PANEL + 50)
+    last = tops[2] + 34 + PANEL + 50
+    picture = Picture(WIDTH, last + (PANEL + 80 if study.autoscaled else 0))
+    if study.autoscaled:
+        draw_workers(picture, MARGIN, last + 20, WIDTH - 2 * MARGIN, PANEL, study.autoscaled)
     picture.text(MARGIN, 40, "kvfleet simulate", size=20, bold=True)
     for number, line in enumerate(headline(study)):
         picture.text(MARGIN, 62 + 17 * number, line, size=12, color=FAINT)

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from services.placement.policies import DEFAULT_POLICY
+from services.placement.simulate.autoscaled import as_values as autoscaled_values
+from services.placement.simulate.autoscaled import changes, held, rows
 from services.placement.simulate.figures import Figures
 from services.placement.simulate.study import Study
 
@@ -30,7 +32,7 @@ def headline(study: Study) -> list[str]:
 
 def table(study: Study) -> list[str]:
     rows = [COLUMNS, *(_cells(result.figures) for result in study.results)]
-    lines = _align(rows)
+    lines = align(rows)
     changed = [result.figures for result in study.results if result.figures.moved_per_change is not None]
     if changed:
         shares = ", ".join(f"{one.policy} {one.moved_per_change:.1%}" for one in changed)
@@ -45,7 +47,15 @@ def loads_table(study: Study) -> list[str]:
     found = {(one.figures.policy, one.load): one.figures for one in study.at_loads}
     rows = [("policy", *(f"at {load:g}" for load in loads))]
     rows += [(_name(name), *(f"{found[name, load].goodput_per_s:.2f}" for load in loads)) for name in policies]
-    return [f"requests/s with a first token within {study.slo_s:g} s, by share of capacity:", "", *_align(rows)]
+    return [f"requests/s with a first token within {study.slo_s:g} s, by share of capacity:", "", *align(rows)]
+
+
+def autoscale_table(study: Study) -> list[str]:
+    """Against the fixed fleet of the first policy that was run."""
+    first, found = study.results[0], study.autoscaled
+    lines = align(rows(found, first.figures, held(first.run, study.target_ttft_s)))
+    told = [f"{one.victim} goes, ready workers: {changes(one)}" for one in found]
+    return [f"a first token within {study.target_ttft_s:g} s is the target:", "", *lines, "", *told]
 
 
 def as_values(study: Study) -> dict[str, Any]:
@@ -67,6 +77,18 @@ def as_values(study: Study) -> dict[str, Any]:
         "replicas": shape.replicas,
         "seed": shape.seed,
         "slo_ttft_s": study.slo_s,
+        **_autoscaled(study),
+    }
+
+
+def _autoscaled(study: Study) -> dict[str, Any]:
+    if not study.autoscaled:
+        return {}
+    fixed = held(study.results[0].run, study.target_ttft_s)
+    return {
+        "target_ttft_s": study.target_ttft_s,
+        "fixed_ttft_held": fixed,
+        "autoscaled": [autoscaled_values(one) for one in study.autoscaled],
     }
 
 
@@ -108,7 +130,7 @@ def _duration(value: float) -> str:
     return f"{value / 60:.1f} min" if value >= 60 else f"{value:.1f} s"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -63,6 +63,7 @@ class SimWorker:
         self.cache = LruCache(cache_blocks)
         self.event_seq = 0
         self.prefilled: dict[int, float] = {}  # minute -> tokens
+        self.fed = 0.0  # all of them
         self._speed = speed
         self._block_tokens = block_tokens
         self._now = now
@@ -116,7 +117,9 @@ class SimWorker:
             slots=self._speed.slots,
             blocks_used=self.cache.held,
             blocks_total=self.cache.blocks,
-            queued_prefill_tokens=int(self._waiting.tokens + left),
+            queued_prefill_tokens=math.ceil(self._waiting.tokens + left),
+            fed_tokens_total=int(self.fed),
+            oldest_wait_s=self._now - self._waiting.first.accepted_at if self._waiting else 0.0,
         )
 
     def rates(self) -> Rates:
@@ -147,6 +150,7 @@ class SimWorker:
             if self._prefilling is not None:
                 done = min(seconds * self._prefill_rate, self._prefilling.left)
                 self._prefilling.left -= done
+                self.fed += done
                 self._count(done, now)
             if self._decoding:
                 self._steps += seconds * self._step_rate

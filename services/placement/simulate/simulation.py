@@ -45,6 +45,7 @@ from services.placement.index.kv_indexer import KvIndexer
 from services.placement.index.prefix_index import Hashes
 from services.placement.policies import Policy, build_policies
 from services.placement.prompts import AddressSpace
+from services.placement.simulate.scaling import SCALE_S, Autoscale, Scaled, Scaling, Victim
 from services.placement.simulate.sim_worker import Progress, SimWorker, Speed
 from services.placement.simulate.trace import Arrival, Trace
 from services.placement.simulate.waiting import Job
@@ -69,8 +70,9 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """What is simulated. `churn_s`: every so often one worker leaves and another one joins; 0: never. `drain_s`: for so
-    long one that leaves takes nothing new and goes on with what it has; what is left then goes on elsewhere."""
+    """What is simulated. With `autoscale` there are as many workers as placement desires. `churn_s`: every so often one
+    worker leaves and another one joins; 0: never. `drain_s`: for so long one that leaves takes nothing new and goes on
+    with what it has; what is left then goes on elsewhere."""
 
     workers: int = 8
     cache_blocks: int = 2048
@@ -80,6 +82,7 @@ class FleetShape:
     churn_s: float = 0.0
     drain_s: float = 0.0
     seed: int = 0
+    autoscale: Autoscale | None = None
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class Run:
     lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
     changes: list[float]
     fed_tokens: int = 0
+    scaled: Scaled = field(default_factory=Scaled)
     ended_s: float = 0.0  # when the last request was done
 
 
@@ -149,6 +153,7 @@ class Simulation:
         self._run = Run(self._outcomes, {}, {}, [])
         self._wakes: dict[str, float] = {}
         self._left = len(trace.arrivals)
+        scale = shape.autoscale
         prompts = TracePrompts(trace)
         blocks = max(4096, 2 * shape.workers * shape.cache_blocks)
         self.cores = [
@@ -161,14 +166,20 @@ class Simulation:
                 policy=policy,
                 policies=policies(self._random.random),
                 indexer=KvIndexer(min(blocks, max(4096, trace.distinct_blocks)), max_workers=shape.workers + 64),
+                rules=scale.rules if scale is not None else None,
+                models=[MODEL],
+                by_ordinal=scale is not None and scale.victim is Victim.ORDINAL,
             )
             for number in range(shape.replicas)
         ]
+        self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
 
     def run(self) -> Run:
         """To the end of the last request."""
-        for _ in range(self._shape.workers):
+        for _ in range(self._shape.autoscale.rules.minimum if self._shape.autoscale else self._shape.workers):
             self._join()
+        if self._scaling is not None:
+            self._at(0.0, self._scale)
         for arrival in self._trace.arrivals:
             self._at(arrival.at_s, partial(self._place, arrival))
         self._at(0.0, self._beat)
@@ -232,6 +243,8 @@ class Simulation:
             if outcome.ttft_s is None:  # what a later attempt finds of its own stream is no hit
                 outcome.cached_tokens = job.cached_tokens
             self._run.fed_tokens += job.tokens - job.cached_tokens
+            if self._scaling is not None:
+                self._scaling.computes(job.new)
         for job in progress.first_token:
             told.append(self._milestone(job, Passed.FIRST_TOKEN))
             outcome = self._outcomes[job.arrival.number]
@@ -305,14 +318,17 @@ class Simulation:
         self._after(delay, arrive)
 
     def _beat(self) -> None:
-        """Of workers that have something new to say: silence of idle ones is no news in a simulation."""
+        """Of workers that have something new to say: silence of idle ones is no news in a simulation, but where it is
+        what a worker goes for."""
         news, self._news = self._news, {}
+        if self._scaling is not None:
+            news = dict(self._workers)
         for worker in news.values():
             if worker.name not in self._workers:
                 continue
             self._take(worker, worker.advance(self._now))
             if not worker.running:
-                del self._news[worker.name]
+                self._news.pop(worker.name, None)
             state = State.READY if worker.name in self._staying else State.DRAINING
             beat = Heartbeat(worker.name, worker.epoch, state, worker.load(), worker.rates(), worker.event_seq)
             self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
@@ -352,6 +368,38 @@ class Simulation:
             versions=(1, 1),
             block_size=self._trace.block_tokens,
         )
+
+    def _scale(self) -> None:
+        """As an autoscaler does: it follows the replica that desires most."""
+        assert self._scaling is not None
+        desired = max(one.desired for core in self.cores for one in core.autoscaler.signals())
+        self._scaling.note(self._now, len(self._staying), desired)
+        for _ in range(self._scaling.to_start(len(self._staying), desired)):
+            self._after(self._scaling.start_s, self._started)
+        if self._scaling.is_one_too_many(self._staying, self._workers, desired):
+            name = self._scaling.victim(self._staying, self.cores[0], self._now)
+            self._staying.discard(name)
+            for core in self.cores:
+                core.handle(WorkerUpdated(self._record(self._workers[name], State.DRAINING)), self._now)
+            self._drain(name, self._now + self._shape.drain_s)
+        self._after(SCALE_S, self._scale)
+
+    def _started(self) -> None:
+        assert self._scaling is not None
+        self._scaling.came()
+        self._join()
+
+    def _drain(self, name: str, until: float) -> None:
+        """It goes as soon as it has nothing to do; what is left at the end goes on elsewhere."""
+        assert self._scaling is not None
+        worker = self._workers[name]
+        self._take(worker, worker.advance(self._now))
+        if worker.running and self._now < until:
+            self._after(SCALE_S, partial(self._drain, name, until))
+            return
+        others = [other for other in self._workers.values() if other is not worker]
+        self._scaling.lose(worker.cache, [other.cache for other in others], self._now)
+        self._leave(name)
 
     def _churn(self) -> None:
         name = self._random.choice(sorted(self._staying))

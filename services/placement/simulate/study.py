@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.placement.policies import build_policies
 from services.placement.simulate.attainable import attainable_tokens
+from services.placement.simulate.autoscaled import Autoscaled, run_autoscaled
 from services.placement.simulate.capacity import capacity_speed
 from services.placement.simulate.figures import SLO_TTFT_S, Figures, figures
+from services.placement.simulate.scaling import Autoscale
 from services.placement.simulate.simulation import FleetShape, Run, Simulation
 from services.placement.simulate.trace import Trace
 
@@ -45,6 +47,12 @@ class Study:
     slo_s: float = SLO_TTFT_S
     results: list[Result] = field(default_factory=list)
     at_loads: list[AtLoad] = field(default_factory=list)
+    autoscaled: list[Autoscaled] = field(default_factory=list)
+
+    @property
+    def target_ttft_s(self) -> float:
+        """What the autoscaler is to keep."""
+        return self.shape.autoscale.rules.target_ttft_s if self.shape.autoscale is not None else self.slo_s
 
     @property
     def load(self) -> float | None:
@@ -58,7 +66,7 @@ class Study:
     def run(self, policies: Sequence[str]) -> Iterator[Result]:
         """One after the other."""
         for policy in policies:
-            run = Simulation(self.trace, self.shape, policy).run()
+            run = Simulation(self.trace, replace(self.shape, autoscale=None), policy).run()
             result = Result(figures(policy, self.trace, run, self.attainable, self.slo_s), run)
             self.results.append(result)
             yield result
@@ -70,10 +78,18 @@ class Study:
         for load in loads:
             trace = self.trace.at_speed(self.full_speed * load)
             for policy in policies:
-                run = Simulation(trace, self.shape, policy).run()
+                run = Simulation(trace, replace(self.shape, autoscale=None), policy).run()
                 found = AtLoad(load, figures(policy, trace, run, self.attainable, self.slo_s))
                 self.at_loads.append(found)
                 yield found
+
+    def run_autoscaled(self, scales: Sequence[Autoscale], policy: str) -> Iterator[Autoscaled]:
+        """On a fleet that grows and shrinks in each of these ways."""
+        for scale in scales:
+            shape = replace(self.shape, autoscale=scale)
+            found = run_autoscaled(self.trace, shape, policy, self.attainable, self.slo_s)
+            self.autoscaled.append(found)
+            yield found
 
 
 def make_study(

@@ -47,6 +47,18 @@ class Trace:
         """The same requests, so many times as dense."""
         return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
 
+    def swollen(self, by: float) -> Trace:
+        """The same requests in the same time, few at its ends and many in its middle: at a rate that goes from (1 - by)
+        times what it was to (1 + by) times and back, as a cosine does. `by` is within [0, 1]."""
+        duration = self.duration_s
+        if not duration:
+            return self
+        grid = np.linspace(0, duration, 20_001)
+        before = grid - by * duration / (2 * np.pi) * np.sin(2 * np.pi * grid / duration)
+        times = np.interp([arrival.at_s for arrival in self.arrivals], before, grid).tolist()
+        moved = zip(self.arrivals, times, strict=True)
+        return replace(self, arrivals=tuple(replace(one, at_s=at_s) for one, at_s in moved))
+
     def spread(self) -> Trace:
         """Requests of one moment evenly over the time to the next: where a coarse clock has gathered them."""
         times = sorted({arrival.at_s for arrival in self.arrivals})

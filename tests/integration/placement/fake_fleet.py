@@ -154,7 +154,7 @@ class BareProducer:
         return await self.frames(inbox, as_json=as_json, timeout_s=timeout_s)
 
     async def ask(self, *, as_json: bool, tenant: str = "public", **body: Any) -> Any:
-        reply = f"_prd.public.test.{uuid.uuid4().hex}"
+        reply = f"_prd.{tenant}.test.{uuid.uuid4().hex}"
         inbox = await self.nc.subscribe(reply)
         data = json.dumps(body).encode() if as_json else msgpack.packb(body)
         subject = self.subjects.generate(tenant, MODEL)

@@ -87,13 +87,15 @@ async def test_a_prompt_goes_where_its_blocks_are_and_finds_what_was_expected(
 
 
 async def test_another_tenant_is_told_of_nothing(
-    fleet: FakeFleet, client: Client, start_placement: StartPlacement
+    fleet: FakeFleet, client: Client, start_placement: StartPlacement, nats_url: str, fleet_buckets: Subjects
 ) -> None:
     loop = await start_placement("cost", KEY.encode())
     await all_ready(loop)
     await generate(client, generation())
     await until(lambda: bool(loop.core.indexer.index))
-    assert (await generate(client, generation(tenant="acme")))[1:] == (0, 0)
+    async with await Client.open(nats_url, tenant="acme", namespace=fleet_buckets.namespace) as other:
+        assert (await generate(other, generation(tenant="acme")))[1:] == (0, 0)
+    assert (await generate(client, generation()))[2] >= 600
 
 
 async def test_a_replica_that_starts_late_knows_everything_within_a_moment(

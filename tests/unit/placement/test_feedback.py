@@ -52,6 +52,10 @@ def test_finding_more_than_was_expected_is_no_fault_and_expecting_nothing_no_evi
         feedback.observe("w", 0, 0, 0.0)
     assert feedback.of["w"].missing == 0.0
     assert feedback.of["w"].requests == 50
+    assert feedback.of["w"].unpredicted_tokens_total == 50 * 400
+    feedback.observe("w", 0, 7, 0.0)
+    assert feedback.of["w"].unpredicted_tokens_total == 50 * 400 + 7
+    assert feedback.of["w"].missing_tokens_total == 0
 
 
 def test_a_new_life_starts_anew_and_others_are_not_concerned() -> None:

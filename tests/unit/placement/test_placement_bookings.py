@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from placement_build import a_beat, a_core, a_record, an_ask, load_of
 from placement_rig import Rig
 
-from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest
+from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
 from services.placement.actions import Answer
 from services.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from services.placement.core import PlacementCore
-from services.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch
+from services.placement.events import (
+    BookingsShared,
+    HeartbeatHeard,
+    PlaceAsked,
+    Tick,
+    WorkerLeft,
+    WorkerNewEpoch,
+    WorkerUpdated,
+)
 from services.placement.workloads import Workloads
 
 
@@ -74,6 +84,16 @@ def test_a_worker_that_leaves_or_restarts_takes_its_bookings_along() -> None:
     assert booked(core) == at["w2"]
     core.handle(WorkerNewEpoch(a_record("w2", epoch="e2")), 1.2)
     assert booked(core) == 0
+
+
+def test_only_who_goes_without_draining_is_counted_as_lost() -> None:
+    core = a_core("w1", "w2")
+    core.handle(WorkerUpdated(replace(a_record("w1"), state=State.DRAINING)), 1.0)
+    core.handle(WorkerLeft("w1"), 1.1)
+    assert core.undrained_total == 0
+    core.handle(WorkerLeft("w2"), 1.2)
+    core.handle(WorkerLeft("w2"), 1.3)
+    assert core.undrained_total == 1
 
 
 def test_without_heartbeats_a_booking_expires() -> None:

@@ -217,3 +217,22 @@ def test_thousands_of_prefixes_are_looked_at_a_few_at_a_time() -> None:
         steps += 1
     assert steps > 5
     assert preload.plan() == ()
+
+
+def test_a_worker_that_goes_is_told_what_only_it_has() -> None:
+    rig = Rig()
+    rig.join_tiered("w0", "w1", restore=RESTORE)
+    rig.join_vault("v0")
+    alone, both, kept = (tokens(seed, 4 * BLOCK) for seed in (1, 2, 3))
+    for ids in (alone, both, kept):
+        rig.store("w0", ids)
+        demand(rig, ids, 3)
+    rig.store("w1", both)
+    rig.store("v0", kept, tier=Tier.VAULT)
+
+    def only_there() -> dict[bytes, str]:
+        return {one.hashes: one.source for one in plan(rig, worker="w0", leaving=True)}
+
+    assert only_there() == {hashes(rig, alone): "w0"}
+    rig.beat("w1", state=State.DRAINING)  # it goes as well
+    assert only_there() == {hashes(rig, alone): "w0", hashes(rig, both): "w0"}

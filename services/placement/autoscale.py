@@ -1,0 +1,194 @@
+"""How many workers should a model have? Pure: one sample of what there is to do after the other, and its time.
+
+    need         workers that would just be busy with what there is to do, the largest of
+                   work    prompt tokens due per second over what one worker feeds; and how many were feeding any
+                   queue   for the wait that a new request would meet to be the TTFT target
+                   slots   requests over the slots of a worker
+                   blocks  KV blocks that running sequences hold over those of a worker
+    saturation   need / ready workers
+
+    up    each third of the last `up_s` was above `up_above` (in the mean; a sample counts 1 at most)
+            ──▶ need / aim workers, one more at least, twice as many at most
+    down  the last `down_s` were below `down_below` (in the mean), and so was the end of it
+            ──▶ one fewer, if the rest has room
+    none  a model without workers that somebody asks for gets one at once; one with a minimum of 0 loses its last when
+          nobody has asked for anything in `down_s`
+
+What is not known lowers nothing. The desired number begins as what is there, follows whoever adds workers, and is not
+lowered because one dies. Each change, and each gap in what was heard (an outage, a restart), begins a new history, and
+both rules want a whole one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+
+GAP_PERIODS = 3.5  # between samples: more is a gap
+LEAST_GAP_S = 2.0
+THIRDS = 3  # of `up_s`: noise passes through a mean, a burst not through three
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Of all models alike. `aim` is the saturation that a change is made for: between the two limits, so that neither
+    rule undoes what the other did."""
+
+    target_ttft_s: float = 2.0
+    minimum: int = 1
+    maximum: int = 16
+    up_above: float = 0.8
+    up_s: float = 180.0
+    down_below: float = 0.3
+    down_s: float = 600.0
+    aim: float = 0.6
+
+    @property
+    def period_s(self) -> float:
+        """Between samples."""
+        return min(5.0, self.up_s / 18, self.down_s / 18)
+
+    @property
+    def recent_s(self) -> float:
+        return self.up_s / THIRDS
+
+    def clamp(self, replicas: int) -> int:
+        return min(max(replicas, self.minimum), self.maximum)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A model at one moment; the parts of its need are in workers. `known`: whether every ready worker was heard of a
+    moment ago. `living` are those that start, too."""
+
+    ready: int
+    living: int
+    work: float = 0.0
+    queue: float = 0.0
+    slots: float = 0.0
+    blocks: float = 0.0
+    asked: bool = False
+    known: bool = True
+
+    @property
+    def need(self) -> float:
+        return max(self.work, self.queue, self.slots, self.blocks)
+
+    @property
+    def saturation(self) -> float:
+        if self.ready:
+            return self.need / self.ready
+        return 1.0 if self.asked else 0.0
+
+
+def grown(need: float, ready: int, rules: Rules) -> int:
+    """For how many to go up: what is needed at `aim`, at least one more, at most twice as many."""
+    return min(max(math.ceil(need / rules.aim - 1e-9), ready + 1), 2 * ready)
+
+
+def shrinks(need: float, target: int, rules: Rules) -> bool:
+    """Whether one fewer would stay below `aim`. The last one is another question."""
+    return target > 1 and need <= rules.aim * (target - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    at: float
+    saturation: float  # 1 at most
+    need: float
+    asked: bool
+
+
+class Scaler:
+    """Of one model. Owned by whoever samples; `now` never goes back."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._target: int | None = None  # None: nothing is known of it yet
+        self._living = 0
+        self._history: deque[_Heard] = deque()  # since the last change or gap, of the last `down_s`
+        self._began = 0.0
+
+    @property
+    def desired(self) -> int:
+        return self._rules.clamp(self._target or 0)
+
+    @property
+    def settled_s(self) -> float:
+        """How long it has been watched without a change or a gap."""
+        return self._history[-1].at - self._began if self._history else 0.0
+
+    def observe(self, sample: Sample, now: float) -> None:
+        """To be told about every `period_s`, whatever there is to say."""
+        rules = self._rules
+        self._follow(sample.living)
+        if not sample.known:
+            self._begin_anew()
+            return
+        if self._history and now - self._history[-1].at > max(GAP_PERIODS * rules.period_s, LEAST_GAP_S):
+            self._begin_anew()
+        if not sample.ready:
+            self._begin_anew()
+            if sample.asked and not self._target:
+                self._target = rules.clamp(1)
+            return
+        self._note(sample, now)
+        self._decide(sample.ready)
+
+    def _follow(self, living: int) -> None:
+        """Whoever adds workers has a reason; that some are missing says nothing of what is to be done."""
+        if self._target is None or living > self._living:
+            self._target = self._rules.clamp(max(self._target or 0, living))
+        self._living = living
+
+    def _note(self, sample: Sample, now: float) -> None:
+        if not self._history:
+            self._began = now
+        self._history.append(_Heard(now, min(sample.saturation, 1.0), sample.need, sample.asked))
+        while self._history[0].at < now - max(self._rules.down_s, self._rules.up_s) - self._rules.period_s / 2:
+            self._history.popleft()
+
+    def _decide(self, ready: int) -> None:
+        assert self._target is not None
+        rules, before = self._rules, self._target
+        recent = self._since(rules.recent_s)
+        now_is = _mean(one.saturation for one in recent)
+        need = _mean(one.need for one in recent)
+        if self._covers(rules.up_s) and self._is_high():
+            self._target = max(self._target, rules.clamp(grown(need, ready, rules)))
+        elif self._covers(rules.down_s) and now_is < rules.down_below:
+            past = self._since(rules.down_s)
+            low = _mean(one.saturation for one in past) < rules.down_below
+            enough = shrinks(max(need, _mean(one.need for one in past)), self._target, rules)
+            unasked = self._target == 1 and not any(one.asked for one in past)
+            if low and (enough or unasked):
+                self._target = rules.clamp(self._target - 1)
+        if self._target != before:
+            self._begin_anew()
+
+    def _is_high(self) -> bool:
+        """Whether each third was."""
+        each_s, newest = self._rules.recent_s, self._history[-1].at
+        thirds: list[list[float]] = [[] for _ in range(THIRDS)]
+        for one in self._since(self._rules.up_s):
+            thirds[min(int((newest - one.at) / each_s), THIRDS - 1)].append(one.saturation)
+        return all(_mean(third) > self._rules.up_above for third in thirds)
+
+    def _covers(self, seconds: float) -> bool:
+        return self.settled_s >= seconds - self._rules.period_s / 2
+
+    def _since(self, seconds: float) -> list[_Heard]:
+        """The newest first."""
+        since = self._history[-1].at - seconds - self._rules.period_s / 2
+        return list(takewhile(lambda one: one.at > since, reversed(self._history)))
+
+    def _begin_anew(self) -> None:
+        self._history.clear()
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0

@@ -1,0 +1,124 @@
+"""The spans of traced requests at placement: each decision, and what a bare producer asked for.
+
+    a Client's place ─▶ decide
+    a producer's generate ─▶ forward ─▶ decide (one for each offer) ─▶ the worker
+
+A bare producer's request may begin a trace here, as an HTTP request does at the ingress; nothing else does. Owned by
+the placement loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kvproto.messages import GenerateRequest, PlaceRequest
+from kvproto.trace_context import in_headers, sampled
+from kvservice.tracing import Span, Tracer, Value, within
+from services.placement.actions import Action, Answer, Fail
+from services.placement.events import Event, GenerateAsked, PlaceAsked
+from services.placement.ledger import Ledger
+
+Headers = Mapping[str, str] | None
+Handle = Callable[[Event], list[Action]]
+
+
+class DecisionTraces:
+    """`ledger` has what was decided."""
+
+    def __init__(self, tracer: Tracer, ledger: Ledger) -> None:
+        self._tracer = tracer
+        self._ledger = ledger
+
+    def place(self, asked: PlaceAsked, headers: Headers, handle: Handle) -> list[Action]:
+        """Have it decided."""
+        said = _about(asked.tenant, asked.ask) | {"messaging.operation.name": "place"}
+        span = self._tracer.begin("decide", in_headers(headers), said, kind="server")
+        if span is None:
+            return handle(asked)
+        with within(span):
+            actions = handle(asked)
+        answered = next((one.placement for one in actions if isinstance(one, Answer)), None)
+        if answered is not None:
+            span.set(self._decided(asked.tenant, asked.ask.request, answered.attempt))
+        _end(span, actions)
+        return actions
+
+    def forward(self, asked: GenerateAsked, headers: Headers, handle: Handle) -> list[Action]:
+        """Have a producer's request offered. The trace context of its header goes before that of its body."""
+        given = in_headers(headers) or asked.ask.traceparent
+        span: Span | None = None
+        if self._tracer.enabled:
+            said: dict[str, Value] = {
+                "messaging.system": "nats",
+                "messaging.operation.name": "generate",
+                "messaging.operation.type": "process",
+                "gen_ai.request.model": asked.ask.model or asked.model_token,
+                "gen_ai.request.max_tokens": asked.ask.max_tokens,
+                "kvfleet.tenant": asked.tenant,
+                "kvfleet.request.id": asked.request,
+            }
+            span = self._tracer.begin("forward", given, said, kind="consumer", root=True)
+        if span is None:
+            carried = sampled(given)
+            if carried == asked.ask.traceparent:
+                return handle(asked)
+            return handle(replace(asked, ask=replace(asked.ask, traceparent=carried)))
+        with within(span):
+            actions = handle(replace(asked, ask=replace(asked.ask, traceparent=span.traceparent)))
+        _end(span, actions)
+        return actions
+
+    def offered(self, worker: str, tenant: str, request: GenerateRequest) -> GenerateRequest:
+        """What is sent to a worker: it goes on below the decision for it."""
+        said = self._decided(tenant, request.request, request.attempt)
+        said |= {
+            "messaging.system": "nats",
+            "messaging.operation.name": "generate",
+            "messaging.operation.type": "send",
+            "gen_ai.request.model": request.model,
+            "kvfleet.tenant": tenant,
+            "kvfleet.request.id": request.request,
+            "kvfleet.attempt": request.attempt,
+            "kvfleet.worker.id": worker,
+            "kvfleet.handed_over": request.handed_over,
+        }
+        span = self._tracer.begin("decide", request.traceparent, said, kind="client")
+        if span is None:
+            return replace(request, traceparent=sampled(request.traceparent))
+        span.end()
+        return replace(request, traceparent=span.traceparent)
+
+    def _decided(self, tenant: str, request: str, attempt: int) -> dict[str, Value]:
+        decisions = self._ledger.explain(request, tenant) if self._tracer.enabled else ()
+        made = next((one for one in decisions if one.attempt == attempt), None)
+        if made is None:
+            return {}
+        said: dict[str, Value] = {
+            "kvfleet.worker.id": made.worker,
+            "kvfleet.placement.policy": made.policy,
+            "kvfleet.placement.candidates": made.candidates_total,
+            "gen_ai.usage.input_tokens": made.prompt_tokens,
+        }
+        if made.expected_ttft_s is not None:
+            said["kvfleet.expected_ttft"] = made.expected_ttft_s
+        if made.source:
+            said["kvfleet.source.id"] = made.source
+        return said | {f"kvfleet.expected_hit.{tier}_tokens": count for tier, count in made.expected_hit.items()}
+
+
+def _about(tenant: str, ask: PlaceRequest) -> dict[str, Value]:
+    return {
+        "messaging.system": "nats",
+        "messaging.operation.type": "process",
+        "gen_ai.request.model": ask.model,
+        "kvfleet.tenant": tenant,
+        "kvfleet.request.id": ask.request,
+        "kvfleet.attempt": ask.attempt,
+    }
+
+
+def _end(span: Span, actions: list[Action]) -> None:
+    """The request's own answer is the first of its kind: others may have become due meanwhile."""
+    refused = next((one.failed for one in actions if isinstance(one, Fail)), None)
+    span.end(error=None if refused is None else refused.code)

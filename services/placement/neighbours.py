@@ -1,0 +1,116 @@
+"""When a request goes to another region, and where a prompt's blocks may be since. Pure.
+
+A request stays in its region while that can serve it: while a worker of its model is ready, would begin within its
+`max_wait_s`, and not so late that another region begins far sooner. Which of that region's workers has it is decided
+there; what is known here of other regions is one summary a second.
+
+    own wait <= SPILL_S                        stays
+    own wait >  SPILL_S, other wait * 2 < own  goes
+    nobody ready here, or refused here         goes to whoever waits least
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+
+from kvproto.messages import RegionSummary, WentAbroad
+from kvproto.regions import Regions
+from services.placement.index.prefix_index import Hashes
+
+SPILL_S = 2.0
+FAR_SOONER = 2.0  # times; a wait there is a second old, and K and V may have to travel
+MAX_TRACES = 65_536
+TRACE_S = 3600.0
+MOST_LOOKS = 32
+WORTH_S = 0.1  # of prefill that blocks from another region could save, before that one is asked
+
+
+class Neighbours:
+    """Owned by the core. `own` "" is a fleet without other regions: nothing is ever referred."""
+
+    def __init__(self, own: str = "", spill_s: float = SPILL_S) -> None:
+        self.regions = Regions(own)
+        self.referred_total = 0
+        self.hinted_total = 0  # placements that named another region as one that may have more of the prompt
+        self._spill_s = spill_s
+        self._traces: OrderedDict[bytes, tuple[WentAbroad, float]] = OrderedDict()  # by the prompt's last block; when
+        self._lengths: Counter[int] = Counter()  # of the traces, in blocks
+        self._new: list[WentAbroad] = []
+
+    @property
+    def own(self) -> str:
+        return self.regions.own
+
+    def hear(self, summary: RegionSummary, now: float) -> None:
+        self.regions.hear(summary, now)
+
+    def tick(self, now: float) -> None:
+        self.regions.forget_silent(now)
+        while self._traces and now - next(iter(self._traces.values()))[1] > TRACE_S:
+            self._forget(next(iter(self._traces)))
+
+    def refer(self, model: str, own_wait_s: float | None, excluded: tuple[str, ...], now: float) -> str | None:
+        """The region to ask; None to stay. `own_wait_s` None: it cannot be served here."""
+        if not self.own or (own_wait_s is not None and own_wait_s <= self._spill_s):
+            return None
+        waits = self.regions.ready(model, now, excluded)
+        if not waits:
+            return None
+        region = min(waits, key=lambda name: (waits[name], name))
+        if own_wait_s is not None and waits[region] * FAR_SOONER >= own_wait_s:
+            return None
+        self.referred_total += 1
+        return region
+
+    # ------------------------------------------------------------------ where blocks are since
+
+    def trace(self, hashes: Hashes, region: str, now: float) -> None:
+        """A request with this prompt goes there: what continues it may find its blocks there."""
+        if len(hashes):
+            one = WentAbroad(hashes[-1].tobytes(), len(hashes), region)
+            self._new.append(one)
+            self.learn(one, now)
+
+    def learn(self, one: WentAbroad, now: float) -> None:
+        """Of this replica, or of another one."""
+        self._forget(one.last)
+        self._traces[one.last] = one, now
+        self._lengths[one.blocks] += 1
+        if len(self._traces) > MAX_TRACES:
+            self._forget(next(iter(self._traces)))
+
+    def take_new(self) -> tuple[WentAbroad, ...]:
+        """Since this was last called: for the other replicas."""
+        new, self._new = tuple(self._new), []
+        return new
+
+    def refused(self, hashes: Hashes) -> None:
+        """The region that a request with this prompt was referred to did not take it."""
+        if len(hashes):
+            self._forget(hashes[-1].tobytes())
+
+    def elsewhere(self, hashes: Hashes, block_size: int, hit_tokens: int, tokens_per_s: float) -> str:
+        """A region that may have so much more of the prompt than the `hit_tokens` found here that asking is worth it;
+        "" if none. Looks at as many lengths as there are, MOST_LOOKS of the longest at most."""
+        if not self._traces or not len(hashes) or not tokens_per_s:
+            return ""
+        least = (hit_tokens + WORTH_S * tokens_per_s) / block_size  # blocks
+        lengths = [blocks for blocks in self._lengths if least <= blocks <= len(hashes)]
+        for blocks in heapq.nlargest(MOST_LOOKS, lengths):
+            found = self._traces.get(hashes[blocks - 1].tobytes())
+            if found is not None and self.regions.is_there(found[0].region):
+                self.hinted_total += 1
+                return found[0].region
+        return ""
+
+    def _forget(self, last: bytes) -> None:
+        known = self._traces.pop(last, None)
+        if known is not None:
+            self._lengths[known[0].blocks] -= 1
+            if not self._lengths[known[0].blocks]:
+                del self._lengths[known[0].blocks]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        assert self._lengths == Counter(one.blocks for one, _ in self._traces.values())

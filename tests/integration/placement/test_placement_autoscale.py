@@ -1,0 +1,172 @@
+"""Autoscaling signals over NATS: series from the start, the same at every replica, and demand that nobody serves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+import pytest_asyncio
+from fake_fleet import MODEL, FakeWorker, StartWorker
+
+from kvproto import codec
+from kvproto.client import Client
+from kvproto.connection import Connection
+from kvproto.errors import NoWorkers
+from kvproto.ids import new_epoch, new_process_id
+from kvproto.messages import Load, MemberRecord, ModelSignals, PlacementStats, Rates, Role, State
+from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
+from kvservice.metrics import Reading
+from services.cli.autoscaler import ask_all
+from services.placement.autoscale import Rules
+from services.placement.hearing import Hearing
+from services.placement.loop import PlacementLoop
+from services.placement.placement_metrics import readings
+
+RULES = Rules(minimum=0, maximum=8, up_s=1.8, down_s=1.8)
+PER_MODEL = (
+    "kvfleet_model_queue_depth_requests",
+    "kvfleet_model_oldest_wait_seconds",
+    "kvfleet_model_saturation_ratio",
+    "kvfleet_model_desired_replicas",
+    "kvfleet_model_ready_replicas",
+)
+
+StartScaler = Callable[..., Awaitable[PlacementLoop]]
+
+
+@pytest_asyncio.fixture
+async def start_scaler(nats_url: str, fleet_buckets: Subjects):  # type: ignore[no-untyped-def]
+    started: list[tuple[PlacementLoop, Connection]] = []
+
+    async def start(rules: Rules = RULES, models: tuple[str, ...] = (MODEL,)) -> PlacementLoop:
+        member = new_process_id()
+        prefix = inbox_prefix(PLACEMENT_INBOX, member)
+        connection = await Connection.open(nats_url, name=f"placement-{member}", inbox_prefix=prefix)
+        versions = codec.supported_versions()
+        record = MemberRecord(member, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, versions)
+        loop = PlacementLoop(
+            connection,
+            fleet_buckets,
+            record,
+            chance=random.Random(1).random,
+            fleet_key=b"k",
+            rules=rules,
+            models=models,
+        )
+        started.append((loop, connection))
+        await loop.start()
+        return loop
+
+    yield start
+    for loop, connection in started:
+        await loop.stop(grace_s=0)
+        await connection.close()
+        assert loop.internal_errors_total == 0
+
+
+async def signals(requester: Connection, subjects: Subjects) -> ModelSignals:
+    reply = await requester.request(subjects.placement_stats(), b"", 2.0)
+    return next(one for one in codec.decode(PlacementStats, reply.data).models if one.model == MODEL)
+
+
+def own(loop: PlacementLoop) -> ModelSignals:
+    return next(one for one in loop.core.autoscaler.signals() if one.model == MODEL)
+
+
+async def until(condition: Callable[[], object], within_s: float = 8.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def series(loop: PlacementLoop) -> dict[str, dict[tuple[str, ...], float]]:
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    reading: Reading
+    for reading in readings(loop, loop.courier._connection):
+        if reading.name in PER_MODEL and reading.read_labelled is not None:
+            found[reading.name] = dict(reading.read_labelled())
+    return found
+
+
+async def test_a_configured_model_has_its_series_before_it_has_a_worker(start_scaler: StartScaler) -> None:
+    loop = await start_scaler(Rules(minimum=1))
+    found = series(loop)
+    assert set(found) == set(PER_MODEL)
+    assert {name: one[MODEL,] for name, one in found.items()} == dict.fromkeys(PER_MODEL, 0.0) | {
+        "kvfleet_model_desired_replicas": 1.0
+    }
+
+
+async def test_a_request_for_a_model_without_workers_is_demand(
+    start_scaler: StartScaler, nats_url: str, fleet_buckets: Subjects, requester: Connection
+) -> None:
+    first, second = await start_scaler(), await start_scaler()
+    assert own(first).desired == own(second).desired == 0
+    async with await Client.open(nats_url, namespace=fleet_buckets.namespace) as client:
+        with pytest.raises(NoWorkers) as refused:
+            for _ in range(50):  # whoever waits for placement waits 50 ms, on a busy machine in vain
+                await client.miss(MODEL)
+        assert refused.value.retry_after_s == 2.0
+        await client.miss("nobody-knows-this")
+    await until(lambda: own(first).desired == own(second).desired == 1)  # whichever of them was asked
+    await until(lambda: own(first).queue_depth == own(second).queue_depth >= 1)
+    assert own(first).saturation == 1.0
+    said = await signals(requester, fleet_buckets)
+    assert (said.desired, said.ready, said.living) == (1, 0, 0)
+    assert {one.model for one in first.core.autoscaler.signals()} == {MODEL}
+
+
+async def test_load_is_measured_alike_by_all_and_answered_by_all(
+    start_scaler: StartScaler, start_worker: StartWorker
+) -> None:
+    worker: FakeWorker = await start_worker("w0")
+    replicas = [await start_scaler(), await start_scaler()]
+    await until(lambda: all(own(one).ready == 1 for one in replicas))
+    assert [own(one).desired for one in replicas] == [1, 1]
+    worker.load = Load(waiting=6, running=4, slots=4, queued_prefill_tokens=9000, oldest_wait_s=1.5)
+    worker.rates = Rates(1000.0)
+    await until(lambda: all(own(one).desired == 2 for one in replicas))
+    for one in replicas:
+        assert own(one).queue_depth == 6
+        assert own(one).oldest_wait_s >= 1.5
+        assert own(one).saturation == pytest.approx(4.5, rel=0.2)  # nine seconds of work, and two are the target
+    late = await start_scaler()
+    assert own(late).desired <= 1  # it has just begun: the largest of all counts
+
+
+async def test_silence_lowers_nothing(start_scaler: StartScaler, start_worker: StartWorker) -> None:
+    workers = [await start_worker(f"w{number}") for number in range(2)]
+    for worker in workers:
+        worker.load = Load(running=2, slots=4)
+    loop = await start_scaler()
+    await until(lambda: own(loop).desired == 2)
+    for worker in workers:
+        await worker.kill()
+    await asyncio.sleep(2 * RULES.down_s)
+    assert own(loop).desired == 2
+
+
+async def test_a_replica_that_begins_says_nothing_before_it_has_looked(
+    start_scaler: StartScaler,
+    start_worker: StartWorker,
+    requester: Connection,
+    fleet_buckets: Subjects,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number in range(2):
+        await start_worker(f"w{number}")
+    heard: list[list[PlacementStats]] = []
+    begin = Hearing.start
+
+    async def slowly(hearing: Hearing) -> None:
+        heard.append(await ask_all(requester, fleet_buckets, 0.5))
+        await begin(hearing)
+        heard.append(await ask_all(requester, fleet_buckets, 0.5))
+
+    monkeypatch.setattr(Hearing, "start", slowly)
+    await start_scaler(Rules(minimum=1, maximum=8))
+    assert heard == [[], []]
+    said = await signals(requester, fleet_buckets)
+    assert (said.desired, said.living) == (2, 2)
