@@ -9,20 +9,20 @@ import sys
 import time
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry
-
 from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import Unavailable
 from kvproto.members import Lease
-from kvproto.messages import Role
+from kvproto.messages import Role, Tier
 from kvproto.subjects import VAULT_INBOX, Subjects
 from kvservice import lifecycle, logs
+from kvservice.block_spans import recorder_of
 from kvservice.data_plane import reachable, runtime_folder, server_context
 from kvservice.membership import member_record, open_bucket
-from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
+from kvservice.probes import Probes
 from kvservice.settings import load
+from kvservice.tracing import open_tracer
 from services.vault.disk import DiskStore
 from services.vault.disk_thread import DiskThread
 from services.vault.loop import CLOSE_S, VaultLoop
@@ -59,8 +59,10 @@ async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tupl
 
 
 async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
+    probes = Probes(settings, life)
+    tracer = open_tracer(settings, "vault", life)
     member = settings.member
-    subjects = Subjects(settings.namespace)
+    subjects = Subjects(settings.namespace, settings.region)
     record = member_record(Role.VAULT, member, address=socket.gethostname())
     tls = server_context(settings)
     connection = await connect(
@@ -84,6 +86,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
         tcp=(settings.data_plane_host, settings.data_plane_port),
         unix_path=runtime_folder(settings, life) / f"{member}.sock",
         tls=tls,
+        on_traced=recorder_of(tracer, Tier.VAULT),
     )
     loop = VaultLoop(
         connection,
@@ -97,12 +100,8 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("data plane", loop.close_data_plane)
     await loop.start()
     life.closing("vault", loop.stop, CLOSE_S + 5.0)
-    if settings.metrics_port is not None:
-        registry = CollectorRegistry()
-        registry.register(LiveCollector(readings(loop, connection, disk)))
-        metrics = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
-        life.closing("metrics", metrics.close)
-        log.info("metrics on http://%s:%d/metrics", settings.host, metrics.port)
+    certificates = {"nats": settings.nats_cert, "data_plane": settings.data_plane_cert}
+    probes.ready(readings(loop, connection, disk, certificates))
     log.info("vault %s is ready: %d MiB, %s", member, store.max_bytes >> 20, ", ".join(loop.record.data_plane))
 
 

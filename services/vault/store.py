@@ -52,9 +52,12 @@ class Disk(Protocol):
 class ServedBlocks:
     """Blocks that are being sent, in the order asked for, None where there is none."""
 
-    __slots__ = ("_entries", "_release", "blocks")
+    __slots__ = ("_entries", "_release", "blocks", "from_disk")
 
-    def __init__(self, entries: list[Entry | None], release: Callable[[Sequence[Entry]], None]) -> None:
+    def __init__(
+        self, entries: list[Entry | None], release: Callable[[Sequence[Entry]], None], from_disk: int = 0
+    ) -> None:
+        self.from_disk = from_disk  # memory missed so many of them
         self.blocks = [None if one is None else (one.header, one.view.toreadonly()) for one in entries]
         self._entries = [one for one in entries if one is not None]
         self._release = release
@@ -104,12 +107,14 @@ class VaultStore:
                 else:
                     self._table.pin(entry)
                     found.append(entry)
+        brought = 0
         try:
             for at, entry in enumerate(found):
                 if entry is not None and not self._is_whole(entry):
                     found[at] = entry = None
                 if entry is None:
                     found[at] = self._bring(root, hashes[at], exact)
+                    brought += found[at] is not None
         except BaseException:
             self._release([entry for entry in found if entry is not None])
             raise
@@ -119,7 +124,7 @@ class VaultStore:
                     self._table.touch(entry)
                     self.counters.hits_total += 1
                     self.counters.hit_bytes_total += entry.header.length
-        return ServedBlocks(found, self._release)
+        return ServedBlocks(found, self._release, brought)
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
         """Whether `get` would find them. That is a use: who asks is about to fetch it, or had it just now to store."""

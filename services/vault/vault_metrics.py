@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kvproto.connection import Connection
 from kvproto.dataplane.server import Counters
+from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import Reading
+from kvservice.process_metrics import common_readings
 from services.vault.disk_thread import DiskThread
 from services.vault.loop import VaultLoop
 
@@ -29,18 +32,23 @@ _STORE = (
 )
 
 _DATA_PLANE = (
-    ("kvfleet_vault_connections", "authenticated data-plane connections", "open_connections"),
+    ("kvfleet_vault_open_connections", "authenticated data-plane connections", "open_connections"),
     ("kvfleet_vault_connections_total", "data-plane connections authenticated", "connections"),
     ("kvfleet_vault_received_bytes_total", "over the data plane", "bytes_in"),
     ("kvfleet_vault_sent_bytes_total", "over the data plane", "bytes_out"),
     ("kvfleet_vault_checksum_failures_total", "blocks that arrived damaged", "checksum_failures"),
-    ("kvfleet_vault_connections_malformed_total", "connections ended for what came over them", "malformed"),
-    ("kvfleet_vault_connections_timed_out_total", "connections ended in the middle of a request", "timeouts"),
+    ("kvfleet_vault_malformed_connections_total", "connections ended for what came over them", "malformed"),
+    ("kvfleet_vault_timed_out_connections_total", "connections ended in the middle of a request", "timeouts"),
     ("kvfleet_vault_store_failures_total", "requests that failed in the store: faults of ours", "store_failures"),
 )
 
 
-def readings(vault: VaultLoop, connection: Connection, disk: DiskThread | None) -> list[Reading]:
+def readings(
+    vault: VaultLoop,
+    connection: Connection,
+    disk: DiskThread | None,
+    certificates: Mapping[str, str | Path | None] = {},
+) -> list[Reading]:
     store, server = vault.store, vault.server
 
     def of_store(field: str) -> Callable[[], float]:
@@ -76,10 +84,10 @@ def readings(vault: VaultLoop, connection: Connection, disk: DiskThread | None) 
         ),
         *(Reading(name, text, of_data_plane(field)) for name, text, field in _DATA_PLANE),
         Reading(
-            "kvfleet_vault_handshakes_refused_total",
+            "kvfleet_vault_refused_handshakes_total",
             "data-plane connections that were not let in",
             labels=REASON,
-            read_labelled=lambda: by_reason(server.counters.refused),
+            read_labelled=lambda: by_reason(dict.fromkeys(HANDSHAKE_REFUSALS, 0) | dict(server.counters.refused)),
         ),
         Reading("kvfleet_vault_disk_used_bytes", "of the files", lambda: disk.used_bytes if disk else 0),
         Reading("kvfleet_vault_disk_capacity_bytes", "most bytes of files", lambda: disk.max_bytes if disk else 0),
@@ -96,10 +104,10 @@ def readings(vault: VaultLoop, connection: Connection, disk: DiskThread | None) 
         Reading("kvfleet_vault_events_total", "block events told", lambda: vault.log.seq),
         Reading("kvfleet_vault_snapshots_total", "snapshots sent", lambda: vault.snapshots_total),
         Reading(
-            "kvfleet_vault_messages_malformed_total", "messages that could not be read", lambda: vault.malformed_total
+            "kvfleet_vault_malformed_messages_total", "messages that could not be read", lambda: vault.malformed_total
         ),
-        Reading("kvfleet_vault_messages_unsent_total", "messages NATS did not take", lambda: vault.unsent_total),
-        Reading("kvfleet_nats_reconnects_total", "reconnects to NATS", lambda: connection.reconnects_total),
+        Reading("kvfleet_vault_unsent_messages_total", "messages NATS did not take", lambda: vault.unsent_total),
+        *common_readings("vault", connection, certificates),
     ]
 
 

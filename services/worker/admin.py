@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
 from kvproto.block_hash import Root, chain
 from kvproto.connection import Connection, Message
-from kvproto.errors import InvalidRequest, KvfleetError, NotFound
+from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import (
     AdminCommand,
@@ -47,6 +47,9 @@ PART_BYTES = 768 * 1024
 KEEP_ANSWER_S = 15.0
 MAX_KEPT = 8
 VAULT_LIMIT_S = 0.1
+
+
+ABROAD = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions may ask
 
 
 class AdminDesk:
@@ -81,6 +84,11 @@ class AdminDesk:
         if is_inbox(message.reply):
             self._spawn(self._answer(message))
 
+    async def on_admin_abroad(self, message: Message) -> None:
+        """Of another region: only what that one needs of a worker here."""
+        if is_inbox(message.reply):
+            self._spawn(self._answer(message, among=ABROAD))
+
     async def on_snapshot(self, message: Message) -> None:
         if is_inbox(message.reply):
             self._spawn(self._snapshot(message))
@@ -90,9 +98,11 @@ class AdminDesk:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: Message) -> None:
+    async def _answer(self, message: Message, among: Collection[AdminCommand] = tuple(AdminCommand)) -> None:
         try:
             request = codec.decode(AdminRequest, message.data)
+            if request.command not in among:
+                raise PermissionDenied(f"{request.command.value} is not for other regions", field="command")
             data = await self._data(request)
             parts = max(1, -(-len(data) // PART_BYTES))
             if request.part >= parts:

@@ -16,6 +16,7 @@ from typing import Any
 from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs
+from kvservice.distribution import Distribution
 from services.worker import request_limits
 from services.worker.block_pool import BlockPool, Match
 from services.worker.context_window import ContextWindow
@@ -36,11 +37,14 @@ from services.worker.sequence import Key, Sequence, SequenceSpec, State
 from services.worker.step_plan import StepPlan
 from services.worker.step_rates import StepRates, StepTimes
 from services.worker.stopping import StopStrings
+from services.worker.tenant_costs import TenantCosts
 from services.worker.text_stream import NOTHING, TextStream
 from services.worker.tiers.tiers import Tiers
 from services.worker.tiers.verifier import Verifier
 
 logger = logging.getLogger(__name__)
+
+QUEUE_WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Engine:
@@ -78,7 +82,14 @@ class Engine:
         self._outputs: list[SequenceOutput] = []
         self._rates = StepRates()
         self._step_times = StepTimes()
+        self._drawing_steps = 0  # that drew a token
+        self._undrawn: list[Sequence] = []  # traced ones that have started and drawn nothing yet
         self.steps_aborted_total = 0  # all of their sequences were cancelled meanwhile
+        self.steps_total = 0
+        self.busy_seconds_total = 0.0  # in steps
+        self.device_hit_tokens_total = 0  # of prompts: found on the device, brought from nowhere
+        self.queue_waits = Distribution(QUEUE_WAITS_S)  # of attempts, from their coming to their first step
+        self.costs = TenantCosts()
         self._prompt_tokens = self._hit_tokens = self._fed_tokens = self._generated_tokens = 0
 
     # ------------------------------------------------------------------ requests
@@ -112,9 +123,12 @@ class Engine:
             stop_ids=eos_ids.union(sampling.stop_ids),
             text=self._text(spec),
             siblings=siblings,
+            account=self.costs.of(spec.tenant),
         )
         siblings.append(sequence)
         self._choices[spec.request, spec.attempt] = siblings
+        if spec.trace is not None:
+            spec.trace.enqueued = sequence.enqueued
         self._sequences[sequence.key] = sequence
         self.scheduler.enqueue(sequence)
         if (reason := sequence.end) is not None:  # the earlier attempt had all of it
@@ -277,6 +291,7 @@ class Engine:
                     return []
 
     def _commit(self, plan: StepPlan, drawn: list[Drawn]) -> None:
+        self._drawing_steps += bool(drawn)
         advance = self.scheduler.tables.advance
         size = self.pool.block_size
         windowed = self.scheduler.tables.window is not None
@@ -284,12 +299,14 @@ class Engine:
             if isinstance(token, KvfleetError):
                 self._fail(sequence, token, keep_tail=False)
                 continue
-            end = part.start + len(part.ids)
+            count = len(part.ids)
+            sequence.account.step_tokens += count
+            end = part.start + count
             if windowed or end - sequence.filled * size >= size:
                 advance(sequence, end)
             else:
                 sequence.computed = end
-            if token is not None and self.tiers is not None and len(part.ids) > 1:
+            if token is not None and self.tiers is not None and count > 1:
                 self.tiers.prefilled(sequence, self._rates.prefill_tokens_per_s)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
@@ -302,6 +319,7 @@ class Engine:
         if not stopped:
             sequence.append(token, self.pool.block_size)
             self._generated_tokens += 1
+            sequence.account.generated_tokens += 1
         try:
             released = NOTHING if stopped else sequence.text.push(token, logprobs)
             reason = FinishReason.STOP if stopped else sequence.end
@@ -309,7 +327,12 @@ class Engine:
                 released = released.then(sequence.text.finish())
                 reason = FinishReason.STOP if sequence.text.stopped else reason
         except Exception as error:  # a tokenizer's bug is that request's alone
-            logger.exception("request %s: token %d could not be made text", sequence.spec.request, token)
+            logger.exception(
+                "request %s: token %d could not be made text",
+                sequence.spec.request,
+                token,
+                extra={"request": sequence.spec.request},
+            )
             self._fail(sequence, EngineFailure(f"token {token} could not be made text: {error}"))
             return
         if released.ids:
@@ -333,9 +356,16 @@ class Engine:
             self._counted.add((request, attempt))
             self._prompt_tokens += len(sequence.ids)
             self._hit_tokens += sequence.cached_tokens
+            self.device_hit_tokens_total += max(sequence.cached_tokens - sum(sequence.restored.values()), 0)
+            self.queue_waits.observe(now - sequence.enqueued)
+            sequence.account.prompt_tokens += len(sequence.ids)
+            sequence.account.cached_tokens += sequence.cached_tokens
             if self.tiers is not None:
                 self.tiers.started(sequence)
         sequence.started = True
+        if sequence.spec.trace is not None:
+            sequence.spec.trace.admitted = now
+            self._undrawn.append(sequence)
         cached = sequence.cached_tokens
         in_blocks = cached - cached % self.pool.block_size
         self._outputs.append(
@@ -371,6 +401,10 @@ class Engine:
             if self.tiers is not None:
                 self.tiers.leaves(sequence, self._rates.prefill_tokens_per_s)
             self.scheduler.finish(sequence, keep_tail=keep_tail)
+        if sequence.spec.trace is not None:
+            self._note_drawn(now := self._clock())
+            drawn = sequence.num_outputs - len(sequence.spec.output_ids)
+            sequence.spec.trace.leaves(now, self._drawing_steps, drawn)
         request, attempt, _ = sequence.key
         del self._sequences[sequence.key]
         sequence.siblings.remove(sequence)
@@ -378,15 +412,30 @@ class Engine:
             del self._choices[request, attempt]
             self._counted.discard((request, attempt))
 
+    def _note_drawn(self, now: float) -> None:
+        """For traces: who has drawn a first token, or is gone."""
+        waiting, self._undrawn = self._undrawn, []
+        for sequence in waiting:
+            assert sequence.spec.trace is not None
+            if sequence.num_outputs > len(sequence.spec.output_ids):
+                sequence.spec.trace.drawn(now, self._drawing_steps)
+            elif sequence.state is not State.FINISHED:
+                self._undrawn.append(sequence)
+
     def _result(self, plan: StepPlan, began: float) -> StepResult:
         outputs, self._outputs = self._outputs, []
         changes = self.pool.take_changes()
         now = self._clock()
         decodes, prefill, seconds = plan.decodes, plan.prefill_tokens, now - began
         self._fed_tokens += decodes + prefill
+        self.busy_seconds_total += seconds
         self._rates.observe(prefill, decodes, seconds)
         if plan.slices:
             self._step_times.observe(now, seconds)
+            self.steps_total += 1
+            self.costs.share(seconds)
+        if self._undrawn:
+            self._note_drawn(now)
         self.scheduler.pacer.observe(decodes, prefill, plan.prefill_positions, seconds)
         below = self.tiers.take_changes() if self.tiers is not None else []
         return StepResult(
@@ -417,6 +466,9 @@ class Engine:
             preemptions_total=scheduler.preemptions,
             evictions_total=pool.evictions,
             tiers=self.tiers.loads() if self.tiers is not None else {},
+            oldest_wait_s=max(
+                (self._clock() - one.enqueued for one in scheduler.waiting if not one.started), default=0
+            ),
         )
 
     def _queued(self) -> list[Queued]:
@@ -500,7 +552,9 @@ class Engine:
             text = TextStream(self._detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
             text.replay(spec.output_ids, spec.text_sent)
         except Exception as error:  # a tokenizer's bug is that request's alone
-            logger.exception("request %s: its tokens could not be made text", spec.request)
+            logger.exception(
+                "request %s: its tokens could not be made text", spec.request, extra={"request": spec.request}
+            )
             raise EngineFailure(f"the request's tokens could not be made text: {error}") from error
         return text
 

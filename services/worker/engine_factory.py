@@ -91,6 +91,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
         context_length=bundle.context_length,
         eos_ids=bundle.stop_ids,
         tokens_per_s=settings.fake_tokens_per_s or None,
+        prefill_tokens_per_s=settings.fake_prefill_tokens_per_s or None,
     )
 
 

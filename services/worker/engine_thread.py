@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from kvproto.errors import EngineFailure, KvfleetError
 from kvproto.messages import Load, Rates
-from services.worker.durations import Durations
+from kvservice.distribution import Distribution
 from services.worker.engine import Engine
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.sequence import SequenceSpec
@@ -51,7 +51,7 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self.cancel_to_free = Durations()  # from a cancel to when the blocks of what it ended were back in the pool
+        self.cancel_to_free = Distribution()  # from a cancel to when the blocks of what it ended were back in the pool
         self._engine = engine
         self._on_result = on_result
         self._on_crash = on_crash
@@ -125,6 +125,11 @@ class EngineThread:
         """Blocks of running sequences that went to vaults so that a crash costs less."""
         tiers = self._engine.tiers
         return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
+
+    @property
+    def counters(self) -> Engine:
+        """The engine, for its counters alone: plain numbers that any thread may read while they grow."""
+        return self._engine
 
     @property
     def step_age_s(self) -> float:

@@ -87,9 +87,11 @@ class FrameBook:
         """A running attempt, or one that ended a short while ago."""
         return self._records.get((request, attempt))
 
-    def attempts(self, request: str) -> list[int]:
-        """Running attempts of a request."""
-        return [attempt for name, attempt in self._running if name == request]
+    def attempts(self, request: str, tenant: str | None = None) -> list[int]:
+        """Running attempts of a request, which is the tenant's, if one is named."""
+        return [
+            attempt for (name, attempt), record in self._running.items() if name == request and record.is_of(tenant)
+        ]
 
     def open(self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b"") -> Record:
         """Accept an attempt that is not known yet."""
@@ -154,14 +156,16 @@ class FrameBook:
         elif not inbox or record.is_read_at(inbox):
             record.paused_by.add(inbox)
 
-    def let_go(self, request: str, attempt: int | None, inbox: str) -> list[int]:
+    def let_go(self, request: str, attempt: int | None, inbox: str, tenant: str | None = None) -> list[int]:
         """A reader of an attempt that has moved goes on elsewhere (all of them, without `inbox`; any attempt, without
-        `attempt`). The attempts that no reader needs here any more."""
+        `attempt`; anybody's, without `tenant`). The attempts that no reader needs here any more."""
         numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
         free = []
         for number in numbers:
             record = self._records.get((request, number))
-            if record is None or not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
+            if record is None or not record.is_of(tenant):
+                continue
+            if not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
                 continue
             record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
             if not record.readers:
@@ -270,6 +274,8 @@ class FrameBook:
         self._kept += kept
         self._running.pop((record.request, record.attempt), None)
         record.course.ended(terminal, now)
+        if record.trace is not None:
+            record.trace.end(record, terminal)
         while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
             self._forget()
         return record, terminal

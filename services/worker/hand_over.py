@@ -22,6 +22,7 @@ from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
 from kvproto.messages import Capsule, Continuation, Encoding, Failed, Frame, GenerateRequest, Moved
 from kvproto.subjects import Subjects
+from kvservice.tracing import work_for
 from services.worker.broadcast import Broadcast
 from services.worker.engine import Engine
 from services.worker.engine_thread import EngineThread
@@ -93,6 +94,9 @@ class HandOver:
         to_vaults = not self._has_successor()
         settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # a step that hangs keeps nobody from being told
         keys = [(record.request, record.attempt) for record in self._frames.running]
+        for record in self._frames.running:
+            if record.trace is not None:
+                record.trace.moving()
         try:
             async with asyncio.timeout_at(settled_by):
                 await self._engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
@@ -123,6 +127,7 @@ class HandOver:
 
     async def _send(self, record: Record, until: float) -> None:
         """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
+        work_for(None if record.trace is None else record.trace.span)
         clock = asyncio.get_running_loop().time
         carried = _plain(record)
         if record.terminal is not None or record.asked is None or carried is None:
@@ -135,12 +140,25 @@ class HandOver:
             await self._connection.request(self._subjects.placement_capsules(), codec.encode(capsule), limit_s)
         except (KvfleetError, TimeoutError) as error:
             why = "no placement is there to move it" if isinstance(error, WorkerLost) else str(error)
-            log.warning("request %s is not moved: %s", record.request, why)
+            log.warning(
+                "request %s is not moved: %s",
+                record.request,
+                why,
+                extra={"request": record.request},
+            )
             refusal = Draining(f"worker {self._worker} is going, and the request could not be moved: {why}")
         if record.terminal is not None:
-            log.info("request %s ended here while it was offered to placement", record.request)
+            log.info(
+                "request %s ended here while it was offered to placement",
+                record.request,
+                extra={"request": record.request},
+            )
         elif record.is_left:  # where it goes on is placement's to know; who left is sent nothing from here
-            log.info("request %s was cancelled while it was offered to placement", record.request)
+            log.info(
+                "request %s was cancelled while it was offered to placement",
+                record.request,
+                extra={"request": record.request},
+            )
             self._outbox.send_frames([self._end(record, clock())])
         elif refusal is not None:
             self._outbox.send_frames([self._fail(record, refusal, clock())])

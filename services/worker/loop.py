@@ -33,6 +33,8 @@ from kvproto.messages import (
 from kvproto.subjects import Subjects, receipt_inboxes
 from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots
+from kvservice import tracing
+from kvservice.tracing import Tracer
 from services.worker.admin import AdminDesk
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
@@ -42,6 +44,7 @@ from services.worker.kv_publisher import KvPublisher
 from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
+from services.worker.parting import Parting
 from services.worker.records import Record
 from services.worker.request_desk import RequestDesk, WorkerLimits
 from services.worker.tiers.base import Remote
@@ -68,6 +71,7 @@ class WorkerLoop:
         remote: Remote | None = None,
         has_successor: Callable[[], bool] = lambda: False,
         on_drain: Callable[[], None] = lambda: None,
+        tracer: Tracer = tracing.NULL,
     ) -> None:
         """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
         self._on_drain = on_drain
@@ -104,6 +108,7 @@ class WorkerLoop:
             lambda: self._state,
             self._spawn,
             remote,
+            tracer,
         )
         self.admin = AdminDesk(
             connection,
@@ -127,17 +132,33 @@ class WorkerLoop:
             has_successor,
         )
         self.requests.on_let_go = self.hand_over.let_go
+        self.parting = Parting(connection, subjects, engine, self.record, has_successor)
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
         me, names = self.record.id, self._subjects
+        verbs = (
+            ("generate.*", self.requests.on_generate),
+            ("cancel", self.requests.on_cancel),
+            ("cancel.*", self.requests.on_cancel),
+            ("resend", self.requests.on_resend),
+            ("resend.*", self.requests.on_resend),
+            ("pause", self.requests.on_pause),
+            ("pause.*", self.requests.on_pause),
+            ("admin", self.admin.on_admin_abroad),
+        )
+        abroad = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
         for subject, callback in (
+            *abroad,
             (names.worker_generate_all(me), self.requests.on_generate),
             (names.worker_cancel(me), self.requests.on_cancel),
+            (names.worker_cancel_all(me), self.requests.on_cancel),
             (names.worker_resend(me), self.requests.on_resend),
+            (names.worker_resend_all(me), self.requests.on_resend),
             (names.worker_pause(me), self.requests.on_pause),
+            (names.worker_pause_all(me), self.requests.on_pause),
             (receipt_inboxes(self._connection.inbox_prefix), self.requests.on_unheard),
             (names.worker_admin(me), self.admin.on_admin),
             (names.blocks(me), self.admin.on_snapshot),
@@ -179,9 +200,11 @@ class WorkerLoop:
             log.warning("the record does not say draining yet: %s", error)
 
     async def drain(self) -> None:
-        """Take no new work and hand over what runs, for a bounded time."""
+        """Take no new work, hand over what runs, and leave behind what others will ask for, for a bounded time."""
+        until = asyncio.get_running_loop().time() + self._limits.drain_s
         self.begin_drain()
         await self.hand_over.run(self._limits.drain_s)
+        await self.parting.run(until - asyncio.get_running_loop().time())
         self._broadcast.flush()
         await self.outbox.drain()
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from kvproto import codec
@@ -22,18 +21,20 @@ from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
 from kvproto.tenant_roots import public_prefix
-from kvservice import lifecycle, logs
+from kvservice import lifecycle, logs, tracing
 from kvservice.data_plane import runtime_folder
 from kvservice.membership import open_bucket
-from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
+from kvservice.probes import Probes
 from kvservice.settings import load
+from kvservice.tracing import Tracer, open_tracer
 from services.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
 from services.worker.engine import Engine
 from services.worker.engine_factory import build_engine
 from services.worker.engine_thread import EngineThread
 from services.worker.kv_publisher import KvPublisher
 from services.worker.loop import WorkerLoop
+from services.worker.model.device_watch import watch_device
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.preloading import preload
 from services.worker.request_desk import WorkerLimits
@@ -85,10 +86,12 @@ def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bund
 
 
 async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
+    probes = Probes(settings, life)
+    tracer = open_tracer(settings, "worker", life)
     member = settings.member
     if not is_token(member):
         raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="id")
-    subjects = Subjects(settings.namespace)
+    subjects = Subjects(settings.namespace, settings.region)
     loop = asyncio.get_running_loop()
 
     connection = await connect(
@@ -118,12 +121,12 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("lease", lease.release)
     log.info("loading %s from %s", name, folder)
     began = time.monotonic()
-    network = TierNetwork(settings, record.id, record.host, runtime_folder(settings, life))
+    network = TierNetwork(settings, record.id, record.host, runtime_folder(settings, life), tracer)
     engine = await lifecycle.in_daemon_thread(lambda: build_engine(settings, folder, bundle, network.remote_for))
     log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, engine.pool.num_blocks)
 
     worker, thread = assemble(
-        settings, connection, subjects, lease, engine, bundle, life.fatal, network, on_drain=life.stop
+        settings, connection, subjects, lease, engine, bundle, life.fatal, network, on_drain=life.stop, tracer=tracer
     )
     thread.start()
     await network.follow(connection, subjects, worker.record)
@@ -142,12 +145,9 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
             await loop.run_in_executor(None, engine.tiers.close)
 
     life.closing("worker", end, settings.drain_s + 5.0)
-    if settings.metrics_port is not None:
-        registry = CollectorRegistry()
-        registry.register(LiveCollector(readings(worker, connection, thread)))
-        server = MetricsServer(registry, settings.host, settings.metrics_port, lambda: not life.stopping.is_set())
-        life.closing("metrics", server.close)
-        log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+    watch = watch_device(engine.runner.device)
+    certificates = {"nats": settings.nats_cert, "data_plane": settings.data_plane_cert}
+    probes.ready(readings(worker, connection, thread, watch, network.remote, lambda: network.served, certificates))
     log.info("worker %s is ready", record.id)
 
 
@@ -162,6 +162,7 @@ def assemble(
     network: TierNetwork | None = None,
     *,
     on_drain: Callable[[], None] = lambda: None,
+    tracer: Tracer = tracing.NULL,
 ) -> tuple[WorkerLoop, EngineThread]:
     """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
@@ -197,6 +198,7 @@ def assemble(
         network.remote if network is not None else None,
         network.has_successor if network is not None else lambda: False,
         on_drain,
+        tracer,
     )
     loops.append(loop)
     return loop, thread

@@ -49,12 +49,18 @@ async def preload(
     return came
 
 
-async def _bring(thread: EngineThread, chain: HotChain, limit_s: float) -> None:
+def read_chain(chain: HotChain) -> tuple[Root, list[bytes], int]:
+    """Its root, its hashes, and how many they are."""
     root: Root = chain.root
     if chain.public_blocks:
         root = ForkedRoot(chain.public_root, chain.root, chain.public_blocks)
     raw = chain.hashes
     hashes = [raw[at : at + HASH_BYTES] for at in range(0, len(raw) - len(raw) % HASH_BYTES, HASH_BYTES)]
+    return root, hashes, len(hashes)
+
+
+async def _bring(thread: EngineThread, chain: HotChain, limit_s: float) -> None:
+    root, hashes, _ = read_chain(chain)
     tier = Tier.PEER if chain.source else Tier.VAULT
     await thread.call(lambda engine: engine.preload(root, hashes, tier, chain.source, limit_s))
     while await thread.call(lambda engine: engine.preloading):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from kvproto.messages import ChoiceFinished, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
 from services.worker.milestones import Course
 from services.worker.readers import Reader
+
+if TYPE_CHECKING:
+    from kvservice.tracing import Span
 
 
 @dataclass(slots=True)
@@ -27,6 +31,19 @@ class Track:
     def weight(self) -> int:
         """What it takes to keep, in tokens."""
         return len(self.ids) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
+
+
+class Trace(Protocol):
+    """What is recorded of a traced attempt."""
+
+    @property
+    def span(self) -> Span: ...
+
+    def joined(self, traceparent: str | None) -> None: ...
+
+    def moving(self) -> None: ...
+
+    def end(self, record: Record, terminal: Finished | Failed | Moved) -> None: ...
 
 
 @dataclass(slots=True)
@@ -50,11 +67,16 @@ class Record:
     paused_at: float | None = None
     paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them
     is_left: bool = False  # by its last reader: the engine was told to cancel it
+    trace: Trace | None = None
 
     @property
     def output_tokens(self) -> int:
         """Of all choices together, those of earlier attempts included."""
         return sum(track.next_index for track in self.tracks)
+
+    def is_of(self, tenant: str | None) -> bool:
+        """None: whoever asks may ask for anybody."""
+        return tenant is None or tenant == self.tenant
 
     def is_read_at(self, inbox: str) -> bool:
         return any(reader.inbox == inbox for reader in self.readers)

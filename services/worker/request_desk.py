@@ -8,11 +8,12 @@ has its result again. `loop` owns the worker's life and brings back what the eng
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvproto import codec
 from kvproto.block_hash import Root, chain
@@ -28,8 +29,13 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
-from kvproto.subjects import is_inbox
+from kvproto.regions import seal, split
+from kvproto.subjects import is_inbox, may_read, tenant_of_word
 from kvproto.tenant_roots import TenantRoots
+from kvproto.trace_context import in_headers, sampled
+from kvservice import tracing
+from kvservice.tracing import Tracer
+from services.worker import request_trace
 from services.worker.broadcast import Broadcast
 from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook
@@ -37,11 +43,11 @@ from services.worker.giving_way import Attempt, Departures
 from services.worker.outbox import Outbox
 from services.worker.readers import Reader
 from services.worker.records import Record
-from services.worker.request_intake import check_capacity, check_request, content_of, may_read, sequences_of
+from services.worker.request_intake import check_capacity, check_request, content_of, sequences_of
 from services.worker.tiers.base import Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S
 from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.restorer import HANDED_LOOK_S
+from services.worker.tiers.restorer import FAR_LOOK_S, HANDED_LOOK_S
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +80,9 @@ class RequestDesk:
         state: Callable[[], State],
         spawn: Spawn,
         remote: Remote | None = None,
+        tracer: Tracer = tracing.NULL,
     ) -> None:
+        self._tracer = tracer
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
@@ -91,7 +99,7 @@ class RequestDesk:
         self._spawn = spawn
         self._remote = remote
         self._departures = Departures()
-        self._tokenising: set[tuple[str, int, str]] = set()  # request, attempt, inbox
+        self._tokenising: set[tuple[str, int, str, str]] = set()  # request, attempt, inbox, tenant
         self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
     def close(self) -> None:
@@ -102,12 +110,19 @@ class RequestDesk:
     async def on_generate(self, message: Message) -> None:
         """Accept one attempt and hand it to the engine, or say why not to whoever waits for the acknowledgement."""
         tenant = message.subject.rsplit(".", 1)[-1]
+        if not may_read(message.reply, tenant):
+            self.refused_total += 1  # not even that is told there
+            return
         request: GenerateRequest | None = None
         try:
             request = codec.decode(GenerateRequest, message.data)
+            if message.headers and (given := sampled(in_headers(message.headers))) is not None:
+                request = replace(request, traceparent=given)
             give_way = self._check(request, len(self._tokenising))
+            if not may_read(request.inbox, tenant):
+                raise InvalidRequest("is another tenant's", field="inbox")
             if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
-                key = request.request, request.attempt, request.inbox
+                key = request.request, request.attempt, request.inbox, tenant
                 if key not in self._tokenising:
                     self._tokenising.add(key)  # from now on a cancel finds it
                     self._spawn(self._tokenise_aside(message, request, tenant))
@@ -122,7 +137,7 @@ class RequestDesk:
 
     async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
         """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
-        key = request.request, request.attempt, request.inbox
+        key = request.request, request.attempt, request.inbox, tenant
         try:
             encoded = asyncio.get_running_loop().run_in_executor(
                 self._tokenisers, self._encode_prompt, request.prompt or ""
@@ -152,6 +167,8 @@ class RequestDesk:
         if known.terminal is None:
             self._park(known)  # a newcomer wants to read
         self._acknowledge(request, reply)
+        if known.trace is not None and known.terminal is None:
+            known.trace.joined(request.traceparent)
         self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
         if request.watcher and known.terminal is not None:
             self._outbox.send(reply, codec.encode_frames([known.terminal]))
@@ -163,8 +180,11 @@ class RequestDesk:
 
     def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str, content: bytes) -> None:
         self.requests_total += 1
+        about = {"request": request.request, "tenant": tenant}
+        log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
         now = asyncio.get_running_loop().time()
         record = self._frames.open(request, reply, tenant, now, content)
+        record.trace = trace = request_trace.begin(self._tracer, self._record.id, request, tenant)
         self._broadcast.wake()
         self._acknowledge(request, reply)
         remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
@@ -181,7 +201,8 @@ class RequestDesk:
             root=root,
             tenant=tenant,
             deadline=None if remaining is None else time.monotonic() + remaining,
-            prospect=self._prospects(request, root, ids),
+            prospect=self._prospects(request, root, ids, trace.span.traceparent if trace is not None else ""),
+            trace=None if trace is None else trace.sequence,
         ):
             self._engine.submit(spec)
 
@@ -194,21 +215,21 @@ class RequestDesk:
         self._engine.make_room(request.request, request.attempt, count).add_done_callback(answered)
 
     def _prospects(
-        self, request: GenerateRequest, root: Root, ids: tuple[int, ...]
+        self, request: GenerateRequest, root: Root, ids: tuple[int, ...], traceparent: str
     ) -> Callable[[int], Prospect | None]:
         """What can be had of each choice. Fresh ones share their prompt, and so what is found of it."""
         shared: list[Prospect | None] = []
 
         def of(choice: int) -> Prospect | None:
             if outputs := request.continuation(choice).output_ids:
-                return self._look(request, root, ids + outputs)
+                return self._look(request, root, ids + outputs, traceparent)
             if not shared:
-                shared.append(self._look(request, root, ids))
+                shared.append(self._look(request, root, ids, traceparent))
             return shared[0]
 
         return of
 
-    def _look(self, request: GenerateRequest, root: Root, known: tuple[int, ...]) -> Prospect | None:
+    def _look(self, request: GenerateRequest, root: Root, known: tuple[int, ...], traceparent: str) -> Prospect | None:
         """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
         size = self._record.block_size
         rate = self._engine.measure()[1].prefill_tokens_per_s
@@ -217,14 +238,28 @@ class RequestDesk:
         if rate and len(known) < LOOK_WORTH_S * rate and not request.handed_over:
             return None
         names = names_of(root, chain(root, known, size), known, size)
+        far = self._introduce(request)
+        source = request.source if far or not split(request.source)[0] else ""
         finding = self._remote.look(
             names,
             exact=request.exact,
-            peer=request.source,
+            peer=source,
             on_ready=self._engine.wake,
-            limit_s=HANDED_LOOK_S if request.handed_over else None,
+            limit_s=FAR_LOOK_S if far else HANDED_LOOK_S if request.handed_over else None,
+            traceparent=traceparent,
         )
-        return Prospect(names, finding, request.source, request.handed_over)
+        return Prospect(names, finding, source, request.handed_over, far, traceparent)
+
+    def _introduce(self, request: GenerateRequest) -> bool:
+        """Whether its source is a worker of another region, vouched for by who has the fleet's key."""
+        if self._remote is None or not split(request.source)[0]:
+            return False
+        sealed = seal(self._limits.fleet_key, request.source, request.source_addresses)
+        if not self._limits.fleet_key or not hmac.compare_digest(sealed, request.source_seal):
+            log.warning("request %s: the addresses of %s are not believed", request.request, request.source)
+            return False
+        self._remote.introduce(request.source, request.source_addresses)
+        return True
 
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
@@ -253,6 +288,7 @@ class RequestDesk:
             error.field,
             retry_after_s=error.retry_after_s,
         )
+        log.debug("request %s: refused: %s", failed.request, error, extra={"request": failed.request})
         self._outbox.send(message.reply, codec.encode_frames([failed]))
 
     # ------------------------------------------------------------------ what runs
@@ -263,16 +299,18 @@ class RequestDesk:
         except CodecError as error:
             self._malformed(message, error)
             return
+        asker = tenant_of_word(message.subject)
         self._tokenising -= {
-            (request, attempt, inbox)
-            for request, attempt, inbox in self._tokenising
+            (request, attempt, inbox, tenant)
+            for request, attempt, inbox, tenant in self._tokenising
             if request == cancel.request
+            and asker in (None, tenant)
             and cancel.attempt in (None, attempt)
             and (not cancel.inbox or cancel.inbox == inbox)
         }
-        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox):
+        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker):
             self.on_let_go(cancel.request, attempt)
-        for attempt in self._frames.attempts(cancel.request):
+        for attempt in self._frames.attempts(cancel.request, asker):
             if cancel.attempt in (None, attempt):
                 self._leave(cancel.request, attempt, cancel.inbox)
 
@@ -307,7 +345,9 @@ class RequestDesk:
             self._malformed(message, error)
             return
         record = self._frames.find(pause.request, pause.attempt)
-        if record is not None and (not pause.inbox or record.is_read_at(pause.inbox)):
+        if record is None or not record.is_of(tenant_of_word(message.subject)):
+            return
+        if not pause.inbox or record.is_read_at(pause.inbox):
             self._frames.pause(record, pause.inbox, paused=pause.paused)
             self._park(record, again=pause.paused)
 
@@ -326,13 +366,14 @@ class RequestDesk:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
         try:
             asked = codec.decode(ResendRequest, message.data)
-            if not is_inbox(asked.inbox):
-                raise CodecError("must be an inbox", field="inbox")
+            asker = tenant_of_word(message.subject)
+            if not is_inbox(asked.inbox) or (asker is not None and not may_read(asked.inbox, asker)):
+                raise CodecError("must be an inbox of one's own", field="inbox")
         except CodecError as error:
             self._malformed(message, error)
             return
         known = self._frames.known(asked.request, asked.attempt)
-        if known is not None and not may_read(asked.inbox, known.tenant):
+        if known is not None and not (known.is_of(asker) and may_read(asked.inbox, known.tenant)):
             self.refused_total += 1
             log.warning("%s asks for an attempt of another tenant", asked.inbox)
             return

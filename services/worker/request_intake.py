@@ -10,9 +10,10 @@ from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from kvproto.messages import GenerateRequest, Load, Rates
-from kvproto.subjects import PRODUCER_INBOX, is_inbox
+from kvproto.subjects import is_inbox
 from services.worker.giving_way import could_give_way, full, until_served
 from services.worker.sequence import SequenceSpec
+from services.worker.sequence_trace import SequenceTrace
 from services.worker.tiers.prospect import Prospect
 
 
@@ -31,12 +32,6 @@ def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_
     if request.expires_unix_ms is not None and request.expires_unix_ms < unix_ms:
         # Nobody waits for one that NATS kept back for so long; whoever does knows that a clock is wrong.
         raise Unavailable("the request arrived after its deadline, by this worker's clock", field=EXPIRES)
-
-
-def may_read(inbox: str, tenant: str) -> bool:
-    """Whether a tenant's frames may be sent there: a producer's inbox names its tenant, the fleet's own serve all."""
-    role, _, rest = inbox.partition(".")
-    return role != PRODUCER_INBOX or rest.partition(".")[0] == tenant
 
 
 def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> bytes:
@@ -82,8 +77,10 @@ def sequences_of(
     tenant: str,
     deadline: float | None,
     prospect: Callable[[int], Prospect | None] = lambda choice: None,
+    trace: SequenceTrace | None = None,
 ) -> Iterator[SequenceSpec]:
-    """One per choice that is to be generated, each where an earlier attempt left it. `prospect`: of a choice."""
+    """One per choice that is to be generated, each where an earlier attempt left it. `prospect`: of a choice;
+    `trace`: the first one's."""
     for choice in choices:
         before = request.continuation(choice)
         yield SequenceSpec(
@@ -100,4 +97,6 @@ def sequences_of(
             choice=choice,
             exact=request.exact,
             prospect=prospect(choice),
+            trace=trace,
         )
+        trace = None

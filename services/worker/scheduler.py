@@ -239,6 +239,8 @@ class Scheduler:
         if not count:
             return
         draw = _draw(sequence) if count == remaining else None
+        if sequence.spec.trace is not None:
+            sequence.spec.trace.chunk(count)
         plan.add_chunk(sequence, Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
         allowance.spend(start, count)
         if start + count > sequence.charged:
@@ -255,6 +257,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        if sequence.spec.trace is not None:
+            sequence.spec.trace.preemptions += 1
         self.on_preempt(sequence)
         sequence.restores = 0
         self._withdraw(sequence)

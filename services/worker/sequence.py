@@ -21,6 +21,8 @@ from kvproto.messages import FinishReason, Sampling, Tier
 from services.worker.content_index import common_prefix
 from services.worker.context_window import ContextWindow
 from services.worker.precedence import rank_of
+from services.worker.sequence_trace import SequenceTrace
+from services.worker.tenant_costs import Account
 from services.worker.tenant_shares import Share
 from services.worker.text_stream import TextStream
 from services.worker.tiers.prospect import Prospect
@@ -50,6 +52,7 @@ class SequenceSpec:
     deadline: float | None = None
     choice: int = 0
     exact: bool = False  # nothing lossy is used
+    trace: SequenceTrace | None = None  # of a traced request
     prospect: Prospect | None = None  # its chain under `root`, and what vaults and peers have of it
 
 
@@ -70,10 +73,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "banned", "blocks", "cached_tokens", "charged", "computed", "enqueued", "filled", "hashes",
-        "ids", "leader", "lossy", "max_outputs", "num_outputs", "num_prompt", "passed", "penalised", "private",
-        "prompt_seen", "rank", "restored", "restores", "root", "share", "shared", "siblings", "spec", "start",
-        "started", "state", "stop_ids", "text", "window",
+        "account", "arrival", "banned", "blocks", "cached_tokens", "charged", "computed", "enqueued", "filled",
+        "hashes", "ids", "leader", "lossy", "max_outputs", "num_outputs", "num_prompt", "passed", "penalised",
+        "private", "prompt_seen", "rank", "restored", "restores", "root", "share", "shared", "siblings", "spec",
+        "start", "started", "state", "stop_ids", "text", "window",
     )  # fmt: skip
 
     share: Share  # the tenant's, while it waits or runs
@@ -89,8 +92,10 @@ class Sequence:
         stop_ids: frozenset[int],
         text: TextStream,
         siblings: list[Sequence],
+        account: Account,
     ) -> None:
         self.spec = spec
+        self.account = account  # the tenant's, for what it costs
         self.arrival = arrival
         self.enqueued = enqueued
         self.rank = rank_of(spec.priority, enqueued, arrival)

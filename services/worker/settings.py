@@ -20,6 +20,7 @@ class WorkerSettings(DataPlaneSettings):
         "torch", description="fake: a deterministic model without torch, for tests"
     )
     fake_tokens_per_s: float = Field(0.0, ge=0, description="speed of the fake runner; 0: unlimited")
+    fake_prefill_tokens_per_s: float = Field(0.0, ge=0, description="the same for prompts")
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: int = Field(16, ge=1, le=256)
@@ -49,7 +50,10 @@ class WorkerSettings(DataPlaneSettings):
         None, ge=1, description="CPU threads of the model; default: cores / workers on the host"
     )
     workers_on_host: int = Field(1, ge=1, description="how many workers share this host's cores")
-    fleet_key: str = Field("", description="secret from which tenants' cache salts are derived; equal in all processes")
+    fleet_key: str = Field(
+        "", description="secret from which tenants' cache salts are derived; equal in all processes", repr=False
+    )
+    fleet_key_file: Path | None = Field(None, description="file that holds it")
     public_prefixes_file: Path | None = Field(
         None, description="JSON list of texts (a rendered system prompt) whose cache all tenants share"
     )

@@ -14,12 +14,16 @@ from pathlib import Path
 from kvproto.connection import Connection
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing, KeyWatch, follow_keys
-from kvproto.dataplane.server import DataPlaneServer
+from kvproto.dataplane.server import Counters, DataPlaneServer
 from kvproto.members import Members
-from kvproto.messages import WorkerRecord
+from kvproto.messages import Tier, WorkerRecord
+from kvproto.regions import link_key
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
+from kvservice import tracing
+from kvservice.block_spans import recorder_of
 from kvservice.data_plane import client_context, reachable, server_context
+from kvservice.tracing import Tracer
 from services.worker.engine_thread import EngineThread
 from services.worker.model.base import BlockMemory
 from services.worker.settings import WorkerSettings
@@ -33,20 +37,26 @@ from services.worker.tiers.tiers import Tiers
 log = logging.getLogger(__name__)
 
 REFRESH_PERIOD_S = 0.25
+LINK_KEY = "between-regions"  # no id of the bucket: those are random, or `first`
 
 
 class TierNetwork:
     """Made before the model is loaded, as the engine is built around `remote`; `listen` once there is an engine,
     `follow` once NATS is to be asked. `stop` from the loop that started it."""
 
-    def __init__(self, settings: WorkerSettings, worker: str, host: str, folder: Path) -> None:
+    def __init__(
+        self, settings: WorkerSettings, worker: str, host: str, folder: Path, tracer: Tracer = tracing.NULL
+    ) -> None:
         """`folder` is for the Unix socket. Raises InvalidRequest or Unavailable for TLS files of no use."""
-        self.ring = KeyRing()
+        far = {LINK_KEY: link_key(settings.fleet_key.encode())} if settings.region and settings.fleet_key else {}
+        self.ring = KeyRing(accepted=far)
+        self._far_keys = KeyRing(far) if far else None
         self.remote: RemoteTiers | None = None
         self._settings = settings
         self._worker = worker
         self._host = host
         self._folder = folder
+        self._tracer = tracer
         self._tls = server_context(settings), client_context(settings)
         self._server: DataPlaneServer | None = None
         self._keys: KeyWatch | None = None
@@ -64,7 +74,7 @@ class TierNetwork:
             BlockShape(*memory.rows),
             BlockCodec(self._settings.vault_codec),
         )
-        self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1])
+        self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1], far_keys=self._far_keys, tracer=self._tracer)
         return self.remote
 
     def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
@@ -76,6 +86,7 @@ class TierNetwork:
             tcp=(self._settings.data_plane_host, self._settings.data_plane_port),
             unix_path=self._folder / f"{self._worker}.sock",
             tls=self._tls[0],
+            on_traced=recorder_of(self._tracer, Tier.PEER),
         )
         self._server.start()
         return reachable(self._server.addresses, self._settings)
@@ -88,6 +99,11 @@ class TierNetwork:
         await self._members.start()
         self._refresh(me)
         self._refreshing = asyncio.create_task(self._keep_fresh(me), name="tier-addresses")
+
+    @property
+    def served(self) -> Counters:
+        """What peers asked of this worker."""
+        return Counters() if self._server is None else self._server.counters
 
     def has_successor(self) -> bool:
         """Whether another worker of this model takes new work."""

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kvproto.connection import Connection
+from kvproto.dataplane.server import Counters
 from kvproto.messages import Load, Tier, TierLoad
+from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import LabelledReader, Reading
+from kvservice.process_metrics import common_readings
 from services.worker.engine_thread import EngineThread
 from services.worker.loop import WorkerLoop
+from services.worker.model.device_watch import DeviceWatch
+from services.worker.tenant_costs import Account
+from services.worker.tiers.remote import RemoteTiers
+from services.worker.tiers.remote_counts import RemoteCounts
 
 _LOAD = (
-    ("kvfleet_worker_requests_waiting", "requests that wait for a slot or for blocks", "waiting"),
-    ("kvfleet_worker_requests_running", "sequences that take part in steps", "running"),
-    ("kvfleet_worker_blocks_used", "KV blocks that running sequences hold", "blocks_used"),
-    ("kvfleet_worker_blocks_cached", "KV blocks with an address in the content index", "blocks_cached"),
+    ("kvfleet_worker_waiting_requests", "requests that wait for a slot or for blocks", "waiting"),
+    ("kvfleet_worker_running_requests", "sequences that take part in steps", "running"),
+    ("kvfleet_worker_used_blocks", "KV blocks that running sequences hold", "blocks_used"),
+    ("kvfleet_worker_cached_blocks", "KV blocks with an address in the content index", "blocks_cached"),
     ("kvfleet_worker_blocks", "KV blocks on the device", "blocks_total"),
     ("kvfleet_worker_queued_prefill_tokens", "prompt tokens still to be fed", "queued_prefill_tokens"),
     ("kvfleet_worker_prompt_tokens_total", "prompt tokens of started requests", "prompt_tokens_total"),
@@ -26,12 +34,12 @@ _LOAD = (
 )
 
 
-_TIERS = (Tier.HOST.value, Tier.VAULT.value, Tier.PEER.value)
+_TIERS = (Tier.DEVICE.value, Tier.HOST.value, Tier.VAULT.value, Tier.PEER.value)
 _TIER_LOAD = (
     ("kvfleet_worker_tier_bytes", "memory that KV blocks take in the tier", "bytes_used"),
     ("kvfleet_worker_tier_capacity_bytes", "memory that KV blocks may take in the tier", "bytes_total"),
     ("kvfleet_worker_tier_blocks", "KV blocks with an address in the tier", "blocks"),
-    ("kvfleet_worker_tier_hit_tokens_total", "prompt tokens restored from the tier", "hit_tokens_total"),
+    ("kvfleet_worker_tier_hit_tokens_total", "prompt tokens found in the tier, or brought from it", "hit_tokens_total"),
     ("kvfleet_worker_tier_restores_total", "restores that brought blocks from the tier", "restores_total"),
     ("kvfleet_worker_tier_restored_bytes_total", "bytes restored from the tier", "restored_bytes_total"),
     ("kvfleet_worker_tier_restore_seconds_total", "time that these restores took", "restore_seconds_total"),
@@ -41,6 +49,14 @@ _TIER_LOAD = (
 _FAILURES = (  # others exist once they happen
     "late", "unwanted", "timeout", "gone", "given_up", "checksum", "format", "missing", "wrong", "quarantined",
 )  # fmt: skip
+
+
+_TENANT = (
+    ("engine_seconds_total", "seconds of steps, shared by the tokens that each ran on", "engine_seconds"),
+    ("prompt_tokens_total", "prompt tokens of started requests", "prompt_tokens"),
+    ("cached_tokens_total", "of those, tokens found in a cache", "cached_tokens"),
+    ("generated_tokens_total", "tokens generated", "generated_tokens"),
+)
 
 
 def _tier_readings(loads: Callable[[], Mapping[str, TierLoad]]) -> list[Reading]:
@@ -71,17 +87,39 @@ def _tier_readings(loads: Callable[[], Mapping[str, TierLoad]]) -> list[Reading]
     ]
 
 
+def device_load(load: Load, block_bytes: int, hit_tokens: int) -> TierLoad:
+    """The device as a tier among the others."""
+    return TierLoad(
+        blocks=load.blocks_addressed,
+        bytes_used=(load.blocks_used + load.blocks_cached) * block_bytes,
+        bytes_total=load.blocks_total * block_bytes,
+        hit_tokens_total=hit_tokens,
+        evictions_total=load.evictions_total,
+    )
+
+
 def _engine_readings(engine: EngineThread) -> list[Reading]:
-    times = engine.cancel_to_free
+    times, counters = engine.cancel_to_free, engine.counters
     return [
         Reading(
             "kvfleet_worker_cancel_to_free_seconds",
             "from a cancel to when the blocks of what it ended were free",
-            read_histogram=lambda: (times.buckets(), times.sum_s),
+            read_histogram=times.read,
         ),
-        Reading("kvfleet_worker_cancel_to_free_max_seconds", "the longest of these", lambda: times.max_s),
+        Reading("kvfleet_worker_cancel_to_free_max_seconds", "the longest of these", lambda: times.max),
         Reading(
-            "kvfleet_worker_steps_aborted_total",
+            "kvfleet_worker_queue_wait_seconds",
+            "from a request's coming to its first step",
+            read_histogram=lambda: counters.queue_waits.read(),
+        ),
+        Reading("kvfleet_worker_steps_total", "steps of the engine", lambda: counters.steps_total),
+        Reading(
+            "kvfleet_worker_engine_busy_seconds_total",
+            "time in steps: its rate is how busy the engine is",
+            lambda: counters.busy_seconds_total,
+        ),
+        Reading(
+            "kvfleet_worker_aborted_steps_total",
             "steps given up because all they computed for was cancelled",
             lambda: engine.steps_aborted_total,
         ),
@@ -90,19 +128,149 @@ def _engine_readings(engine: EngineThread) -> list[Reading]:
             "blocks of running sequences given to vaults so that a crash costs less",
             lambda: engine.protected_blocks_total,
         ),
+        *_tenant_readings(lambda: counters.costs.accounts()),
     ]
 
 
-def readings(worker: WorkerLoop, connection: Connection, engine: EngineThread) -> list[Reading]:
+def _tenant_readings(accounts: Callable[[], Mapping[str, Account]]) -> list[Reading]:
+    def of_field(field: str) -> LabelledReader:
+        return lambda: {(tenant,): float(getattr(account, field)) for tenant, account in accounts().items()}
+
+    assert all(field in Account.__slots__ for _, _, field in _TENANT)
+    return [
+        Reading(f"kvfleet_worker_tenant_{name}", text, labels=("tenant",), read_labelled=of_field(field))
+        for name, text, field in _TENANT
+    ]
+
+
+def _transfer_readings(
+    engine: EngineThread, remote: RemoteTiers | None, served: Callable[[], Counters]
+) -> list[Reading]:
+    def moved() -> dict[tuple[str, ...], float]:
+        tiers = engine.counters.tiers
+        copier = tiers.copier if tiers is not None else None
+        found = {Tier.HOST: (copier.bytes_in_total, copier.bytes_out_total) if copier is not None else (0, 0)}
+        found |= remote.counts.transfers() if remote is not None else {Tier.VAULT: (0, 0), Tier.PEER: (0, 0)}
+        to_peers = served()
+        came, went = found[Tier.PEER]
+        found[Tier.PEER] = came + to_peers.bytes_in, went + to_peers.bytes_out
+        return {
+            (tier.value, direction): float(count)
+            for tier, both in found.items()
+            for direction, count in zip(("in", "out"), both, strict=True)
+        }
+
+    def refused() -> dict[tuple[str, ...], float]:
+        counts = dict.fromkeys(HANDSHAKE_REFUSALS, 0) | dict(served().refused)
+        return {(reason,): float(count) for reason, count in counts.items()}
+
+    return [
+        Reading(
+            "kvfleet_worker_transfer_bytes_total",
+            "bytes between device and host, or over the data plane; in: to this worker, or up to its device",
+            labels=("tier", "direction"),
+            read_labelled=moved,
+        ),
+        Reading(
+            "kvfleet_worker_refused_handshakes_total",
+            "data-plane connections that were not let in",
+            labels=("reason",),
+            read_labelled=refused,
+        ),
+    ]
+
+
+def _codec_readings(remote: RemoteTiers | None) -> list[Reading]:
+    counts = remote.counts if remote is not None else RemoteCounts()
+    return [
+        Reading(
+            "kvfleet_worker_quantised_snr_decibels",
+            "signal to noise of blocks that were quantised for a vault",
+            read_histogram=counts.snr_db.read,
+        ),
+        Reading("kvfleet_worker_quantised_blocks_total", "such blocks", lambda: counts.snr_db.count),
+        Reading("kvfleet_worker_quantised_raw_bytes_total", "their bytes before", lambda: counts.quantised_raw_bytes),
+        Reading("kvfleet_worker_quantised_bytes_total", "their bytes after", lambda: counts.quantised_bytes),
+        Reading(
+            "kvfleet_worker_kept_raw_blocks_total",
+            "blocks that were to be quantised and would have been below the gate of signal to noise",
+            lambda: counts.kept_raw,
+        ),
+    ]
+
+
+def _device_readings(watch: DeviceWatch) -> list[Reading]:
+    where = (watch.device,)
+
+    def utilisation() -> dict[tuple[str, ...], float]:
+        share = watch.utilisation()
+        return {} if share is None else {where: share}
+
+    def memory(which: int) -> LabelledReader:
+        return lambda: {where: float(watch.memory()[which])}
+
+    return [
+        Reading(
+            "kvfleet_worker_device_memory_used_bytes",
+            "memory in use: of a GPU by all, on the CPU by this process",
+            labels=("device",),
+            read_labelled=memory(0),
+        ),
+        Reading(
+            "kvfleet_worker_device_memory_bytes",
+            "memory that there is: the GPU's, or the host's or cgroup's",
+            labels=("device",),
+            read_labelled=memory(1),
+        ),
+        Reading(
+            "kvfleet_worker_device_utilisation_ratio",
+            "share of the last moment in which something ran on the GPU; of GPUs with NVML alone",
+            labels=("device",),
+            read_labelled=utilisation,
+        ),
+    ]
+
+
+def _info(worker: WorkerLoop, device: str) -> Reading:
+    record = worker.record
+    return Reading(
+        "kvfleet_worker_info",
+        "1; its labels say which worker this is, to be joined on the instance",
+        labels=("worker", "model", "device"),
+        read_labelled=lambda: {(record.id, record.model, device): 1.0},
+    )
+
+
+def readings(
+    worker: WorkerLoop,
+    connection: Connection,
+    engine: EngineThread,
+    watch: DeviceWatch,
+    remote: RemoteTiers | None = None,
+    served: Callable[[], Counters] = Counters,
+    certificates: Mapping[str, str | Path | None] = {},
+) -> list[Reading]:
+    """`served`: what peers asked of this worker."""
+
     def of_load(field: str) -> Callable[[], float]:
         return lambda: float(getattr(worker.heartbeat().load, field))
+
+    def tiers() -> dict[str, TierLoad]:
+        load = worker.heartbeat().load
+        device = device_load(load, worker.record.block_bytes, engine.counters.device_hit_tokens_total)
+        return {Tier.DEVICE.value: device} | dict(load.tiers)
 
     assert all(field in Load.__slots__ for _, _, field in _LOAD)
     out = [Reading(name, text, of_load(field)) for name, text, field in _LOAD]
     return [
         *out,
-        *_tier_readings(lambda: worker.heartbeat().load.tiers),
+        _info(worker, watch.device),
+        *_tier_readings(tiers),
         *_engine_readings(engine),
+        *_transfer_readings(engine, remote, served),
+        *_codec_readings(remote),
+        *_device_readings(watch),
+        *common_readings("worker", connection, certificates),
         Reading(
             "kvfleet_worker_prefill_tokens_per_second",
             "measured",
@@ -111,7 +279,7 @@ def readings(worker: WorkerLoop, connection: Connection, engine: EngineThread) -
         Reading(
             "kvfleet_worker_decode_steps_per_second", "measured", lambda: worker.heartbeat().rates.decode_steps_per_s
         ),
-        Reading("kvfleet_worker_moved_total", "requests handed over", lambda: worker.hand_over.moved_total),
+        Reading("kvfleet_worker_moved_requests_total", "requests handed over", lambda: worker.hand_over.moved_total),
         Reading(
             "kvfleet_worker_recomputed_tokens_total",
             "tokens of continued requests that an earlier attempt had computed",
@@ -126,17 +294,16 @@ def readings(worker: WorkerLoop, connection: Connection, engine: EngineThread) -
             lambda: engine.step_age_s,
         ),
         Reading("kvfleet_worker_requests_total", "requests accepted", lambda: worker.requests.requests_total),
-        Reading("kvfleet_worker_requests_refused_total", "requests refused", lambda: worker.requests.refused_total),
+        Reading("kvfleet_worker_refused_requests_total", "requests refused", lambda: worker.requests.refused_total),
         Reading(
-            "kvfleet_worker_messages_malformed_total",
+            "kvfleet_worker_malformed_messages_total",
             "messages that could not be read",
             lambda: worker.requests.malformed_total,
         ),
-        Reading("kvfleet_worker_frames_dropped_total", "frames NATS did not take", lambda: worker.outbox.dropped_total),
+        Reading("kvfleet_worker_dropped_frames_total", "frames NATS did not take", lambda: worker.outbox.dropped_total),
         Reading(
-            "kvfleet_worker_milestones_dropped_total",
+            "kvfleet_worker_dropped_milestones_total",
             "what requests came to, never told to placement: NATS was away for long",
             lambda: worker.milestones.dropped_total,
         ),
-        Reading("kvfleet_nats_reconnects_total", "reconnects to NATS", lambda: connection.reconnects_total),
     ]

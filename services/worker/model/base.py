@@ -59,6 +59,7 @@ class ModelRunner(Protocol):
     """A model and its KV pool. Called from one thread."""
 
     abort: Abort
+    device: str  # as torch names it
 
     @property
     def vocab_size(self) -> int: ...

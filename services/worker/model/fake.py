@@ -107,6 +107,7 @@ class FakeRunner:
         self._clock = clock
         self._sleep = sleep
         self._due = 0.0
+        self.device = "cpu"
         self.abort = Abort()
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:

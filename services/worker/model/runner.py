@@ -31,6 +31,7 @@ class TorchRunner:
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
+        self.device = str(loaded.device)
         self._backend = backend
         self.abort = Abort()
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)

@@ -34,6 +34,7 @@ class Landing:
     ended: bool = False
     failure: str = ""  # timeout, gone, checksum, format, missing, ... : a metric's label
     sources: dict[int, str] = field(default_factory=dict)  # ids of the vaults or peers that blocks came from
+    traceparent: str = ""  # of a traced request
 
     def land(self, at: int, header: BlockHeader, write: Callable[[], None]) -> bool:
         """Called by a transfer thread: `write` the block to its place, unless nobody wants it any more."""
@@ -65,6 +66,7 @@ class Remote(Protocol):
         peer: str,
         on_ready: Callable[[], None],
         limit_s: float | None = None,
+        traceparent: str = "",
     ) -> Finding:
         """Ask all vaults concerned, and `peer` if it is not "", what they have of a chain's rest. The finding is
         ready, with what is known by then, after at most `limit_s`, by default LOOK_LIMIT_S."""
@@ -98,6 +100,13 @@ class Remote(Protocol):
 
     def speed(self, tier: Tier) -> LinkSpeed | None:
         """Of VAULT or PEER; None until measured, and while there is nobody to ask."""
+
+    def introduce(self, source: str, addresses: Sequence[str]) -> None:
+        """A worker of another region, called `<region>.<id>`: it can be named as `peer` from now on, and its link is
+        being measured."""
+
+    def speed_of(self, source: str) -> LinkSpeed | None:
+        """Of one that was introduced; None until measured."""
 
     def distrust(self, source: str) -> None:
         """A block that came from this vault or peer was wrong although its checksum was right."""

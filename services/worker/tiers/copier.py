@@ -66,6 +66,8 @@ class Copier:
     def __init__(self) -> None:
         self.speed_in = CopySpeed()  # to the device
         self.speed_out = CopySpeed()
+        self.bytes_in_total = 0  # likewise
+        self.bytes_out_total = 0
         self._urgent: deque[CopyJob] = deque()
         self._behind: deque[CopyJob] = deque()
         self._wake = threading.Semaphore(0)
@@ -103,7 +105,11 @@ class Copier:
             self._wake.acquire()
             if self._closing:
                 return
-            queue, speed = (self._urgent, self.speed_in) if self._urgent else (self._behind, self.speed_out)
-            job = queue.popleft()
+            comes_in = bool(self._urgent)
+            job = (self._urgent if comes_in else self._behind).popleft()
             took = job.run()
-            speed.observe(job.bytes_done, took)
+            (self.speed_in if comes_in else self.speed_out).observe(job.bytes_done, took)
+            if comes_in:
+                self.bytes_in_total += job.bytes_done
+            else:
+                self.bytes_out_total += job.bytes_done

@@ -19,6 +19,9 @@ from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.errors import CodecError
 from kvproto.messages import Tier
+from kvservice import tracing
+from kvservice.tracing import Tracer
+from services.worker.tiers.asking import asking
 from services.worker.tiers.base import BlockName, Landing
 from services.worker.tiers.block_check import FOREIGN, fault_of
 from services.worker.tiers.codecs.block_codec import decode
@@ -47,6 +50,7 @@ class Intake:
     deadlines: Deadlines
     fault: Callable[[Source, str], None]
     missing: Callable[[str, bytes], None]
+    tracer: Tracer = tracing.NULL
 
 
 class Fetch:
@@ -158,8 +162,20 @@ class FetchPart:
         self._wire_bytes = 0
         self._began: float | None = None
         self._stopped: float | None = None
+        self._traceparent = ""
 
     def run(self, client: DataPlaneClient) -> None:
+        given = self._fetch.landing.traceparent
+        if not given:
+            self._run(client)
+            return
+        with asking(self._intake.tracer, given, "fetch", self._fetch.tier, self.source.id) as span:
+            self._traceparent = span.traceparent if span is not None else ""
+            self._run(client)
+            if span is not None:
+                span.set({"kvfleet.blocks.hit": self._blocks, "kvfleet.bytes": self._wire_bytes})
+
+    def _run(self, client: DataPlaneClient) -> None:
         now = self._began = time.monotonic()
         speed = self.source.own_speed()
         predicted = seconds_of(speed, self.wanted_bytes) if speed is not None else 0.0
@@ -221,8 +237,9 @@ class FetchPart:
             self._next = at[reached] if reached < len(at) else self._next
             return True
 
+        hashes = [names[one].hash for one in at]
         for index, status in enumerate(
-            client.get(root, [names[one].hash for one in at], fetch.exact, sink, on_block, deadline)
+            client.get(root, hashes, fetch.exact, sink, on_block, deadline, self._traceparent)
         ):
             if status is GetStatus.CORRUPT:
                 self._fault(at[index], "checksum")

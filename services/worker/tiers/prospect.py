@@ -40,6 +40,8 @@ class Prospect:
     finding: Finding
     peer: str = ""
     insists: bool = False
+    far: bool = False  # the peer is in another region
+    traceparent: str = ""  # of a traced request: what vaults and peers are asked below
 
 
 def own_root(root: Root) -> bytes:

@@ -24,6 +24,10 @@ from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.hash_ring import HashRing
 from kvproto.messages import Tier, TierLoad
+from kvproto.regions import split
+from kvservice import tracing
+from kvservice.tracing import Tracer
+from services.worker.tiers.asking import asking
 from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.connection_thread import Connect
@@ -45,6 +49,9 @@ ANSWER_S = 2.0  # of a look whose time is long over: it tells when its source an
 IDLE_S = 60.0  # after which a peer's connections end
 MAX_STRAYS = 65_536
 CLOSE_S = 3.0
+MAX_FAR = 64  # peers of other regions that are remembered
+FAR_LOOK_LIMIT_S = 1.0
+MEASURE_S = 0.01  # between looks at whether a far peer has been measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +69,36 @@ class RemoteSettings:
 
 
 class RemoteTiers(Remote):
-    def __init__(self, settings: RemoteSettings, keyring: KeyRing, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        keyring: KeyRing,
+        *,
+        tls: ssl.SSLContext | None = None,
+        far_keys: KeyRing | None = None,
+        tracer: Tracer = tracing.NULL,
+    ) -> None:
+        """Without `far_keys` nobody of another region is asked."""
+        self._tracer = tracer
         self._settings = settings
         self._keyring = keyring
+        self._far_keys = far_keys
         self._tls = tls
         self._lock = threading.Lock()
         self._vaults: dict[str, Source] = {}
         self._writes: dict[str, WriteBehind] = {}
         self._peers: dict[str, Source] = {}
+        self._far: OrderedDict[str, Source] = OrderedDict()  # peers of other regions, last used last
         self._ring = VaultRing()
         self._quarantine = Quarantine()
         self._strays: OrderedDict[bytes, str] = OrderedDict()  # block hash -> vault, not the owner, that has it
         self._ending: list[threading.Thread] = []
         self._closed = False
         self._vault_changes = 0
-        self._counts = RemoteCounts()
+        self.counts = RemoteCounts()
         self._deadlines = Deadlines()
         self._intake = Intake(
-            settings.kv_format, settings.shape, self._counts, self._deadlines, self._fault, self._missing
+            settings.kv_format, settings.shape, self.counts, self._deadlines, self._fault, self._missing, tracer
         )
         self._deadlines.after(IDLE_S, self._rest_idle)
 
@@ -121,7 +140,7 @@ class RemoteTiers(Remote):
                 leaving.append(self._writes.pop(source.id))
         for address in wanted.values():
             if address.id not in sources:
-                connect = self._connect_to(address)
+                connect = self._connect_to(tier, address)
                 sources[address.id] = Source(tier, address, connect, look_limit_s=self._settings.look_limit_s)
                 if tier is Tier.VAULT:
                     self._writes[address.id] = self._write_behind(address, connect)
@@ -133,17 +152,48 @@ class RemoteTiers(Remote):
         with self._lock:
             self._ending = [thread for thread in [*self._ending, *ending] if thread.is_alive()]
 
-    def _connect_to(self, address: SourceAddress) -> Connect:
+    def introduce(self, source: str, addresses: Sequence[str]) -> None:
+        if self._far_keys is None:
+            return
+        address = SourceAddress(source, "", "", tuple(addresses))
+        leaving: list[Source] = []
+        with self._lock:
+            if self._closed:
+                return
+            known = self._far.pop(source, None)
+            if known is not None and known.address != address:
+                leaving.append(known)
+                known = None
+            if known is None:
+                connect = self._connect_to(Tier.PEER, address, self._far_keys)
+                known = Source(Tier.PEER, address, connect, look_limit_s=FAR_LOOK_LIMIT_S)
+            self._far[source] = known
+            while len(self._far) > MAX_FAR:
+                leaving.append(self._far.popitem(last=False)[1])
+            known.start()
+        self._end(leaving)
+
+    def speed_of(self, source: str) -> LinkSpeed | None:
+        with self._lock:
+            far = self._far.get(source)
+        return far.speed() if far is not None else None
+
+    def _peer(self, peer: str) -> Source | None:
+        return self._far.get(peer) if split(peer)[0] else self._peers.get(peer)
+
+    def _connect_to(self, tier: Tier, address: SourceAddress, keys: KeyRing | None = None) -> Connect:
         def connect() -> DataPlaneClient:
-            return DataPlaneClient.connect(
+            client = DataPlaneClient.connect(
                 address.data_plane,
-                self._keyring,
+                keys or self._keyring,
                 identity=self._settings.worker,
-                expect=address.id,
+                expect=split(address.id)[1],
                 same_host=address.host == self._settings.host,
                 tls=self._tls,
                 timeout_s=CONNECT_S,
             )
+            self.counts.connected(tier, client)
+            return client
 
         return connect
 
@@ -156,7 +206,7 @@ class RemoteTiers(Remote):
             codec=self._settings.codec,
             max_bytes=self._settings.max_queued_bytes,
             deadlines=self._deadlines,
-            counts=self._counts,
+            counts=self.counts,
         )
 
     def _rest_idle(self) -> None:
@@ -164,7 +214,7 @@ class RemoteTiers(Remote):
         with self._lock:
             if self._closed:
                 return
-            for peer in self._peers.values():
+            for peer in (*self._peers.values(), *self._far.values()):
                 if peer.is_idle(since):
                     self._ending += peer.rest()
         self._deadlines.after(IDLE_S, self._rest_idle)
@@ -176,7 +226,7 @@ class RemoteTiers(Remote):
             if self._closed:
                 return
             self._closed = True
-            leaving: list[Source | WriteBehind] = [*self._vaults.values(), *self._peers.values()]
+            leaving: list[Source | WriteBehind] = [*self._vaults.values(), *self._peers.values(), *self._far.values()]
             leaving += self._writes.values()
         self._end(leaving)
         until = time.monotonic() + CLOSE_S
@@ -194,6 +244,7 @@ class RemoteTiers(Remote):
         peer: str,
         on_ready: Callable[[], None],
         limit_s: float | None = None,
+        traceparent: str = "",
     ) -> Finding:
         finding = Finding()
         look = Look(names, finding, on_ready, self._noticed)
@@ -205,11 +256,15 @@ class RemoteTiers(Remote):
                 for vault, shares in self._ring.shares(names).items()
                 if vault not in laggards and self._may_ask(vault, now)
             ]
-            if (source := self._peers.get(peer)) is not None and self._may_ask(peer, now):
+            if (source := self._peer(peer)) is not None and self._may_ask(peer, now):
                 questions.append(_Question(source, look, names, by_root(names), exact))
         look.expect([question.source.tier for question in questions])
+        if traceparent:
+            for question in questions:
+                question.traced = self._tracer, traceparent
         for question in questions:
-            if not question.source.look(question, limit_s):
+            own_limit = question.source.id in self._far  # which is long, and pauses where it is missed
+            if not question.source.look(question, None if own_limit else limit_s):
                 self._deadlines.after(0.0, partial(look.answered, question.source.tier))
         within_s = self._settings.look_limit_s if limit_s is None else limit_s
         self._deadlines.after(within_s if questions else 0.0, look.end)
@@ -231,7 +286,8 @@ class RemoteTiers(Remote):
         parts = []
         with self._lock:
             if tier is Tier.PEER:
-                sources, homes = self._peers, {peer: by_root(names)}
+                found = self._peer(peer)
+                sources, homes = {peer: found} if found is not None else {}, {peer: by_root(names)}
             else:
                 sources, homes = self._vaults, self._ring.homes(names, self._strays)
             for holder, shares in homes.items():
@@ -258,7 +314,7 @@ class RemoteTiers(Remote):
 
     @property
     def losses(self) -> int:
-        return self._vault_changes + self._counts.not_offloaded
+        return self._vault_changes + self.counts.not_offloaded
 
     def erase(self, names: Sequence[BlockName]) -> None:
         with self._lock:
@@ -276,14 +332,14 @@ class RemoteTiers(Remote):
 
     def distrust(self, source: str) -> None:
         with self._lock:
-            tier = Tier.PEER if source in self._peers else Tier.VAULT
+            tier = Tier.PEER if self._peer(source) is not None else Tier.VAULT
             out = self._quarantine.distrust(source, time.monotonic())
-        self._counts.failed(tier, "wrong")
+        self.counts.failed(tier, "wrong")
         if out:
             logger.warning("%s gave a block that was wrong under a right checksum: it is not asked for a while", source)
 
     def loads(self) -> dict[str, TierLoad]:
-        return self._counts.loads()
+        return self.counts.loads()
 
     def faults(self) -> dict[str, dict[str, int]]:
         """Blocks that failed their checks, by source, then by reason."""
@@ -342,19 +398,30 @@ class _Question:
         self._names = names
         self._shares = shares
         self._exact = exact
+        self.traced: tuple[Tracer, str] | None = None
 
     def run(self, client: DataPlaneClient) -> None:
         if self._look.is_over:
             return
+        if self.traced is None:
+            self._ask(client, "")
+            return
+        with asking(*self.traced, "look", self.source.tier, self.source.id) as span:
+            self._ask(client, span.traceparent if span is not None else "")
+
+    def _ask(self, client: DataPlaneClient, traceparent: str) -> None:
         began = time.monotonic()
         for share in self._shares:
             for start in range(0, len(share.at), MAX_BLOCKS):
                 at = share.at[start : start + MAX_BLOCKS]
                 hashes = [self._names[index].hash for index in at]
-                held = client.has(share.root, hashes, self._exact, began + ANSWER_S)
+                held = client.has(share.root, hashes, self._exact, began + ANSWER_S, traceparent)
                 present = [index for index, has in zip(at, held, strict=True) if has]
                 self._look.has(self.source.tier, self.source.id, present, owned=share.owned)
         self.source.answered(time.monotonic() - began)
+        if split(self.source.id)[0]:  # of a far one nothing is fetched before it is measured
+            while self.source.own_speed() is None and not self._look.is_over:
+                time.sleep(MEASURE_S)
         self._look.answered(self.source.tier)
 
     def fail(self, reason: str) -> None:

@@ -22,6 +22,7 @@ from kvproto.messages import Tier
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
 from services.worker.sequence import Sequence as EngineSequence
+from services.worker.sequence_trace import Restored
 from services.worker.tiers.base import Landing, Remote
 from services.worker.tiers.break_even import LOOK_WORTH_S, Offer, Part, cheapest, is_worth_going_on
 from services.worker.tiers.copier import Copier, CopyJob
@@ -39,6 +40,9 @@ GRACE_S = 0.005
 ANSWER_LIMIT_S = 0.03
 HANDED_LOOK_S = 0.6  # what was handed over is worth waiting for: a peer may have to be connected to first,
 HANDED_ANSWER_S = 0.8
+FAR_LOOK_S = 1.0  # a peer in another region may have to be connected to, and measured, first;
+FAR_ANSWER_S = 1.2
+FAR_WORTH_S = 0.3  # so only for what takes so long to compute
 HANDED_BLOCK_S = 0.25  # and each of its blocks counts as if it took so long to compute
 HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer that was never measured
 
@@ -110,9 +114,10 @@ class Restorer:
             offers += self._remote_offers(prospect, min(found.vault, usable), min(found.peer, usable))
         elif prospect is not None:
             left = max((offer.end for offer in offers), default=start)
-            best = price(offers + self._remote_offers(prospect, usable, usable))
-            if compute_s(left, usable) > LOOK_WORTH_S and best and best[-1].tier is not Tier.HOST:
-                limit_s = HANDED_ANSWER_S if insists else ANSWER_LIMIT_S
+            best = price(offers + self._remote_offers(prospect, usable, usable, hopes=True))
+            worth_s = FAR_WORTH_S if prospect.far else LOOK_WORTH_S
+            if compute_s(left, usable) > worth_s and best and best[-1].tier is not Tier.HOST:
+                limit_s = FAR_ANSWER_S if prospect.far else HANDED_ANSWER_S if insists else ANSWER_LIMIT_S
                 self._looking[id(sequence)] = sequence, self._clock() + limit_s
                 return True
         parts = price(offers)
@@ -130,13 +135,14 @@ class Restorer:
         depth = self._host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
         return [Offer(Tier.HOST, depth, LinkSpeed(0.0, self._copier.speed_in.bytes_per_s))]
 
-    def _remote_offers(self, prospect: Prospect, vault: int, peer: int) -> list[Offer]:
-        """If they have so many blocks."""
+    def _remote_offers(self, prospect: Prospect, vault: int, peer: int, *, hopes: bool = False) -> list[Offer]:
+        """If they have so many blocks. `hopes`: a peer that is being measured may turn out to be fast."""
         assert self._remote is not None
         offers = []
         for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if prospect.peer else 0)):
-            speed = self._remote.speed(tier)
-            if speed is None and prospect.insists and tier is Tier.PEER:
+            far = prospect.far and tier is Tier.PEER
+            speed = self._remote.speed_of(prospect.peer) if far else self._remote.speed(tier)
+            if speed is None and (prospect.insists or (far and hopes)) and tier is Tier.PEER:
                 speed = HANDED_SPEED
             if depth and speed is not None:
                 offers.append(Offer(tier, depth, speed))
@@ -180,7 +186,7 @@ class Restorer:
             return self._prepare_copy(job, part, blocks)
         assert self._remote is not None
         assert prospect is not None
-        running = RunningPart(part, landing=Landing([None] * len(blocks)))
+        running = RunningPart(part, landing=Landing([None] * len(blocks), traceparent=prospect.traceparent))
         assert running.landing is not None
         targets = [self._memory.view(block) for block in blocks]
         addressable = [target for target in targets if target is not None]
@@ -332,8 +338,13 @@ class Restorer:
                     by_tier[tier] += len(arrived)
             if len(arrived) < wanted:
                 self._know_better(job, tier, running.part.start + len(arrived))
-            if len(arrived) < wanted and running.landing is not None and running.landing.failure:
-                self.failures_total[tier, running.landing.failure] += 1
+            failure = running.landing.failure if running.landing is not None and len(arrived) < wanted else ""
+            if failure:
+                self.failures_total[tier, failure] += 1
+            for sequence in job.waiting:
+                if (trace := sequence.spec.trace) is not None:
+                    nbytes = len(arrived) * self._memory.block_bytes
+                    trace.restores.append(Restored(tier, job.began, now, wanted, len(arrived), nbytes, failure))
         self._memory.landed(job.blocks[: len(came)])
         if job.held and not pool.lists_block(job.held[-1]):
             came = []  # what comes before them was thrown away meanwhile

@@ -165,11 +165,8 @@ class WriteBehind:
 
     def _encoded(self, offloads: Sequence[Offload], *, lossy: bool) -> Blocks:
         """Sealed; payloads lie in the scratch buffer, or where they were where a block stays raw."""
-        size = (
-            0
-            if self._codec is BlockCodec.RAW or self._shape.dtype == "int8"
-            else encoded_bytes(self._codec, self._shape)
-        )
+        quantises = self._codec is not BlockCodec.RAW and self._shape.dtype != "int8"
+        size = encoded_bytes(self._codec, self._shape) if quantises else 0
         if len(self._scratch) < size * len(offloads):
             self._scratch = bytearray(size * len(offloads))
         blocks: Blocks = []
@@ -177,6 +174,10 @@ class WriteBehind:
             room = memoryview(self._scratch)[at * size : (at + 1) * size]
             encoded = choose(self._codec, self._shape, offload.payload, room)
             payload = offload.payload if encoded.codec is BlockCodec.RAW else room
+            if encoded.codec is not BlockCodec.RAW:
+                self._counts.quantised(encoded.snr_db, self._shape.raw_bytes, encoded.length)
+            elif quantises:
+                self._counts.stayed_raw()
             header = BlockHeader(
                 *offload.name[:4],
                 self._format,

@@ -57,7 +57,7 @@ async def test_it_registers_keeps_blocks_tells_of_them_and_leaves(fleet: Fleet, 
         'kvfleet_vault_missed_blocks_total{reason="wrong_root"} 0.0',
         'kvfleet_vault_refused_blocks_total{reason="not_genuine"} 0.0',
         "kvfleet_vault_checksum_failures_total 0.0",
-        "kvfleet_vault_connections 2.0",
+        "kvfleet_vault_open_connections 2.0",
     ):
         assert line in shown, line
     assert await asyncio.to_thread(vault.stop) == 0, vault.errors()

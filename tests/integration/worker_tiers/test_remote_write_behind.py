@@ -113,8 +113,19 @@ def test_int8_is_written_where_the_block_allows_it_and_says_what_it_cost(vault: 
     assert headers[0].snr_db >= SNR_GATE_DB
     assert headers[0].length < SHAPE.raw_bytes / 3
     assert (headers[1].codec, headers[1].lossy) == (BlockCodec.RAW, False)
+    quantised = [header for header in headers if header.codec is BlockCodec.INT8]
+    counts = remote.counts
+    assert counts.snr_db.count == len(quantised)
+    assert counts.snr_db.sum == pytest.approx(sum(header.snr_db for header in quantised))
+    assert counts.quantised_raw_bytes == SHAPE.raw_bytes * len(quantised)
+    assert counts.quantised_bytes == sum(header.length for header in quantised)
+    assert counts.kept_raw == len(headers) - len(quantised) > 0
+    sent = sum(header.length for header in headers)
+    assert counts.transfers()[Tier.VAULT][1] >= sent
     fetched = Fetched(remote, names[:3]).wait()
     assert fetched.landed == 3
+    assert counts.transfers()[Tier.VAULT][0] >= sent, "they came back"
+    assert counts.transfers()[Tier.PEER] == (0, 0)
     numbers = np.frombuffer(fetched.memory[0], np.float32)
     wanted = np.frombuffer(payloads[0], np.float32)
     assert np.abs(numbers - wanted).max() < 0.02

@@ -57,6 +57,7 @@ class MemoryRemote:
         peer: str,
         on_ready: Callable[[], None],
         limit_s: float | None = None,
+        traceparent: str = "",
     ) -> Finding:
         finding = Finding()
         if self._happens(self._faults.unready):

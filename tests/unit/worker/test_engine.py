@@ -128,6 +128,34 @@ def test_same_prompt_again_feeds_one_token() -> None:
         assert transcript.fed == 16 - cached
 
 
+def test_what_steps_cost_is_counted_for_whom_it_was() -> None:
+    clock = Clock()
+
+    class SlowRunner(FakeRunner):
+        def run(self, slices: list[Slice]) -> list[Drawn]:
+            clock.now += 0.5
+            return super().run(slices)
+
+    runner = SlowRunner(num_blocks=64, block_size=4, vocab_size=1000, context_length=512)
+    engine = make_engine(runner=runner, clock=clock)
+    engine.add(spec("a", range(12), max_tokens=3, tenant="a"))
+    engine.add(spec("b", range(100, 104), max_tokens=1, tenant="b"))
+    clock.now += 2.0  # they wait
+    Transcript().run(engine)
+    a, b = engine.costs.of("a"), engine.costs.of("b")
+    assert (a.prompt_tokens, a.cached_tokens, a.generated_tokens) == (12, 0, 3)
+    assert (b.prompt_tokens, b.cached_tokens, b.generated_tokens) == (4, 0, 1)
+    assert engine.steps_total == 3
+    assert engine.busy_seconds_total == pytest.approx(1.5)
+    assert b.engine_seconds == pytest.approx(0.5 * 4 / 16), "of the first step; the others were a's alone"
+    assert a.engine_seconds + b.engine_seconds == pytest.approx(engine.busy_seconds_total)
+    assert (engine.queue_waits.count, engine.queue_waits.sum) == (2, pytest.approx(4.0))
+    assert engine.device_hit_tokens_total == 0
+    engine.add(spec("c", range(12), max_tokens=1, tenant="a"))
+    Transcript().run(engine)
+    assert engine.device_hit_tokens_total == a.cached_tokens == 11
+
+
 def test_fork_of_a_session_shares_blocks_and_copies_the_tail() -> None:
     engine = make_engine(block_size=4, blocks=32)
     engine.add(spec("parent", range(10), max_tokens=1))

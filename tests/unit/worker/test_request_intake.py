@@ -8,7 +8,8 @@ import pytest
 
 from kvproto.errors import InvalidRequest, Overloaded, Unavailable
 from kvproto.messages import Continuation, FinishReason, GenerateRequest, Load, PriorityLoad, Rates, Sampling
-from services.worker.request_intake import check_capacity, may_read, sequences_of
+from kvproto.subjects import may_read
+from services.worker.request_intake import check_capacity, sequences_of
 
 
 def check(

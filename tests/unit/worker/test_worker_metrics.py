@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvproto.messages import Heartbeat, Load, Rates, State, TierLoad
+from kvproto.messages import Heartbeat, Load, Rates, State, Tier, TierLoad
+from kvservice.distribution import Distribution
 from kvservice.metrics import LiveCollector
-from services.worker.durations import Durations
+from services.worker.model.device_watch import CpuWatch
+from services.worker.tenant_costs import TenantCosts
+from services.worker.tiers.remote_counts import RemoteCounts
 from services.worker.worker_metrics import readings
 
 HOST = TierLoad(3, 300, 1000, 48, 2, 600, 0.25, 7, 1, {"late": 2, "odd": 1})
@@ -21,6 +25,7 @@ class Shown:
 
     def __init__(self) -> None:
         self.tiers: dict[str, TierLoad] = {}
+        self.load = Load()
         nothing = SimpleNamespace(dropped_total=0)
         counts = SimpleNamespace(requests_total=0, refused_total=0, malformed_total=0)
         worker: Any = SimpleNamespace(
@@ -28,25 +33,40 @@ class Shown:
             outbox=nothing,
             milestones=nothing,
             requests=counts,
+            record=SimpleNamespace(id="w", model="demo", block_bytes=64),
             frames=SimpleNamespace(recomputed_total=0),
             hand_over=SimpleNamespace(moved_total=0),
         )
-        connection: Any = SimpleNamespace(reconnects_total=0)
         self.registry = CollectorRegistry()
-        self.cancel_to_free = Durations()
-        engine: Any = SimpleNamespace(
-            cancel_to_free=self.cancel_to_free, steps_aborted_total=0, protected_blocks_total=0, step_age_s=0.0
+        self.cancel_to_free = Distribution()
+        self.engine = SimpleNamespace(
+            steps_total=0,
+            busy_seconds_total=0.0,
+            device_hit_tokens_total=0,
+            queue_waits=Distribution(),
+            costs=TenantCosts(),
+            tiers=None,
         )
-        self.registry.register(LiveCollector(readings(worker, connection, engine)))
+        connection: Any = SimpleNamespace(is_connected=True, reconnects_total=0, errors_total=0)
+        self.counts = RemoteCounts()
+        remote: Any = SimpleNamespace(counts=self.counts)
+        engine: Any = SimpleNamespace(
+            cancel_to_free=self.cancel_to_free,
+            steps_aborted_total=0,
+            protected_blocks_total=0,
+            step_age_s=0.0,
+            counters=self.engine,
+        )
+        self.registry.register(LiveCollector(readings(worker, connection, engine, CpuWatch(), remote)))
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat("w", "e", State.READY, Load(tiers=self.tiers), Rates())
+        return Heartbeat("w", "e", State.READY, replace(self.load, tiers=self.tiers), Rates())
 
     def lines(self) -> list[str]:
         return generate_latest(self.registry).decode().splitlines()
 
 
-@pytest.mark.parametrize("tier", ["host", "vault", "peer"])
+@pytest.mark.parametrize("tier", ["device", "host", "vault", "peer"])
 def test_every_series_is_there_from_the_start(tier: str) -> None:
     lines = Shown().lines()
     for name in (
@@ -84,7 +104,7 @@ def test_cancels_are_a_histogram_from_the_start() -> None:
     assert f"{name}_count 0.0" in lines
     assert f'{name}_bucket{{le="0.001"}} 0.0' in lines
     assert "kvfleet_worker_cancel_to_free_max_seconds 0.0" in lines
-    assert "kvfleet_worker_steps_aborted_total 0.0" in lines
+    assert "kvfleet_worker_aborted_steps_total 0.0" in lines
     assert "kvfleet_worker_protected_blocks_total 0.0" in lines
     for seconds in (0.0005, 0.001, 0.02, 7.0):
         shown.cancel_to_free.observe(seconds)
@@ -94,3 +114,61 @@ def test_cancels_are_a_histogram_from_the_start() -> None:
     assert f"{name}_count 4.0" in lines
     assert f"{name}_sum 7.0215" in lines
     assert "kvfleet_worker_cancel_to_free_max_seconds 7.0" in lines
+
+
+def test_the_device_is_a_tier() -> None:
+    shown = Shown()
+    shown.load = Load(blocks_used=2, blocks_cached=3, blocks_total=10, blocks_addressed=4, evictions_total=6)
+    shown.engine.device_hit_tokens_total = 32
+    lines = shown.lines()
+    for name, value in (
+        ("bytes", 320.0), ("capacity_bytes", 640.0), ("blocks", 4.0), ("hit_tokens_total", 32.0),
+        ("evictions_total", 6.0), ("restores_total", 0.0),
+    ):  # fmt: skip
+        assert f'kvfleet_worker_tier_{name}{{tier="device"}} {value}' in lines
+
+
+def test_quantised_blocks_and_those_kept_raw() -> None:
+    shown = Shown()
+    name = "kvfleet_worker_quantised_snr_decibels"
+    assert f"{name}_count 0.0" in shown.lines()
+    shown.counts.quantised(44.5, 4000, 1024)
+    shown.counts.quantised(36.0, 4000, 1024)
+    shown.counts.stayed_raw()
+    lines = shown.lines()
+    for bound, count in (("35.0", 0.0), ("38.0", 1.0), ("44.0", 1.0), ("45.0", 2.0), ("+Inf", 2.0)):
+        assert f'{name}_bucket{{le="{bound}"}} {count}' in lines
+    assert f"{name}_sum 80.5" in lines
+    assert "kvfleet_worker_quantised_blocks_total 2.0" in lines
+    assert "kvfleet_worker_quantised_raw_bytes_total 8000.0" in lines
+    assert "kvfleet_worker_quantised_bytes_total 2048.0" in lines
+    assert "kvfleet_worker_kept_raw_blocks_total 1.0" in lines
+
+
+def test_bytes_both_ways_of_connections_that_stand_and_that_ended() -> None:
+    shown = Shown()
+    name = "kvfleet_worker_transfer_bytes_total"
+    for tier in ("host", "vault", "peer"):
+        for direction in ("in", "out"):
+            assert f'{name}{{direction="{direction}",tier="{tier}"}} 0.0' in shown.lines()
+    first, second = (SimpleNamespace(closed=False, bytes_in=0, bytes_out=0) for _ in range(2))
+    shown.counts.connected(Tier.VAULT, first)
+    first.bytes_in, first.bytes_out = 100, 7
+    assert f'{name}{{direction="in",tier="vault"}} 100.0' in shown.lines()
+    first.closed = True
+    shown.counts.connected(Tier.VAULT, second)
+    second.bytes_in = 11
+    for _ in range(2):
+        lines = shown.lines()
+        assert f'{name}{{direction="in",tier="vault"}} 111.0' in lines
+        assert f'{name}{{direction="out",tier="vault"}} 7.0' in lines
+        assert f'{name}{{direction="in",tier="peer"}} 0.0' in lines
+
+
+def test_the_cpu_shows_its_memory_and_no_utilisation() -> None:
+    lines = Shown().lines()
+    used = next(float(line.split()[1]) for line in lines if line.startswith("kvfleet_worker_device_memory_used_bytes{"))
+    total = next(float(line.split()[1]) for line in lines if line.startswith("kvfleet_worker_device_memory_bytes{"))
+    assert 0 < used < total
+    assert not any(line.startswith("kvfleet_worker_device_utilisation_ratio{") for line in lines)
+    assert 'kvfleet_worker_info{device="cpu",model="demo",worker="w"} 1.0' in lines
