@@ -1,12 +1,15 @@
 """`kvfleet drain`: have a worker hand over what it works on and end, by name or the one that is cheapest to lose.
 
-Speaks NATS as the operator: placement says what would be lost with each worker, the worker is told to drain. A hook
-that runs before a container stops says `kvfleet drain --wait 60 $POD_NAME`; SIGTERM does the same.
+Speaks NATS as the operator: placement says what would be lost with each worker, the worker is told to drain. SIGTERM
+does the same. A hook that runs in a worker's container before it stops says `kvfleet drain --pid 1`: it needs no NATS,
+and no key of the operator's in a place where engines run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from typing import Annotated
 
@@ -17,10 +20,11 @@ from rich.table import Table
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError, NotFound, Unavailable, WorkerLost, from_code
-from kvproto.ids import is_token, new_process_id
+from kvproto.ids import is_token
 from kvproto.messages import AdminCommand, AdminReply, AdminRequest, VictimCost, VictimReport, VictimRequest
-from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from kvproto.subjects import Subjects
 from services.cli.console import err, fail, out
+from services.cli.operator_login import Ca, Cert, Key, Login, SeedFile
 
 PLACEMENT_TIMEOUT_S = 5.0  # it goes through its whole index
 WORKER_TIMEOUT_S = 3.0
@@ -36,29 +40,57 @@ def drain(
     wait: Annotated[
         float, typer.Option(min=0, help="seconds to wait for it to be gone; 1 is returned if it is not")
     ] = 0,
+    pid: Annotated[
+        int | None, typer.Option(min=1, help="the process with this number on this host; NATS is not asked")
+    ] = None,
     nats_url: Annotated[str, typer.Option(envvar="KVFLEET_NATS_URL")] = "nats://127.0.0.1:4222",
     nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER")] = None,
     nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
+    nats_nkey_seed_file: SeedFile = None,
+    nats_ca: Ca = None,
+    nats_cert: Cert = None,
+    nats_key: Key = None,
     namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
 ) -> None:
     """Drain a worker: it takes nothing new, its requests go on elsewhere, it ends. Its id is stdout's last line."""
+    if pid is not None:
+        if cheapest or worker is not None:
+            fail("--pid says which worker: name no other", USAGE)
+        _signal(pid, wait)
+        return
     if cheapest == (worker is not None):
         fail("name a worker, or say --cheapest", USAGE)
     if worker is not None and not is_token(worker):
         fail(f"{worker[:80]!r} is no worker's id", USAGE)
+    login = Login(nats_url, nats_user, nats_password, nats_nkey_seed_file, nats_ca, nats_cert, nats_key)
     try:
-        drained = asyncio.run(
-            _drain(nats_url, nats_user, nats_password, Subjects(namespace), worker, model or "", wait, dry_run=dry_run)
-        )
+        drained = asyncio.run(_drain(login, Subjects(namespace), worker, model or "", wait, dry_run=dry_run))
     except (KvfleetError, TimeoutError) as error:
         fail(str(error) or type(error).__name__)
     out.print(drained, markup=False)
 
 
+def _signal(pid: int, wait_s: float) -> None:
+    """Have a process of this host drain; who is gone already has. Returns when it is gone if that is waited for."""
+    until = time.monotonic() + wait_s
+    number: int = signal.SIGTERM
+    while True:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            fail(f"process {pid} is another user's")
+        if not wait_s:
+            return
+        if time.monotonic() >= until:
+            fail(f"process {pid} is still there after {wait_s:g} s")
+        number = 0  # asks whether it is there
+        time.sleep(ASK_AGAIN_S)
+
+
 async def _drain(
-    url: str,
-    user: str | None,
-    password: str | None,
+    login: Login,
     subjects: Subjects,
     worker: str | None,
     model: str,
@@ -67,17 +99,11 @@ async def _drain(
     dry_run: bool,
 ) -> str:
     """Returns who was drained, or would have been. Raises KvfleetError."""
-    connection = await Connection.open(
-        [part.strip() for part in url.split(",")],
-        name="kvfleet-drain",
-        inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
-        user=user,
-        password=password,
-    )
+    connection = await login.open("kvfleet-drain")
     try:
         chosen = await _choose(connection, subjects, worker, model)
         if not dry_run:
-            await _tell(connection, subjects, chosen)
+            await tell(connection, subjects, chosen)
             err.print(f"{chosen} is draining", markup=False)
             if wait_s:
                 await _gone(connection, subjects, chosen, wait_s)
@@ -89,30 +115,31 @@ async def _drain(
 async def _choose(connection: Connection, subjects: Subjects, worker: str | None, model: str) -> str:
     """Shows what would be lost. Who is named needs no placement: it may be drained though none answers."""
     try:
-        costs = await _costs(connection, subjects, model)
+        found = await costs(connection, subjects, model)
     except Unavailable as error:
         if worker is None:
             raise
         err.print(f"what is lost with {worker} is not known: {error}", markup=False)
         return worker
-    chosen = worker if worker is not None else _cheapest(costs, model)
-    if costs:
-        err.print(_table(costs, chosen))
+    chosen = worker if worker is not None else _cheapest(found, model)
+    if found:
+        err.print(_table(found, chosen))
     return chosen
 
 
-def _cheapest(costs: tuple[VictimCost, ...], model: str) -> str:
+def _cheapest(found: tuple[VictimCost, ...], model: str) -> str:
     of = f" of {model}" if model else ""
-    if not costs and model:
+    if not found and model:
         raise NotFound(f"no worker{of} is ready")
-    if not costs:
+    if not found:
         raise NotFound("no model has two ready workers, and the last one of a model is drained by name only")
-    if len(costs) == 1:
-        raise Unavailable(f"{costs[0].worker} is the only ready worker{of}: name it to drain it all the same")
-    return costs[0].worker
+    if len(found) == 1:
+        raise Unavailable(f"{found[0].worker} is the only ready worker{of}: name it to drain it all the same")
+    return found[0].worker
 
 
-async def _costs(connection: Connection, subjects: Subjects, model: str) -> tuple[VictimCost, ...]:
+async def costs(connection: Connection, subjects: Subjects, model: str) -> tuple[VictimCost, ...]:
+    """What would be lost with each ready worker, cheapest first. Raises Unavailable."""
     question = codec.encode(VictimRequest(model))
     try:
         reply = await connection.request(subjects.placement_victim(), question, PLACEMENT_TIMEOUT_S)
@@ -123,7 +150,8 @@ async def _costs(connection: Connection, subjects: Subjects, model: str) -> tupl
         raise Unavailable(f"placement's answer is unreadable: {error}") from None
 
 
-async def _tell(connection: Connection, subjects: Subjects, worker: str) -> None:
+async def tell(connection: Connection, subjects: Subjects, worker: str) -> None:
+    """Have it drain. Raises KvfleetError."""
     question = codec.encode(AdminRequest(AdminCommand.DRAIN))
     try:
         reply = await connection.request(subjects.worker_admin(worker), question, WORKER_TIMEOUT_S)
@@ -153,13 +181,13 @@ async def _gone(connection: Connection, subjects: Subjects, worker: str, wait_s:
     raise Unavailable(f"{worker} is still there after {wait_s:g} s")
 
 
-def _table(costs: tuple[VictimCost, ...], chosen: str) -> Table:
+def _table(found: tuple[VictimCost, ...], chosen: str) -> Table:
     """Cheapest first, the chosen one marked."""
     table = Table(box=box.SIMPLE_HEAD if err.is_terminal else None, pad_edge=False)
     table.add_column("  worker", no_wrap=True)
     for column in ("s to compute again", "blocks nobody else has", "of them in demand", "requests"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in costs:
+    for one in found:
         is_chosen = one.worker == chosen
         table.add_row(
             f"{'*' if is_chosen else ' '} {one.worker}",

@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from kvproto.buckets import Bucket, ensure_buckets
-from kvproto.connection import Connection
 from kvproto.dataplane.keys import ensure_key, rotate_key
 from kvproto.errors import KvfleetError
-from kvproto.ids import new_process_id
-from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from kvproto.subjects import Subjects
 from services.cli.console import err, fail
+from services.cli.operator_login import Ca, Cert, Key, Login, SeedFile
 
 PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
 
@@ -26,18 +25,14 @@ async def create_buckets(
     user: str | None = None,
     password: str | None = None,
     rotate: bool = False,
+    login: Login | None = None,
 ) -> list[str]:
     """Create what is missing, the data plane's first key included; `rotate`: a further key.
 
-    One line for each bucket whose configuration differs. Raises KvfleetError.
+    One line for each bucket whose configuration differs. `login`: instead of url, user and password. Raises
+    KvfleetError.
     """
-    connection = await Connection.open(
-        [part.strip() for part in url.split(",")],
-        name="kvfleet-init",
-        inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
-        user=user,
-        password=password,
-    )
+    connection = await (login or Login(url, user, password)).open("kvfleet-init")
     try:
         subjects = Subjects(namespace)
         differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S)
@@ -54,6 +49,10 @@ def init(
     nats_url: Annotated[str, typer.Option(envvar="KVFLEET_NATS_URL")] = "nats://127.0.0.1:4222",
     nats_user: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_USER")] = None,
     nats_password: Annotated[str | None, typer.Option(envvar="KVFLEET_NATS_PASSWORD")] = None,
+    nats_nkey_seed_file: SeedFile = None,
+    nats_ca: Ca = None,
+    nats_cert: Cert = None,
+    nats_key: Key = None,
     namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
     replicas: Annotated[int, typer.Option(help="1, or 3 on a cluster")] = 1,
     rotate_data_plane_key: Annotated[
@@ -67,9 +66,8 @@ def init(
                 nats_url,
                 namespace,
                 replicas=replicas,
-                user=nats_user,
-                password=nats_password,
                 rotate=rotate_data_plane_key,
+                login=Login(nats_url, nats_user, nats_password, nats_nkey_seed_file, nats_ca, nats_cert, nats_key),
             )
         )
     except KvfleetError as error:

@@ -69,14 +69,14 @@ def _table(found: dict[str, Any]) -> Table:
     for size in sizes:
         own = " (auto)" if size["kv_dtype"] == found["auto"] else ""
         table.add_column(size["kv_dtype"] + own, justify="right", no_wrap=True)
-    table.add_row("a token", *(_bytes(size["bytes_per_token"]) for size in sizes))
-    table.add_row(f"a block of {found['block_size']}", *(_bytes(size["bytes_per_block"]) for size in sizes))
+    table.add_row("a token", *(readable(size["bytes_per_token"]) for size in sizes))
+    table.add_row(f"a block of {found['block_size']}", *(readable(size["bytes_per_block"]) for size in sizes))
     rows = range(len(sizes[0]["sequences"]))
     for at in rows:
         each = [size["sequences"][at] for size in sizes]
-        table.add_row(f"a sequence of {each[0]['tokens']:,}", *(_bytes(one["bytes"]) for one in each))
+        table.add_row(f"a sequence of {each[0]['tokens']:,}", *(readable(one["bytes"]) for one in each))
     free = "" if found["free"] is None else f" ({found['memory'] / found['free']:.0%} of what is free)"
-    table.add_row(f"in {_bytes(found['memory'])}{free}:", *("" for _ in sizes))
+    table.add_row(f"in {readable(found['memory'])}{free}:", *("" for _ in sizes))
     table.add_row("blocks", *(f"{size['blocks']:,}" for size in sizes))
     for at in rows:
         each = [size["sequences"][at] for size in sizes]
@@ -84,7 +84,7 @@ def _table(found: dict[str, Any]) -> Table:
     return table
 
 
-def _bytes(size: int) -> str:
+def readable(size: int) -> str:
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

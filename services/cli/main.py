@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import chat, drain, explain, generate, init, kv_size, up
+from services.cli import chat, drain, explain, generate, init, key, kv_size, plan, secrets_command, up
 
 SERVICES = ("worker", "ingress", "placement", "vault")
 
@@ -40,6 +40,9 @@ app.command("chat")(chat.chat)
 app.command("explain")(explain.explain)
 app.command("drain")(drain.drain)
 app.command("kv-size")(kv_size.kv_size)
+app.command("secrets")(secrets_command.secrets)
+app.add_typer(key.app)
+app.command("plan")(plan.plan)
 
 
 def _service_command(command: str, module: str, told: str) -> None:

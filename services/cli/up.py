@@ -6,16 +6,16 @@ nats-server ─▶ buckets ─▶ vaults, placement, workers, ingress ─▶ rea
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,8 +28,11 @@ from rich.status import Status
 
 from kvproto.errors import KvfleetError
 from services.cli import embedded_nats
+from services.cli.autoscaler import LocalAutoscaler, read_limits
 from services.cli.console import err, fail
 from services.cli.init import create_buckets
+from services.cli.metrics_targets import MetricsTargets
+from services.cli.ports import PortTaken, claim
 from services.cli.processes import Child, FleetEnded, StartFailed, spawn, stop
 
 STOP_WITHIN_S = 9.0
@@ -72,8 +75,14 @@ class Fleet:
     def __iter__(self) -> Iterator[Child]:
         yield from (*self.nats, *self.vaults, *self.placements, *self.workers, *self.ingresses)
 
-    def watch(self, stopping: threading.Event) -> None:
-        """Until asked to stop. A process that ends is started again; one that keeps ending is given up.
+    def watch(
+        self,
+        stopping: threading.Event,
+        autoscaler: LocalAutoscaler | None = None,
+        forget: Callable[[Child], None] = lambda worker: None,
+    ) -> None:
+        """Until asked to stop. A process that ends is started again; one that keeps ending is given up, and so is a
+        worker that was to drain, however it ended. `forget` is told of workers that were drained, or are replaced.
 
         Raises FleetEnded when NATS or the ingress is given up, or the last worker. Without vaults or placement a fleet
         is only slower.
@@ -83,20 +92,35 @@ class Fleet:
                 if child.running or child.given_up:
                     continue
                 code = child.process.returncode
-                if code == 0 and child in self.workers:  # as it does when it was drained
+                told = autoscaler is not None and autoscaler.drains(child)
+                if child in self.workers and (code == 0 or told):  # it ends with 0 when it was drained
                     child.given_up = True
-                    err.print(f"kvfleet: {child.name} was drained", markup=False)
+                    how = f"ended with code {code} while it drained" if code else "was drained"
+                    err.print(f"kvfleet: {child.name} {how}", markup=False)
+                    forget(child)
                 elif child.start_again(time.monotonic()):
                     err.print(f"kvfleet: {child.name} ended with code {code}; starting it again", markup=False)
                 elif child in self.nats or child in self.ingresses:
                     raise FleetEnded(f"{child.name} ended again and again, last with code {code}")
                 else:
                     err.print(f"kvfleet: {child.name} ended again and again, given up", markup=False)
+                    if autoscaler is not None and child in self.workers:
+                        forget(child)
+            if autoscaler is not None:
+                autoscaler.tend(self.workers)
             if all(worker.given_up for worker in self.workers):
                 raise FleetEnded("no worker is left")
 
     def stop(self) -> None:
         stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
+
+    def end(self, autoscaler: LocalAutoscaler | None) -> None:
+        """Stop, with whoever scales it: that one is not waited for before the processes are gone."""
+        if autoscaler is not None:
+            autoscaler.stop()
+        self.stop()
+        if autoscaler is not None:
+            autoscaler.join()
 
 
 def up(
@@ -104,6 +128,10 @@ def up(
     served_model_name: Annotated[list[str] | None, typer.Option(help="name for clients, one per --model")] = None,
     load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights from config.json")] = LoadFormat.auto,
     workers: Annotated[int, typer.Option(min=1, help="workers of each model")] = 2,
+    autoscale: Annotated[
+        str | None, typer.Option(metavar="MIN:MAX", help="as many workers of each model as there is work for, instead")
+    ] = None,
+    target_ttft_s: Annotated[float, typer.Option(min=0.001, help="wait that --autoscale is to keep")] = 2.0,
     vaults: Annotated[int, typer.Option(min=0, help="processes that keep KV blocks for all workers")] = 1,
     vault_max_bytes: Annotated[int | None, typer.Option(min=1, help="memory of each vault for blocks")] = None,
     placements: Annotated[int, typer.Option(min=0, help="placement replicas")] = 1,
@@ -122,6 +150,10 @@ def up(
     blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of each worker")] = None,
     namespace: Annotated[str, typer.Option(help="first token of every subject")] = "kvf",
     log_level: Annotated[str, typer.Option()] = "warning",
+    otlp_endpoint: Annotated[str | None, typer.Option(help="OpenTelemetry collector to send spans to")] = None,
+    metrics_port_base: Annotated[
+        int | None, typer.Option(min=0, max=65000, help="first port for metrics, one a process; 0: any free ones")
+    ] = None,
 ) -> None:
     """Start a fleet on this machine; prints `ready http://HOST:PORT` when a request would be served."""
     models = model or ["demo"]
@@ -131,46 +163,87 @@ def up(
     for one in models:
         if one != "demo" and (one.startswith((".", "/", "~")) or one.count("/") != 1) and not Path(one).is_dir():
             fail(f"model folder {one!r} does not exist")
+    limits = read_limits(autoscale)
+    if limits is not None and not placements:
+        fail("--autoscale needs a placement: it says how many workers there should be", 2)
     port = _claim_port(host, port)
+    targets = MetricsTargets(metrics_port_base, lambda wanted: claim("127.0.0.1", wanted))
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
 
     with _state(state_dir) as state:
         fleet = Fleet()
+        autoscaler: LocalAutoscaler | None = None
         try:
             url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common.append(f"--parent-pid={os.getpid()}")
+            common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
             key = login | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
             room = [f"--max-bytes={vault_max_bytes}"] if vault_max_bytes else [f"--vaults-on-host={vaults}"]
             for i in range(vaults):
-                fleet.vaults.append(_service("vault", f"v{i}", [*common, *room], login))
+                own = [*room, *targets.flags("vault", f"v{i}")]
+                fleet.vaults.append(_service("vault", f"v{i}", [*common, *own], login))
+            served = names or [_name(one) for one in models]
+            deciding = [*common, f"--policy={policy}", f"--models={','.join(served)}"]
+            if limits is not None:
+                deciding += [f"--min-replicas={limits.minimum}", f"--max-replicas={limits.maximum}"]
+                deciding.append(f"--target-ttft-s={target_ttft_s}")
             for i in range(placements):
-                fleet.placements.append(_service("placement", f"p{i}", [*common, f"--policy={policy}"], key | system))
+                own = [*deciding, *targets.flags("placement", f"p{i}")]
+                fleet.placements.append(_service("placement", f"p{i}", own, key | system))
             flags = [f"--load-format={load_format.value}", f"--dtype={dtype.value}", f"--device={device.value}"]
             flags += [f"--runner={runner.value}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
             flags += [f"--blocks={blocks}"] if blocks else []
-            total = workers * len(models)
-            for i in range(total):
-                which = i % len(models)
-                own = [f"--model={models[which]}", f"--workers-on-host={total}"]
+            total = (limits.minimum if limits else workers) * len(models)
+            most = (limits.maximum if limits else workers) * len(models)
+            numbers = itertools.count()
+
+            def start_worker(which: int, *, late: bool = False) -> Child:
+                i = next(numbers)
+                own = [f"--model={models[which]}", f"--workers-on-host={most}"]
+                own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                fleet.workers.append(_service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i)))
+                return _service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i))
+
+            fleet.workers += [start_worker(i % len(models)) for i in range(total)]
             front = [*common, f"--host={host}", f"--port={port}", f"--drain-s={DRAIN_S}"]
             front += [f"--api-keys-file={api_keys_file}"] if api_keys_file else []
+            front += targets.flags("ingress", "i0", f"[{host}]" if ":" in host else host)
             fleet.ingresses.append(_service("ingress", "i0", front, key))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, vaults, stopping):
+                if (listed := targets.write(state)) is not None:
+                    err.print(f"metrics: Prometheus finds every process by {listed}", markup=False)
                 sys.stdout.write(f"ready {base}\n")
                 sys.stdout.flush()
                 _hint(base, url, names[0] if names else _name(models[0]), chats=_chats(models[0]))
-                fleet.watch(stopping)
-        except (StartFailed, FleetEnded, KvfleetError) as error:
-            fleet.stop()
+
+                def list_again() -> None:
+                    try:
+                        targets.write(state)
+                    except OSError as error:  # the fleet goes on without
+                        err.print(f"kvfleet: what Prometheus reads was not written: {error}", markup=False)
+
+                def forget(worker: Child) -> None:
+                    targets.forget("worker", worker.name)
+                    list_again()
+
+                def grow(one: str) -> Child:
+                    child = start_worker(served.index(one), late=True)
+                    list_again()
+                    return child
+
+                if limits is not None:
+                    autoscaler = LocalAutoscaler(url, login, namespace, served, grow)
+                    autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
+                fleet.watch(stopping, autoscaler, forget)
+        except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
+            fleet.end(autoscaler)
             fail(str(error))
         finally:
-            fleet.stop()
+            fleet.end(autoscaler)
 
 
 def _name(model: str) -> str:
@@ -180,13 +253,9 @@ def _name(model: str) -> str:
 def _claim_port(host: str, port: int) -> int:
     """Fail early and clearly if the port is taken; choose a free one for 0."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        fail(f"cannot listen on {host}:{port}: {error.strerror or error}")
+        return claim(host, port)
+    except PortTaken as error:
+        fail(str(error))
 
 
 @contextmanager

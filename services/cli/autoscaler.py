@@ -1,0 +1,277 @@
+"""What `kvfleet up --autoscale MIN:MAX` does: as many workers of each model as placement says, on this machine.
+
+    placement ── kvf.placement.stats: desired, the largest of all replicas' ──▶ here ─┬─ too few ──▶ start workers
+                                                                                      └─ one too many ──▶ who is the
+        cheapest to lose? ── kvf.placement.victim ──▶ that one drains: its streams go on elsewhere, it ends with 0
+
+Nothing is done while no placement answers, and nobody drains unless every replica that is registered answered, knows,
+and sees all workers that run here. `steps` decides and is pure; a thread of its own asks; processes are started
+by the thread that owns the fleet, as the kernel ends them with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import typer
+
+from kvproto import codec
+from kvproto.buckets import Bucket
+from kvproto.connection import Connection, Message, is_no_responders
+from kvproto.errors import CodecError, KvfleetError
+from kvproto.ids import new_process_id
+from kvproto.messages import PlacementStats, Role
+from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from services.cli.console import err
+from services.cli.drain import costs, tell
+from services.cli.processes import Child
+
+POLL_S = 1.0
+ANSWERS_S = 0.3  # for all replicas to answer
+MEMBERS_S = 2.0  # to read who is registered
+JOIN_S = 0.5  # when all processes are gone: the fleet's own time to stop is up by then
+PAUSE_S = 60.0  # after a worker was given up: the next one would hardly do better
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Workers of each model."""
+
+    minimum: int
+    maximum: int
+
+
+def read_limits(said: str | None) -> Limits | None:
+    """`MIN:MAX`. Raises typer.BadParameter."""
+    if said is None:
+        return None
+    low, _, high = said.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise typer.BadParameter(f"{said!r} is not MIN:MAX with 1 <= MIN <= MAX", param_hint="--autoscale")
+    return Limits(int(low), int(high))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the replicas say of one model together."""
+
+    desired: int
+    living: int  # workers that every one of them sees
+    known: bool = True  # to all of them
+
+
+def steps(wanted: Wanted, running: int, draining: int) -> int:
+    """How many workers to start, or -1: one is to drain. `running` are those that do not drain. One drains at a time,
+    none is started because another one drains, and what is not known, or not of all who run, lowers nothing: a replica
+    that has just begun desires what it sees. Pure."""
+    if running < wanted.desired:
+        return wanted.desired - running
+    if draining or not wanted.known or wanted.living < running:
+        return 0
+    return -1 if running > wanted.desired else 0
+
+
+def merged(answers: Sequence[PlacementStats]) -> dict[str, Wanted]:
+    """By model, the most that any replica desires. Pure."""
+    found: dict[str, Wanted] = {}
+    for model in {one.model for answer in answers for one in answer.models}:
+        said = [one for answer in answers for one in answer.models if one.model == model]
+        known = len(said) == len(answers) and all(one.known for one in said)
+        found[model] = Wanted(max(one.desired for one in said), min(one.living for one in said), known)
+    return found
+
+
+@dataclass(slots=True)
+class Known:
+    """What the asking thread is told of a worker."""
+
+    model: str
+    draining: bool = False
+
+
+class LocalAutoscaler:
+    """`start`, `tend` again and again on the thread that owns the processes, `stop`, `join`. `spawn(model)` starts a
+    worker."""
+
+    def __init__(
+        self,
+        url: str,
+        login: Mapping[str, str],
+        namespace: str,
+        models: Sequence[str],
+        spawn: Callable[[str], Child],
+    ) -> None:
+        self._url, self._login, self._namespace = url, login, namespace
+        self._models = models
+        self._spawn = spawn
+        self._lock = threading.Lock()
+        self._workers: dict[str, Known] = {}
+        self._wanted: queue.SimpleQueue[str] = queue.SimpleQueue()  # models of workers to start
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
+        self._paused_until = 0.0
+        self._asked = dict.fromkeys(models, 0)  # to be started, and not there yet
+
+    def start(self, workers: Iterable[tuple[Child, str]]) -> None:
+        """With these already there, and their models."""
+        self._workers = {child.name: Known(model) for child, model in workers}
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns at once: what is asked for just now may still be waited for."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait a moment for the thread. It ends with the process in any case."""
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def drains(self, worker: Child) -> bool:
+        """Whether it was told to."""
+        with self._lock:
+            known = self._workers.get(worker.name)
+            return known is not None and known.draining
+
+    def tend(self, workers: list[Child]) -> None:
+        """Starts what is wanted, and forgets whoever is gone. Changes `workers`."""
+        for gone in [child for child in workers if child.given_up]:
+            workers.remove(gone)
+            if gone.process.returncode and not self.drains(gone):
+                self._paused_until = time.monotonic() + PAUSE_S
+            with self._lock:
+                self._workers.pop(gone.name, None)
+        while not self._wanted.empty():
+            model = self._wanted.get()
+            try:
+                child = self._spawn(model)
+            except OSError as error:  # the machine has no room: whoever is there goes on
+                err.print(f"kvfleet: no worker of {model} was started: {error}", markup=False)
+                self._paused_until = time.monotonic() + PAUSE_S
+                with self._lock:
+                    self._asked[model] -= 1
+                continue
+            err.print(f"kvfleet: starting {child.name} of {model}", markup=False)
+            workers.append(child)
+            with self._lock:
+                self._workers[child.name] = Known(model)
+                self._asked[model] -= 1
+
+    # ------------------------------------------------------------------ the asking thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._watch())
+        except KvfleetError as error:
+            err.print(f"kvfleet: no autoscaling any more: {error}", markup=False)
+
+    async def _watch(self) -> None:
+        connection = await Connection.open(
+            [part.strip() for part in self._url.split(",")],
+            name="kvfleet-autoscaler",
+            inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
+            user=self._login.get("KVFLEET_NATS_USER"),
+            password=self._login.get("KVFLEET_NATS_PASSWORD"),
+        )
+        subjects = Subjects(self._namespace)
+        try:
+            while not await asyncio.to_thread(self._stopping.wait, POLL_S):
+                try:
+                    await self._look(connection, subjects)
+                except (KvfleetError, TimeoutError) as error:  # an outage: the fleet stays as it is
+                    if self._stopping.is_set():
+                        return
+                    err.print(f"kvfleet: not scaled: {error or 'no answer'}", markup=False)
+        finally:
+            await connection.close()
+
+    async def _look(self, connection: Connection, subjects: Subjects) -> None:
+        answers = await ask_all(connection, subjects, ANSWERS_S)
+        wanted = merged(answers)
+        for model in self._models:
+            if model not in wanted:
+                continue
+            with self._lock:
+                known = [(name, one) for name, one in self._workers.items() if one.model == model]
+                asked = self._asked[model]
+            draining = sum(one.draining for _, one in known)
+            step = steps(wanted[model], len(known) - draining + asked, draining)
+            if step > 0 and time.monotonic() >= self._paused_until:
+                self._start(model, step)
+            elif step < 0 and await registered(connection, subjects) <= {one.placement for one in answers}:
+                await self._drain(connection, subjects, model, {name for name, one in known if not one.draining})
+
+    def _start(self, model: str, count: int) -> None:
+        with self._lock:
+            self._asked[model] += count
+        for _ in range(count):
+            self._wanted.put(model)
+
+    async def _drain(self, connection: Connection, subjects: Subjects, model: str, own: set[str]) -> None:
+        """The cheapest of ours. Raises KvfleetError."""
+        cheapest = next((one for one in await costs(connection, subjects, model) if one.worker in own), None)
+        if cheapest is None:
+            return  # none of ours is ready
+        self._mark(cheapest.worker, draining=True)  # before it is told: it may end at once
+        try:
+            await tell(connection, subjects, cheapest.worker)
+        except BaseException:
+            self._mark(cheapest.worker, draining=False)
+            raise
+        err.print(
+            f"kvfleet: draining {cheapest.worker} of {model}: {cheapest.seconds:.2f} s to compute again, "
+            f"{cheapest.requests} requests",
+            markup=False,
+        )
+
+    def _mark(self, worker: str, *, draining: bool) -> None:
+        with self._lock:
+            if worker in self._workers:
+                self._workers[worker].draining = draining
+
+
+async def registered(connection: Connection, subjects: Subjects) -> set[str]:
+    """The placement replicas that hold a lease. Raises Unavailable, TimeoutError."""
+    found: set[str] = set()
+    async with asyncio.timeout(MEMBERS_S):
+        bucket = await Bucket.open(connection, subjects.members_bucket)
+        watch = await bucket.watch(f"{Role.PLACEMENT.value}.>")
+        try:
+            async for entry in watch.entries():
+                if entry is None:
+                    break
+                if entry.value is not None:
+                    found.add(entry.key.rsplit(".", 1)[-1])
+        finally:
+            await watch.stop()
+    return found
+
+
+async def ask_all(connection: Connection, subjects: Subjects, within_s: float) -> list[PlacementStats]:
+    """What each placement replica says within that time; of none, nothing."""
+    answers: dict[str, PlacementStats] = {}
+    nobody = asyncio.Event()
+
+    async def hear(message: Message) -> None:
+        if is_no_responders(message):
+            nobody.set()
+            return
+        with contextlib.suppress(CodecError):
+            answer = codec.decode(PlacementStats, message.data)
+            answers[answer.placement] = answer
+
+    inbox = f"{connection.inbox_prefix}.s.{new_process_id()}"
+    subscription = await connection.subscribe(inbox, hear)
+    try:
+        await connection.publish(subjects.placement_stats(), b"", reply=inbox)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await nobody.wait()
+    finally:
+        await subscription.unsubscribe()
+    return list(answers.values())

@@ -1,0 +1,52 @@
+"""How the command line comes into NATS as the operator: the settings that a process has, as flags or KVFLEET_*."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvproto.connection import Connection
+from kvproto.ids import new_process_id
+from kvproto.subjects import ADMIN_INBOX, inbox_prefix
+
+SeedFile = Annotated[
+    Path | None,
+    typer.Option(envvar="KVFLEET_NATS_NKEY_SEED_FILE", help="file with the admin's nkey seed, instead of a password"),
+]
+Ca = Annotated[Path | None, typer.Option(envvar="KVFLEET_NATS_CA", help="CA file: connect by TLS")]
+Cert = Annotated[Path | None, typer.Option(envvar="KVFLEET_NATS_CERT", help="client certificate for mutual TLS")]
+Key = Annotated[Path | None, typer.Option(envvar="KVFLEET_NATS_KEY", help="key of the client certificate")]
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """One server or several, separated by commas, and who comes."""
+
+    url: str
+    user: str | None = None
+    password: str | None = None
+    seed_file: Path | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    async def open(self, name: str) -> Connection:
+        """Raises KvfleetError."""
+        from kvservice.nats_connection import tls_context  # pydantic is needed here alone
+        from kvservice.settings import ServiceSettings, check_seed, read_secret
+
+        seed = read_secret(self.seed_file, "nats_nkey_seed_file") if self.seed_file is not None else None
+        check_seed(seed, "nats_nkey_seed_file")
+        ca, cert, key = (None if path is None else str(path) for path in (self.ca, self.cert, self.key))
+        return await Connection.open(
+            [part.strip() for part in self.url.split(",")],
+            name=name,
+            inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
+            user=self.user if seed is None else None,
+            password=self.password,
+            nkey_seed=seed,
+            tls=tls_context(ServiceSettings.model_construct(nats_ca=ca, nats_cert=cert, nats_key=key)),
+        )

@@ -1,0 +1,190 @@
+"""`kvfleet plan`: how many workers, how much KV memory and vault a load needs, and what that costs.
+
+Keys and values are reckoned by the worker's own code, in a process of its own, as `kv-size` does it; rates are measured
+ones or are given; `planning` has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from services.cli import planning
+from services.cli.console import err, fail, out
+from services.cli.generate import Key, headers
+from services.cli.kv_size import KvDType, readable
+from services.cli.plan_rates import HOW, Measured, NoRates, of_file, of_fleet
+from services.cli.up import Device, DType
+
+GIB = 2**30
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="demo, a model folder or a hub id; only its config.json is read")],
+    requests_per_second: Annotated[float, typer.Option(min=1e-9, help="that come, in the mean")],
+    ttft: Annotated[float, typer.Option(min=1e-9, help="seconds within which first tokens are to come")],
+    ttft_share: Annotated[float, typer.Option(min=0.5, max=0.999, help="of them")] = 0.95,
+    itl_ms: Annotated[float | None, typer.Option(min=0.001, help="between tokens of a stream, at most")] = None,
+    input_tokens: Annotated[float, typer.Option(min=1, help="of a prompt, in the mean")] = 1000,
+    input_cv: Annotated[float, typer.Option(min=0, max=10, help="standard deviation of that over its mean")] = 1.0,
+    output_tokens: Annotated[float, typer.Option(min=1, help="generated, in the mean")] = 200,
+    hit_rate: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.999, help="share of prompt tokens found in a cache; default: measured, or 0"),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="of the model")] = DType.auto,
+    kv_dtype: Annotated[KvDType, typer.Option(help="of keys and values")] = KvDType.auto,
+    worker_memory: Annotated[str | None, typer.Option(help="of a worker for keys and values, such as 24GiB")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="sequences of a worker; default: measured, or 256")] = None,
+    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=1e-9, help="of one worker")] = None,
+    decode_ms: Annotated[float | None, typer.Option(min=1e-6, help="a decode step")] = None,
+    decode_each_ms: Annotated[float, typer.Option(min=0, help="more for each sequence in it")] = 0.0,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="of prompts in one step")] = 2048,
+    rates: Annotated[Path | None, typer.Option(help="JSON: a saved GET /workers, or one worker's rates")] = None,
+    from_fleet: Annotated[
+        str | None, typer.Option(metavar="URL", help="an ingress: rates as its workers measured")
+    ] = None,
+    api_key: Key = None,
+    model_name: Annotated[str | None, typer.Option(help="as that fleet serves it, if it serves several")] = None,
+    vault_minutes: Annotated[float, typer.Option(min=0, help="for so long vaults keep what was computed")] = 30.0,
+    vault_memory: Annotated[str, typer.Option(help="of one vault for blocks")] = "64GiB",
+    price_per_worker_hour: Annotated[float | None, typer.Option(min=0)] = None,
+    price_per_vault_hour: Annotated[float, typer.Option(min=0)] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
+) -> None:
+    """How many workers, how much memory for keys and values, and what it costs, for a load and a wait."""
+    try:
+        measured = _measured(rates, from_fleet, model_name, api_key)
+    except NoRates as error:
+        fail(str(error))
+    prefill, decode_s = prefill_tokens_per_s or measured.prefill_tokens_per_s, measured.decode_s
+    decode_s = decode_ms / 1e3 if decode_ms is not None else decode_s
+    if prefill is None or decode_s is None:
+        fail(f"how fast a worker is with {model} is not known: {HOW}")
+    sizes = _kv_size(model, dtype, kv_dtype, worker_memory or "1GiB")
+    token_bytes = sizes["sizes"][0]["bytes_per_token"]
+    kv_tokens = measured.kv_tokens
+    if worker_memory is not None:
+        kv_tokens = sizes["sizes"][0]["blocks"] * sizes["block_size"]
+    hits = hit_rate if hit_rate is not None else measured.hit_rate or 0.0
+    demand = planning.Demand(requests_per_second, ttft, input_tokens, output_tokens, hits, input_cv, ttft_share)
+    worker = planning.Worker(
+        prefill, decode_s, decode_each_ms / 1e3, chunk_tokens, slots or measured.slots or 256, kv_tokens
+    )
+    if input_tokens + output_tokens > sizes["context_length"]:
+        fail(f"{input_tokens + output_tokens:,.0f} tokens do not fit a context of {sizes['context_length']:,}")
+    try:
+        fleet, lacking = planning.plan(demand, worker, None if itl_ms is None else itl_ms / 1e3)
+    except ValueError as error:
+        fail(str(error))
+    vault_bytes = vault_minutes * 60 * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
+    vaults = math.ceil(vault_bytes / _bytes(vault_memory)) if vault_bytes else 0
+    found = {
+        "model": model,
+        "workers": fleet.workers,
+        "one_fewer_lacks": lacking or None,
+        "utilisation": fleet.utilisation,
+        "ttft_share": fleet.ttft_share,
+        "ttft_s": fleet.ttft_s,
+        "itl_s": fleet.itl_s,
+        "sequences_per_worker": fleet.sequences,
+        "most_sequences_per_worker": fleet.most_sequences,
+        "kv_dtype": sizes["sizes"][0]["kv_dtype"],
+        "kv_bytes_per_token": token_bytes,
+        "kv_bytes_per_worker": fleet.kv_tokens * token_bytes / planning.MOST_USED,
+        "kv_bytes_given": None if kv_tokens is None else kv_tokens * token_bytes,
+        "vault_bytes": vault_bytes,
+        "vaults": vaults,
+        "cost_per_hour": _cost(fleet.workers, vaults, price_per_worker_hour, price_per_vault_hour),
+        "demand": {
+            "requests_per_s": requests_per_second, "ttft_s": ttft, "ttft_share": ttft_share,
+            "input_tokens": input_tokens, "input_cv": input_cv, "output_tokens": output_tokens, "hit_rate": hits,
+        },
+        "worker": {
+            "prefill_tokens_per_s": prefill, "decode_s": decode_s, "decode_each_s": decode_each_ms / 1e3,
+            "chunk_tokens": chunk_tokens, "slots": worker.slots, "kv_tokens": kv_tokens,
+        },
+        "rates_from": measured.source or "given",
+        "autoscale": {"max_replicas": fleet.workers + max(1, fleet.workers // 4), "target_ttft_s": ttft},
+    }  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(found, allow_nan=False))
+        return
+    _show(found, vault_minutes)
+
+
+def _measured(path: Path | None, url: str | None, model: str | None, api_key: str | None) -> Measured:
+    if path is not None and url is not None:
+        raise NoRates("--rates and --from-fleet: one of them")
+    if path is not None:
+        return of_file(path, model)
+    return of_fleet(url, model, headers(api_key)) if url is not None else Measured()
+
+
+def _kv_size(model: str, dtype: DType, kv_dtype: KvDType, memory: str) -> dict[str, Any]:
+    flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype.value}", f"--device={Device.cpu.value}"]
+    command = [sys.executable, "-m", "services.worker.kv_size_report", *flags, f"--memory={memory}", "--", model]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _bytes(text: str) -> float:
+    number = text.strip().lower().removesuffix("ib").removesuffix("b")
+    unit = {"k": 2**10, "m": 2**20, "g": GIB, "t": 2**40}.get(number[-1:], 1)
+    try:
+        value = float(number.rstrip("kmgt")) * unit
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        fail(f"--vault-memory: {text!r} is not a size such as 64GiB", 2)
+    return value
+
+
+def _cost(workers: int, vaults: int, worker: float | None, vault: float) -> float | None:
+    return None if worker is None else workers * worker + vaults * vault
+
+
+def _show(found: dict[str, Any], vault_minutes: float) -> None:
+    demand, worker = found["demand"], found["worker"]
+    table = Table(box=box.SIMPLE_HEAD if out.is_terminal else None, show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    lacks = f" (one fewer: not enough {found['one_fewer_lacks']})" if found["one_fewer_lacks"] else ""
+    table.add_row("workers", f"{found['workers']:,}{lacks}")
+    table.add_row("busy with prompts", f"{found['utilisation']:.0%} of the time")
+    table.add_row(
+        "first token", f"{found['ttft_share']:.1%} within {demand['ttft_s']:g} s; "
+        f"{demand['ttft_share']:.0%} within {found['ttft_s']:.2f} s"
+    )  # fmt: skip
+    table.add_row("between tokens", f"{found['itl_s'] * 1e3:.1f} ms")
+    sequences = f"{found['sequences_per_worker']:.1f}, {found['most_sequences_per_worker']:.0f} at times"
+    table.add_row("sequences of a worker", sequences)
+    given = "" if found["kv_bytes_given"] is None else f" of {readable(int(found['kv_bytes_given']))}"
+    table.add_row(
+        "KV memory of a worker", f"{readable(int(found['kv_bytes_per_worker']))}{given} ({found['kv_dtype']})"
+    )
+    one = "vault" if found["vaults"] == 1 else "vaults"
+    vaults = f"{readable(int(found['vault_bytes']))}: {found['vaults']:,} {one}" if found["vaults"] else "none"
+    table.add_row(f"vault, for {vault_minutes:g} min", vaults)
+    if found["cost_per_hour"] is not None:
+        per_1000 = found["cost_per_hour"] / (demand["requests_per_s"] * 3.6)
+        table.add_row("cost", f"{found['cost_per_hour']:,.2f} an hour, {per_1000:,.4f} per 1,000 requests")
+    out.print(table)
+    err.print(
+        f"Reckoned for random arrivals, {demand['input_tokens']:,.0f} tokens in (cv {demand['input_cv']:g}, "
+        f"{demand['hit_rate']:.0%} cached), {demand['output_tokens']:,.0f} out, workers that feed "
+        f"{worker['prefill_tokens_per_s']:,.0f} tokens/s and take {worker['decode_s'] * 1e3:.1f} ms a step "
+        f"({found['rates_from']}). What it leaves out: docs/capacity.md",
+        markup=False,
+    )

@@ -1,0 +1,312 @@
+"""A folder of a fleet's secrets: which files there are, and which are made because they are missing.
+
+    ca.{crt,key}                     the fleet's own authority; the key is needed to sign, and nowhere else
+    nats.{crt,key}                   NATS's servers
+    node.{crt,key}                   the fleet's processes, to NATS and to one another
+    producer-TENANT.{crt,key}        a tenant's producers, to NATS
+    nkeys/USER.{seed,pub}            who is who at NATS
+    nats.env                         what the server's configuration reads; holds nothing secret
+    fleet.key                        tenants' cache salts follow from it
+    api-keys.toml, api-key.txt       the first API key: its hash, and the key
+
+What is there stays: a seed that was handed out and deleted here is not made again while its `.pub` is there, and
+`ca.key` may be kept elsewhere while nothing has to be signed. Files are 0600 and appear whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import nkeys  # type: ignore[import-untyped]
+from cryptography import x509
+
+from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.ids import DEFAULT_TENANT, is_token
+from services.cli.secrets_certificates import (
+    Authority,
+    Key,
+    certificate_pem,
+    general_name,
+    hosts_of,
+    is_of,
+    is_signed_by,
+    issue,
+    key_pem,
+    new_authority,
+    new_key,
+    pin,
+    read_certificate,
+    read_key,
+)
+
+ROLES = ("admin", "ingress", "placement", "worker", "vault", "sys", "region-link")
+DEFAULT_HOSTS = ("localhost", "127.0.0.1", "nats")
+NODE_NAME = "kvfleet-node"  # no host's: a process that is broken into cannot pose as NATS
+LEAF_DAYS = 365
+WARN_BEFORE = timedelta(days=30)
+BOTH = ("server", "client")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`hosts`: of NATS; empty: those of the certificate that is there, else DEFAULT_HOSTS."""
+
+    hosts: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = ()
+    days: int = LEAF_DAYS
+    renew: bool = False
+    force: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    written: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def fill(folder: Path, wanted: Wanted, now: datetime) -> Report:
+    """Make what is missing. Raises InvalidRequest before anything is written, Unavailable for what cannot be."""
+    return _Filling(folder, wanted, now).fill()
+
+
+def variable(user: str) -> str:
+    """`KVF_WORKER_NKEY`, `KVF_PRODUCER_acme_NKEY`: the name under which nats-server finds a user's public key."""
+    role, tenant = ("producer", user.removeprefix("producer-")) if user.startswith("producer-") else (user, "")
+    return "_".join(filter(None, ("KVF", role.upper(), tenant, "NKEY"))).replace("-", "_")
+
+
+class _Filling:
+    def __init__(self, folder: Path, wanted: Wanted, now: datetime) -> None:
+        self._folder = folder
+        self._wanted = wanted
+        self._now = now
+        self._report = Report()
+        self._new: dict[str, bytes] = {}
+
+    def fill(self) -> Report:
+        tenants = self._tenants()
+        authority = self._authority()
+        leafs = {"nats": self._nats_hosts(), "node": (NODE_NAME,)}
+        leafs |= {f"producer-{tenant}": (f"producer-{tenant}",) for tenant in tenants}
+        for name, hosts in leafs.items():
+            self._leaf(name, hosts, ("client",) if name.startswith("producer-") else BOTH, authority)
+        users = [*ROLES, *(f"producer-{tenant}" for tenant in tenants)]
+        public = {user: self._nkey(user) for user in users}
+        self._random("fleet.key")
+        self._api_key()
+        self._nats_env(public)
+        self._write()
+        return self._report
+
+    # ------------------------------------------------------------------ what there is
+
+    def _read(self, name: str) -> bytes | None:
+        """None: not there, or not to be kept."""
+        if self._wanted.force:
+            return None
+        return self._on_disk(name)
+
+    def _on_disk(self, name: str) -> bytes | None:
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Unavailable(f"cannot read {self._folder / name}: {error.strerror}") from None
+
+    def _keep(self, *names: str) -> None:
+        self._report.kept += [name for name in names if (self._folder / name).exists()]
+
+    def _tenants(self) -> list[str]:
+        """Those asked for, and those that are there already."""
+        for tenant in self._wanted.tenants:
+            if not is_token(tenant):
+                raise InvalidRequest(f"must be 1 to 64 of A-Z a-z 0-9 _ -, got {tenant[:80]!r}", field="tenant")
+        there = {path.stem.removeprefix("producer-") for path in (self._folder / "nkeys").glob("producer-*")}
+        tenants = sorted({DEFAULT_TENANT, *self._wanted.tenants, *there})
+        named: dict[str, str] = {}
+        for tenant in tenants:
+            other = named.setdefault(variable(f"producer-{tenant}"), tenant)
+            if other != tenant:
+                raise InvalidRequest(f"{other} and {tenant} would have the same variable in nats.env", field="tenant")
+        return tenants
+
+    # ------------------------------------------------------------------ certificates
+
+    def _authority(self) -> Authority | x509.Certificate:
+        """Without its key it is a certificate only, with which nothing can be signed."""
+        certificate, key = self._read("ca.crt"), self._read("ca.key")
+        if certificate is None and key is None:
+            new = new_authority("kvfleet CA", self._now)
+            self._new |= {"ca.crt": certificate_pem(new.certificate), "ca.key": key_pem(new.key)}
+            return new
+        if certificate is None:
+            raise InvalidRequest("is there without ca.crt: put the certificate back, or move both away", field="ca.key")
+        self._keep("ca.crt", "ca.key")
+        read = self._certificate("ca.crt", certificate)
+        self._warn_of_end("ca.crt", read)
+        if key is None:
+            return read
+        own = self._key("ca.key", key)
+        if not is_of(read, own):
+            raise InvalidRequest("is not the key of ca.crt", field="ca.key")
+        return Authority(read, own)
+
+    def _nats_hosts(self) -> tuple[str, ...]:
+        for host in self._wanted.hosts:
+            general_name(host)
+        pem = self._on_disk("nats.crt")
+        named = hosts_of(self._certificate("nats.crt", pem)) if pem is not None and not self._wanted.force else ()
+        asked = tuple(str(general_name(host).value) for host in self._wanted.hosts)
+        if asked and named and set(asked) != set(named) and not self._wanted.renew:
+            raise InvalidRequest(
+                f"nats.crt is there and names {', '.join(named)}: --renew-certificates makes it anew", field="host"
+            )
+        return asked or named or DEFAULT_HOSTS
+
+    def _leaf(
+        self, name: str, hosts: tuple[str, ...], usages: tuple[str, ...], authority: Authority | x509.Certificate
+    ) -> None:
+        crt, key = f"{name}.crt", f"{name}.key"
+        pem, key_file = self._read(crt), self._read(key)
+        trusted = authority.certificate if isinstance(authority, Authority) else authority
+        own = self._key(key, key_file) if key_file is not None else None
+        if pem is not None and not self._wanted.renew:
+            there = self._certificate(crt, pem)
+            if not is_signed_by(there, trusted):
+                raise InvalidRequest("is not signed by ca.crt: --renew-certificates makes it anew", field=crt)
+            if own is not None and not is_of(there, own):
+                raise InvalidRequest(f"is not that of {key}: --renew-certificates makes it anew", field=crt)
+            self._warn_of_end(crt, there)
+            self._keep(crt, key)  # the key may have been handed out
+            return
+        if not isinstance(authority, Authority):
+            raise InvalidRequest(f"is not there: it is needed to sign {crt}", field="ca.key")
+        if own is None:
+            own = _new_server_key() if name == "nats" else new_key()
+            self._new[key] = key_pem(own)
+        else:
+            self._keep(key)
+        self._new[crt] = certificate_pem(issue(authority, name, own, hosts, usages, self._now, self._wanted.days))
+
+    def _warn_of_end(self, name: str, certificate: x509.Certificate) -> None:
+        end = certificate.not_valid_after_utc
+        if end - self._now < WARN_BEFORE:
+            what = "ended" if end <= self._now else "ends"
+            self._report.warnings.append(f"{name} {what} on {end:%Y-%m-%d}")
+
+    def _certificate(self, name: str, pem: bytes) -> x509.Certificate:
+        try:
+            return read_certificate(pem)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, field=name) from None
+
+    def _key(self, name: str, pem: bytes) -> Key:
+        try:
+            return read_key(pem)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, field=name) from None
+
+    # ------------------------------------------------------------------ the others
+
+    def _nkey(self, user: str) -> str:
+        """Its public key."""
+        seed_file, public_file = f"nkeys/{user}.seed", f"nkeys/{user}.pub"
+        seed, public = self._read(seed_file), self._read(public_file)
+        if seed is None and public is None:
+            seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER) + b"\n"
+            self._new[seed_file] = seed
+        if seed is None:
+            self._keep(public_file)
+            return (public or b"").decode("ascii", "replace").strip()
+        derived = public_nkey(seed, seed_file)
+        if public is None:
+            self._new[public_file] = derived.encode() + b"\n"
+        elif public.decode("ascii", "replace").strip() != derived:
+            raise InvalidRequest(f"is not that of {seed_file}", field=public_file)
+        self._keep(*(name for name in (seed_file, public_file) if name not in self._new))
+        return derived
+
+    def _random(self, name: str) -> None:
+        if self._read(name) is None:
+            self._new[name] = secrets.token_urlsafe(32).encode() + b"\n"
+        else:
+            self._keep(name)
+
+    def _api_key(self) -> None:
+        """Once there are keys the file is the operator's, whatever it holds."""
+        if self._read("api-keys.toml") is not None:
+            self._keep("api-keys.toml", "api-key.txt")
+            return
+        given = self._read("api-key.txt")
+        key = given.decode().strip() if given is not None else f"sk-{secrets.token_urlsafe(32)}"
+        if given is None:
+            self._new["api-key.txt"] = f"{key}\n".encode()
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        self._new["api-keys.toml"] = (
+            f'[[keys]]\nname = "admin"\nsha256 = "{digest}"\ntenant = "{DEFAULT_TENANT}"\nadmin = true\n'.encode()
+        )
+
+    def _nats_env(self, public: dict[str, str]) -> None:
+        """Follows from the others, so it is written whenever it differs from them."""
+        pem = self._new.get("nats.crt") or self._on_disk("nats.crt") or b""
+        of = pin(self._certificate("nats.crt", pem))
+        lines = [f"{variable(user)}={key}" for user, key in public.items()]
+        lines.append(f"KVF_CLUSTER_PIN={of}" if of[0].isalpha() else f"KVF_CLUSTER_PIN='\"{of}\"'")
+        text = ("\n".join(lines) + "\n").encode()
+        if self._on_disk("nats.env") == text:
+            self._keep("nats.env")
+        else:
+            self._new["nats.env"] = text
+
+    # ------------------------------------------------------------------ writing
+
+    def _write(self) -> None:
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / "nkeys").mkdir(mode=0o700, exist_ok=True)
+            for name, data in self._new.items():
+                write_private(self._folder / name, data)
+                self._report.written.append(name)
+        except OSError as error:
+            raise Unavailable(f"cannot write {error.filename or self._folder}: {error.strerror}") from None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """0600, and whole or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def public_nkey(seed: bytes, name: str = "nkey seed") -> str:
+    """Raises InvalidRequest if it is no user's seed."""
+    try:
+        public: str = nkeys.from_seed(bytearray(seed.strip())).public_key.decode()
+    except (nkeys.NkeysError, ValueError, TypeError):
+        raise InvalidRequest("holds no nkey seed (SU...)", field=name) from None
+    if not public.startswith("U"):
+        raise InvalidRequest("is the seed of something else than a user (SU...)", field=name)
+    return public
+
+
+def _new_server_key() -> Key:
+    """One whose pin begins with a letter: nats-server would want quotes around another, and env files of shells and
+    of kubectl read those differently."""
+    while not pin(key := new_key())[0].isalpha():
+        pass
+    return key

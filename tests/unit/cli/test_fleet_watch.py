@@ -1,0 +1,118 @@
+"""How an embedded fleet sees its processes end, and ends itself: with real processes, and no NATS."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from services.cli.autoscaler import LocalAutoscaler
+from services.cli.processes import Child, spawn
+from services.cli.up import Fleet
+
+STAYS = "exec sleep 600"
+FAILS = "exit 3"
+
+
+def a_process(name: str, does: str = STAYS) -> Child:
+    return spawn(name, ["sh", "-c", does])
+
+
+def an_autoscaler() -> LocalAutoscaler:
+    return LocalAutoscaler("nats://127.0.0.1:1", {}, "kvf", ["demo"], lambda model: a_process("late"))
+
+
+@contextmanager
+def a_fleet(*workers: Child) -> Iterator[Fleet]:
+    fleet = Fleet(workers=list(workers))
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+@contextmanager
+def knowing(autoscaler: LocalAutoscaler, fleet: Fleet) -> Iterator[None]:
+    """It knows them, and its thread finds no NATS."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        autoscaler._url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        autoscaler.start((worker, "demo") for worker in fleet.workers)
+        try:
+            yield
+        finally:
+            autoscaler.stop()
+
+
+def watched(fleet: Fleet, autoscaler: LocalAutoscaler | None) -> list[str]:
+    """Who was forgotten; returns with the first one."""
+    forgotten: list[str] = []
+    stopping = threading.Event()
+    limit = threading.Timer(20, stopping.set)
+    limit.start()
+
+    def forget(worker: Child) -> None:
+        forgotten.append(worker.name)
+        stopping.set()
+
+    fleet.watch(stopping, autoscaler, forget)
+    limit.cancel()
+    return forgotten
+
+
+def test_whoever_fails_while_it_drains_does_not_come_back() -> None:
+    autoscaler = an_autoscaler()
+    with a_fleet(a_process("w0"), a_process("w1", FAILS)) as fleet, knowing(autoscaler, fleet):
+        autoscaler._workers["w1"].draining = True
+        assert watched(fleet, autoscaler) == ["w1"]
+        assert [one.name for one in fleet.workers] == ["w0"]
+        assert not any(autoscaler.drains(one) for one in fleet.workers)
+        assert autoscaler._paused_until == 0.0  # it says nothing about the next one
+
+
+def test_whoever_fails_otherwise_is_started_again_until_it_is_given_up() -> None:
+    autoscaler = an_autoscaler()
+    with a_fleet(a_process("w0"), a_process("w1", FAILS)) as fleet, knowing(autoscaler, fleet):
+        failing = fleet.workers[1]
+        assert watched(fleet, autoscaler) == ["w1"]
+        assert len(failing.restarts) == 3
+        assert autoscaler._paused_until > 0
+
+
+def test_whoever_was_drained_by_hand_is_forgotten_too() -> None:
+    with a_fleet(a_process("w0"), a_process("w1", "exit 0")) as fleet:
+        assert watched(fleet, None) == ["w1"]
+
+
+def test_a_worker_that_cannot_be_started_costs_nobody_else() -> None:
+    def no_room(model: str) -> Child:
+        raise OSError("no room")
+
+    autoscaler = LocalAutoscaler("nats://127.0.0.1:1", {}, "kvf", ["demo"], no_room)
+    autoscaler._start("demo", 2)
+    workers: list[Child] = []
+    autoscaler.tend(workers)
+    assert workers == []
+    assert autoscaler._asked == {"demo": 0}
+    assert autoscaler._paused_until > 0
+
+
+def test_processes_end_before_the_asking_thread_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    autoscaler = an_autoscaler()
+    with a_fleet(a_process("w0")) as fleet, knowing(autoscaler, fleet):
+        seen: list[tuple[bool, bool]] = []
+        join = threading.Thread.join
+
+        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+            if thread.name == "autoscaler":
+                seen.append((any(one.running for one in fleet), thread.is_alive()))
+                assert timeout is not None
+                assert timeout < 1.0
+            join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "join", joined)
+        fleet.end(autoscaler)
+    assert seen == [(False, True)]
+    assert autoscaler._thread.daemon  # it holds up nobody's end
