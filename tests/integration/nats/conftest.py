@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import nkeys
 import pytest
 import pytest_asyncio
 
@@ -25,6 +26,7 @@ from kvproto.subjects import (
 )
 from kvproto.testing.fixtures import ConfiguredNats
 from kvproto.testing.nats_server import NatsServer
+from tests.support.secrets_rig import add_tenant
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
 
@@ -49,6 +51,7 @@ class Roles:
 
     server: NatsServer
     inboxes: dict[str, str]  # user -> inbox space
+    by_nkey: bool = False
 
     @property
     def url(self) -> str:
@@ -58,37 +61,50 @@ class Roles:
         """Unlike the development ones, so that a password written into the configuration would be noticed."""
         return f"secret-of-{user}"
 
+    def login(self, user: str) -> dict[str, str]:
+        """As `Connection.open` takes it."""
+        if self.by_nkey:
+            return {"nkey_seed": seed_of(user).decode()}
+        return {"user": user, "password": self.password(user)}
+
     async def connect(self, user: str, process: str) -> Connection:
         """A connection as the services make it."""
         return await Connection.open(
             self.url,
             name=f"{user}-{process}",
             inbox_prefix=inbox_prefix(self.inboxes[user], process),
-            user=user,
-            password=self.password(user),
+            **self.login(user),  # type: ignore[arg-type]
         )
+
+
+def variable(user: str, kind: str) -> str:
+    role, _, tenant = user.partition("-")
+    return "_".join(filter(None, ("KVF", role.upper(), tenant, kind)))
 
 
 def passwords() -> dict[str, str]:
     """The environment of the server: one variable per user."""
-    variables = {}
-    for user in USERS:
-        role, _, tenant = user.partition("-")
-        variables["_".join(filter(None, ("KVF", role.upper(), tenant, "PASSWORD")))] = f"secret-of-{user}"
-    return variables
+    return {variable(user, "PASSWORD"): f"secret-of-{user}" for user in USERS}
 
 
-def copy_with_tenant(folder: Path, tenant: str) -> Path:
+def seed_of(user: str) -> bytes:
+    """The same in each run, which a production's never is."""
+    return nkeys.encode_seed(user.encode().ljust(32, b"."), nkeys.PREFIX_BYTE_USER)
+
+
+def public_keys() -> dict[str, str]:
+    """The same for accounts-nkeys.conf."""
+    users = (*USERS, "region_link")  # a server's, not a client's: tests/integration/security/test_region_link.py
+    return {variable(user, "NKEY"): nkeys.from_seed(bytearray(seed_of(user))).public_key.decode() for user in users}
+
+
+def copy_with_tenant(folder: Path, tenant: str, accounts: str = "accounts.conf") -> Path:
     """The configuration with one more producer, added exactly as its README says; returns the main file."""
     shutil.copytree(DEPLOY, folder)
-    template = (folder / "roles" / "producer.conf.template").read_text()
-    (folder / "roles" / f"producer-{tenant}.conf").write_text(template.replace("TENANT", tenant))
-    accounts = (folder / "accounts.conf").read_text()
-    accounts = accounts.replace(
-        "include ./roles/sys.conf", f"include ./roles/producer-{tenant}.conf\ninclude ./roles/sys.conf"
-    ).replace("$producer_public ]", f"$producer_public, $producer_{tenant} ]")
-    (folder / "accounts.conf").write_text(accounts)
-    return folder / "nats-server.conf"
+    add_tenant(folder, tenant, accounts)
+    main = folder / "nats-server.conf"
+    main.write_text(main.read_text().replace("include ./accounts.conf", f"include ./{accounts}"))
+    return main
 
 
 def start_roles(nats_with_config: ConfiguredNats, folder: Path) -> Roles:
@@ -98,6 +114,13 @@ def start_roles(nats_with_config: ConfiguredNats, folder: Path) -> Roles:
 @pytest.fixture(scope="session")
 def roles(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory) -> Roles:
     return start_roles(nats_with_config, tmp_path_factory.mktemp("roles"))
+
+
+@pytest.fixture(scope="session")
+def nkey_roles(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFactory) -> Roles:
+    """The same with accounts-nkeys.conf: who is who is told by nkeys."""
+    main = copy_with_tenant(tmp_path_factory.mktemp("nkey-roles") / "nats", "acme", "accounts-nkeys.conf")
+    return Roles(nats_with_config(main, public_keys()), INBOXES, by_nkey=True)
 
 
 @pytest.fixture(scope="session")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import re
 import shutil
-import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nkeys
 import pytest
 import pytest_asyncio
 
@@ -307,28 +304,6 @@ def variant(nats_with_config: ConfiguredNats, tmp_path: Path) -> Iterator[Varian
         server.stop()
 
 
-async def test_nkeys_instead_of_a_password(variant: Variant) -> None:
-    """README.md: the worker's user and password lines give way to its public nkey."""
-    seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
-    public = nkeys.from_seed(bytearray(seed)).public_key.decode()
-
-    def use_nkey(folder: Path) -> None:
-        role = folder / "roles" / "worker.conf"
-        text, replaced = re.subn(r"  user: worker\n  password: .*\n", f"  nkey: {public}\n", role.read_text())
-        assert replaced == 1
-        role.write_text(text)
-
-    server = variant(use_nkey)
-    connection = await Connection.open(server.url, name="worker-w1", inbox_prefix="_wrk.w1", nkey_seed=seed.decode())
-    await connection.subscribe(S.worker_admin("w1"), _ignore)
-    await connection.synced()
-    assert connection.errors_total == 0
-    await connection.subscribe(S.events_all(), _ignore)
-    await connection.synced()
-    assert connection.errors_total == 1
-    await connection.close()
-
-
 async def test_another_namespace(variant: Variant) -> None:
     """README.md: its sed command, and nothing of the old namespace is left."""
     (command,) = re.findall(r"`sed -i '(.*)' roles/\*`", (DEPLOY / "README.md").read_text())
@@ -358,7 +333,9 @@ async def test_without_the_system_account(variant: Variant) -> None:
     def drop(folder: Path) -> None:
         accounts = folder / "accounts.conf"
         text = re.sub(r"  SYS \{.*?\n  \}\n", "", accounts.read_text(), flags=re.DOTALL)
-        accounts.write_text(text.replace("system_account: SYS\n", "").replace("include ./roles/sys.conf\n", ""))
+        accounts.write_text(text.replace("system_account: SYS\n", ""))
+        roles = folder / "roles.conf"
+        roles.write_text(roles.read_text().replace("include ./roles/sys.conf\n", ""))
 
     server = variant(drop)
     admin = await Connection.open(server.url, name="a", inbox_prefix="_adm.a", user="admin", password="admin")
@@ -370,50 +347,24 @@ async def test_without_the_system_account(variant: Variant) -> None:
     await admin.close()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-async def test_mutual_tls(variant: Variant, tmp_path: Path) -> None:
-    """README.md: the tls block as it stands there, with files of this test."""
-    (block,) = re.findall(r"^tls \{.*?^\}\n", (DEPLOY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    make_certificates(tmp_path)
-
-    def use_tls(folder: Path) -> None:
-        shutil.copytree(tmp_path / "tls", folder / "tls")
-        main = folder / "nats-server.conf"
-        main.write_text(main.read_text() + block.replace("/etc/nats/", ""))
-
-    server = variant(use_tls)
-    url = server.url.replace("nats://", "tls://")
-    context = ssl.create_default_context(cafile=tmp_path / "tls" / "ca.pem")
-    with pytest.raises(Unavailable):
-        await Connection.open(
-            url, name="w", inbox_prefix="_wrk.w", user="worker", password="worker", tls=context, connect_timeout_s=1.0
-        )
-    context.load_cert_chain(tmp_path / "tls" / "client.pem", tmp_path / "tls" / "client.key")
-    connection = await Connection.open(
-        url, name="w", inbox_prefix="_wrk.w", user="worker", password="worker", tls=context
+@pytest.mark.parametrize(("accounts", "kind"), [("accounts.conf", "PASSWORD"), ("accounts-nkeys.conf", "NKEY")])
+def test_both_kinds_of_accounts_have_the_same_users(accounts: str, kind: str) -> None:
+    """And every role's permissions are used, the admin's being none."""
+    text = (DEPLOY / accounts).read_text()
+    users = re.findall(rf"\$KVF_(\w+)_{kind}(?:, permissions: \$(\w+)_may)? \}}", text)
+    roles = re.findall(r"include ./roles/([\w-]+)\.conf", (DEPLOY / "roles.conf").read_text())
+    assert [(user.lower(), may) for user, may in users] == [
+        ("admin", ""),
+        *((role.replace("-", "_"), role.replace("-", "_")) for role in roles),
+    ]
+    links = ["region-link", "region-guard"]  # of servers, not of clients
+    assert sorted(f"{role}.conf" for role in [*roles, *links]) == sorted(
+        path.name for path in DEPLOY.glob("roles/*.conf")
     )
-    assert connection.is_connected
-    await connection.close()
-
-
-def make_certificates(folder: Path) -> None:
-    """tls/{ca,server,client}.{pem,key}, good for the loopback address."""
-    files = folder / "tls"
-    files.mkdir()
-    new_key = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
-    run = functools.partial(subprocess.run, check=True, capture_output=True, cwd=files)
-    run([*new_key, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2"])
-    (files / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for name in ("server", "client"):
-        run([*new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"])
-        run(
-            ["openssl", "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-             "-out", f"{name}.pem", "-days", "2", "-extfile", "names"]
-        )  # fmt: skip
 
 
 def test_dev_env_names_every_variable_of_the_configuration() -> None:
-    files = [*DEPLOY.glob("*.conf"), *DEPLOY.glob("roles/*.conf")]
+    files = [DEPLOY / "nats-server.conf", DEPLOY / "accounts.conf", *DEPLOY.glob("roles/*.conf")]
     used = {name for file in files for name in re.findall(r"\$(KVF_\w+)", file.read_text())}
     given = set(re.findall(r"^(KVF_\w+)=", (DEPLOY / "dev.env").read_text(), re.MULTILINE))
     assert used == given
