@@ -1,0 +1,134 @@
+"""Every metric that the processes export, with type, labels and help, from the readings that they register.
+
+Registering reads no value, so a process is needed as far only as readings look into it when they are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from kvservice.distribution import Distribution
+from kvservice.metrics import LiveCollector, Reading
+from kvservice.process_metrics import common_readings
+from services.ingress.access import Access
+from services.ingress.ingress import Ingress
+from services.ingress.metrics import IngressMetrics
+from services.placement.core import PlacementCore
+from services.placement.placement_metrics import readings as placement_readings
+from services.placement.prompts import HashedPrompts
+from services.vault.vault_metrics import readings as vault_readings
+from services.worker.model.device_watch import CpuWatch
+from services.worker.tenant_costs import TenantCosts
+from services.worker.worker_metrics import readings as worker_readings
+
+PROCESS = {  # of prometheus_client's ProcessCollector: it collects values only
+    "process_virtual_memory_bytes": "gauge",
+    "process_resident_memory_bytes": "gauge",
+    "process_start_time_seconds": "gauge",
+    "process_cpu_seconds_total": "counter",
+    "process_open_fds": "gauge",
+    "process_max_fds": "gauge",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    name: str  # as queries call it; of a histogram without its suffixes
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+        return (self.name,)
+
+
+class _Whatever:
+    """A process, as far as readings look at it when they are made."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Whatever()
+
+
+def by_process() -> dict[str, dict[str, Exported]]:
+    """Of each service its own metrics, and under `every` those of all."""
+    nats = _whatever()
+    found = {
+        "ingress": _of_ingress(),
+        "placement": _named(_described(placement_readings(_placement(), nats))),
+        "worker": _named(_described(worker_readings(_worker(), nats, _engine(), CpuWatch()))),
+        "vault": _named(_described(vault_readings(_vault(), nats, None))),
+    }
+    common = _named(_described(common_readings("role", nats, {})))
+    for own in found.values():
+        for name in common:
+            own.pop(name, None)
+    process = {name: Exported(name, kind, (), "") for name, kind in PROCESS.items()}
+    return found | {"every": common | process}
+
+
+def exported() -> dict[str, Exported]:
+    return {name: metric for of_one in by_process().values() for name, metric in of_one.items()}
+
+
+def _whatever() -> Any:
+    return _Whatever()
+
+
+def _placement() -> Any:
+    core = PlacementCore("p0", "_plc.p0", lambda: 0.5, prompts=HashedPrompts(None), unix_ms=lambda: 0)
+    return SimpleNamespace(core=core, hearing=_whatever(), long_questions=_whatever())
+
+
+def _worker() -> Any:
+    return SimpleNamespace(record=SimpleNamespace(id="w0", model="demo", block_bytes=1))
+
+
+def _engine() -> Any:
+    counters = SimpleNamespace(costs=TenantCosts(), queue_waits=Distribution())
+    return SimpleNamespace(cancel_to_free=Distribution(), counters=counters)
+
+
+def _vault() -> Any:
+    return SimpleNamespace(store=_whatever(), server=_whatever())
+
+
+def _of_ingress() -> dict[str, Exported]:
+    registry = CollectorRegistry()
+    metrics = IngressMetrics(registry)
+    metrics.read_also(())
+    ingress: Any = _Whatever()
+    own = {
+        f"kvfleet_ingress_{one.name}" + ("_total" if one.kind == "counter" else ""): one
+        for one in (*Ingress._readings(ingress), *Access.readings(ingress))
+    }
+    found = {name: Exported(name, one.kind, (), one.help) for name, one in own.items()}
+    return found | {name: one for name, one in _named(registry.collect()).items() if name not in PROCESS}
+
+
+def _described(readings: list[Reading]) -> list[Metric]:
+    return list(LiveCollector(readings).describe())
+
+
+def _named(metrics: Any) -> dict[str, Exported]:
+    found = {}
+    for metric in metrics:
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = metric_labels(metric)
+        found[name] = Exported(name, metric.type, labels, metric.documentation)
+    return found
+
+
+def metric_labels(metric: Metric) -> tuple[str, ...]:
+    """Those it was made with, or those of its samples."""
+    made_with = getattr(metric, "_labelnames", None)
+    if made_with is not None:
+        return tuple(made_with)
+    return tuple(dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le"))
