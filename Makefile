@@ -5,6 +5,8 @@
 #   make check                   ruff, mypy --strict, unit tests with warnings as errors
 #   make chaos                   breaks a fleet on purpose, 200 times in 10 minutes; writes docs/reliability.md (SEED=N)
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
+#   make deploy-check            all of deploy/ that can be checked without a cluster; fetches its tools into .tools
+#   make container-check         builds the images, runs a fleet of containers and breaks it (wants a Docker daemon)
 #
 # TORCH is the torch build to install. The default is the pinned version from your package index, which on most
 # platforms is the build for your accelerator; for another one set e.g. TORCH="torch==2.13.0+cpu" together with
@@ -17,7 +19,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
-.PHONY: install run test check chaos bench format clean
+.PHONY: install run test check chaos bench format clean deploy-tools deploy-check container-check
 
 install: $(VENV)/.dev
 
@@ -59,6 +61,15 @@ check: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.run --minutes 10 --faults 200 $(if $(SEED),--seed $(SEED)) --report docs
 
+deploy-tools:
+	@scripts/deploy_tools
+
+deploy-check: $(VENV)/.dev deploy-tools
+	@$(BIN)/python scripts/deploy_check
+
+container-check: $(VENV)/.dev deploy-tools
+	@scripts/check_containers
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -68,7 +79,7 @@ BENCHMARKS := engine_throughput engine_vs_vllm engine_vs_llamacpp decode_step pr
               find_matches index_events placement_vs_dynamo placement_decisions placement_scale token_fan_in \
               trace_hits shared_prompt low_load churn herd overload \
               data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl \
-              resume_gap nats_outage rolling_restart live_1000
+              resume_gap nats_outage rolling_restart live_1000 tenant_timing
 bench: $(VENV)/.dev
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(if $(QUICK),--quick) || [ $$? -eq 75 ] || exit 1; done
 

@@ -28,10 +28,11 @@ from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_proxy import NatsProxy
 from kvproto.testing.nats_server import ServerSpec
 from kvproto.testing.slow_proxy import SlowProxy
-from services.ingress.tenancy import hash_key
+from services.ingress.api_keys import hash_key
 from tests.chaos.history import ProcessEnd
 from tests.chaos.layout import FAKE, REAL, TENANTS, Layout, Place, Role
 from tests.chaos.process import ROOT, MemberProcess
+from tests.support.secrets_rig import add_tenant
 
 DEPLOY = ROOT / "deploy" / "nats"
 BACKOFF_S = 0.3
@@ -211,13 +212,9 @@ def _passwords() -> dict[str, str]:
 def _server_config(folder: Path) -> Path:
     """deploy/nats as it is, with a producer of each tenant, made as its README says."""
     shutil.copytree(DEPLOY, folder)
-    accounts = folder / "accounts.conf"
     for tenant in TENANTS:
-        role = folder / "roles" / f"producer-{tenant}.conf"
-        if not role.exists():
-            role.write_text((folder / "roles" / "producer.conf.template").read_text().replace("TENANT", tenant))
-            text = accounts.read_text().replace("$producer_public ]", f"$producer_public, $producer_{tenant} ]")
-            accounts.write_text(f"include ./roles/{role.name}\n{text}")
+        if not (folder / "roles" / f"producer-{tenant}.conf").exists():
+            add_tenant(folder, tenant, "accounts.conf")
     return folder / "nats-server.conf"
 
 

@@ -101,7 +101,7 @@ class Stage:
     async def frames_of_old_attempts(self) -> None:
         """Its worker, sick by now, is taken for dead, as placement says it; the cancel is lost, and it goes on."""
         old, other = self.serving, next(name for name in self.worker_ways if name != self.serving)
-        self.worker_ways[old].mangling = Mangling(("kvf.worker.*.cancel",), lost=1.0)
+        self.worker_ways[old].mangling = Mangling(("kvf.worker.*.cancel", "kvf.worker.*.cancel.*"), lost=1.0)
         self.worker_ways[other].latency_s = 0.1
         runner = next(fleet.workers[old] for fleet in self._fleets if old in fleet.workers).thread._engine.runner
         healthy = runner._hashed

@@ -18,7 +18,7 @@ from tests.chaos.run import Plan, run, tell
 from tests.chaos.schedule import Kind
 from tests.chaos.timeline import timeline
 
-QUICK = Plan(seed=24, duration_s=45.0, faults=28, cases=(8, 16), users=(3, 7))
+QUICK = Plan(seed=24, duration_s=30.0, faults=20, cases=(8, 16), users=(3, 7))
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,8 @@ def fleet(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFac
     fleet = Deployment(server.url, tmp_path_factory.mktemp("draining"), passwords)
     fleet.init()
     fleet.start("placement", "p0")
-    fleet.start("vault", "v0", "--max-bytes=67108864")
+    PORTS["v0"] = free_port()
+    fleet.start("vault", "v0", "--max-bytes=67108864", f"--metrics-port={PORTS['v0']}")
     for worker in ("w0", "w1"):
         start(fleet, worker)
     fleet.start("ingress", "i0", f"--port={fleet.port}")
@@ -191,3 +192,23 @@ async def test_without_a_successor_blocks_wait_in_a_vault(fleet: Deployment) -> 
         assert ended == [coming]
         assert len(ids) == tokens
         assert metric(coming, "kvfleet_worker_recomputed_tokens_total") <= BLOCK, fleet.logs()
+
+
+async def test_what_only_the_leaving_worker_has_of_prefixes_in_demand_stays_in_a_vault(fleet: Deployment) -> None:
+    """Too little of it has come again for the worker itself to keep it: placement knows that it is asked for."""
+    start(fleet, "w3")
+    shared = tuple(range(400, 400 + 6 * BLOCK))
+    sampling = replace(SAMPLING, max_tokens=4)
+    async with opened(fleet) as client:
+        await until(lambda: "w3" in client.members.view.workers, 30)
+        await until(lambda: any(view.record.id == "w3" for view in client.members.view.ready("demo")), 30)
+        for number in range(4):
+            tail = tuple(range(600 + 50 * number, 600 + 50 * number + BLOCK))
+            async with client.generate(Generation("demo", sampling, prompt_ids=shared + tail, worker="w3")) as stream:
+                async for _ in stream:
+                    pass
+            await asyncio.sleep(0.2)  # its blocks are told of
+        before = metric("v0", "kvfleet_vault_stored_blocks_total")
+        fleet.services["w3"].process.terminate()
+        assert await asyncio.to_thread(fleet.services["w3"].process.wait, 20) == 0
+        assert metric("v0", "kvfleet_vault_stored_blocks_total") - before >= len(shared) // BLOCK, fleet.logs()

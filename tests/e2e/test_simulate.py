@@ -69,6 +69,8 @@ def test_a_table_and_a_picture(trace: str, tmp_path: Path) -> None:
         (["--trace", "TRACE", "--workers", "2", "--policy", "direct"], 2, "'direct' is none of cost, "),
         (["--trace", "TRACE", "--workers", "2", "--load", "nan"], 2, "argument --load"),
         (["--trace", "TRACE"], 2, "--workers"),
+        (["--trace", "TRACE", "--autoscale", "3:2"], 2, "argument --autoscale"),
+        (["--trace", "TRACE", "--autoscale", "1:2", "--workers", "2"], 2, "one of --workers and --autoscale"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(trace: str, flags: list[str], code: int, said: str) -> None:
@@ -78,3 +80,13 @@ def test_what_is_wrong_is_said_in_one_line(trace: str, flags: list[str], code: i
     assert len(done.stderr.splitlines()) == 1
     assert said in done.stderr
     assert done.stderr.startswith("kvfleet simulate: ")
+
+
+def test_a_fleet_that_grows(trace: str) -> None:
+    flags = ["--autoscale", "1:2", "--scale-up-s", "3", "--prefill-tokens-per-s", "2000", "--start-s", "1"]
+    done = kvfleet("--trace", trace, *flags, "--scale-down", "both", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["workers"] == 2
+    assert [one["scale_down"] for one in found["autoscaled"]] == ["cheapest", "ordinal"]
+    assert all(one["most_workers"] == 2 and one["worker_hours"] > 0 for one in found["autoscaled"])
