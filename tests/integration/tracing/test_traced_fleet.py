@@ -173,7 +173,7 @@ async def ask_bare(fleet: Up, body: dict[str, Any], headers: dict[str, str]) -> 
 
 @pytest.mark.parametrize("by", ["header", "body"])
 async def test_a_bare_producers_trace_goes_on(traced_fleet: Up, collector: Collector, caller: Caller, by: str) -> None:
-    body: dict[str, Any] = {"prompt": "from NATS alone", "max_tokens": 3}
+    body: dict[str, Any] = {"prompt": "from NATS alone", "max_tokens": 3, "ignore_eos": True}
     headers = {"Traceparent": caller.headers["traceparent"]} if by == "header" else {}
     frames = await ask_bare(traced_fleet, body | ({} if by == "header" else caller.headers), headers)
     assert frames[-1]["type"] == "finished"
