@@ -50,7 +50,7 @@ run: $(VENV)/.run
 	@exec $(BIN)/kvfleet up $(FLAGS)
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -2,11 +2,17 @@
 
 A test that must take a minute of waiting begins in a test marked `first` and is judged in one marked `last`; the rest
 runs in between.
+
+`make test` runs two lanes beside each other, since half of the time is waiting: one process has whole fleets, the other
+computes. What must not run beside each other is in one lane, in its old order.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["kvproto.testing.fixtures"]
 
@@ -24,3 +30,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 2 if item.get_closest_marker("last") is not None else 1
 
     items.sort(key=place)
+
+
+# Of about the same length. Whatever is not named here is of the other lane.
+FLEETS = (
+    "tests/e2e/", "tests/chaos/", "tests/containers/", "tests/integration/nats/", "tests/integration/regions/",
+    "tests/integration/security/", "tests/integration/tracing/", "tests/integration/vault/",
+)  # fmt: skip
+
+
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]
+    """One unit of work for each process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "fleets" if nodeid.startswith(FLEETS) else "computing"
+
+
+@pytest.hookimpl
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+    return Lanes(config, log)
