@@ -222,8 +222,8 @@ class PlacementCore:
                 return []
             case ExplainAsked(reply, request, tenant):
                 return [Explain(reply, self.ledger.explain(request, tenant))]
-            case Tick():
-                return self._tick(now)
+            case Tick(deaf):
+                return self._tick(now, deaf=deaf)
             case WorkerJoined(record, heartbeat):
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
@@ -265,7 +265,7 @@ class PlacementCore:
                 self.forwarding.watching.suspect(worker, known.heard_at, now)
                 return [DropMember(worker)]
 
-    def _tick(self, now: float) -> list[Action]:
+    def _tick(self, now: float, *, deaf: bool) -> list[Action]:
         self.fleet.build_rings()
         self.autoscaler.tick(now)
         for key in self.bookings.expire(now):
@@ -275,7 +275,7 @@ class PlacementCore:
         self.neighbours.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self.accounts.trust(worker, credit)
-        return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now)]
+        return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now, deaf=deaf)]
 
     def _follow(self, record: WorkerRecord) -> None:
         self.vaults.pop(record.id, None)  # of that name there is a worker now

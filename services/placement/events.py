@@ -212,7 +212,9 @@ class ExplainAsked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time passed. `deaf`: this process is cut off from NATS or just back, so that silence says nothing of others."""
+
+    deaf: bool = False
 
 
 Event = (

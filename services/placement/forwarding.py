@@ -1,6 +1,7 @@
 """How a bare producer's request comes to a worker: offered to one after the other until one accepts it. Pure.
 
-               ┌─ 50 ms of silence, 503, retryable refusal: next ready worker, each at most once
+               ┌─ 50 ms of silence (of the worker's, not of a NATS that is away), 503, retryable refusal:
+               │                         next ready worker, each at most once
                ▼                                      └─ nobody left ──▶ Failed(no_workers)
     asked ──▶ offered ──refusal that no worker would lift──▶ passed on to the producer
       │        │   ▲
@@ -47,6 +48,7 @@ from services.placement.watching import Watching
 
 ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
+DEAF_S = 0.1  # until it is asked again whether silence says anything
 CARRY_S = 10.0
 PARKED_S = 0.2
 LAST_CHANCE_S = 1.5  # of the last worker that can be asked; its end is told within 4 s of a loss all the same
@@ -325,10 +327,14 @@ class Forwarding:
 
     # ------------------------------------------------------------------ time passes
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float, *, deaf: bool = False) -> list[Action]:
+        """`deaf`: whoever did not answer may have, and be at work; a second one would stream to the producer too."""
         actions: list[Action] = []
         for table, do in ((self._offered, self._pass_over), (self._parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
+                if deaf:
+                    due.due = now + DEAF_S
+                    continue
                 del table[due.key]
                 actions += do(due, now)
         return actions + self.watching.tick(now)

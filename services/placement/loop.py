@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 
 QUEUE = "placement"
 REFUSED = b"refused"
+BACK_S = 0.8  # after a reconnect: what the others say is on its way by then
 MAX_WAIT_S = 60.0
 
 
@@ -345,7 +346,9 @@ class PlacementLoop:
         return asyncio.get_running_loop().time()
 
     def _tick(self) -> None:
-        self._tell(Tick())
+        connection = self._connection
+        is_back = connection.reconnects_total == 0 or connection.connected_for_s > BACK_S
+        self._tell(Tick(deaf=not (connection.is_connected and is_back)))
 
     # ------------------------------------------------------------------ start and stop
 

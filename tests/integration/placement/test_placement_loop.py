@@ -21,6 +21,7 @@ from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFou
 from kvproto.messages import Load, PlacementStats, PlaceRequest
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
+from services.placement import patience
 from services.placement.loop import PlacementLoop
 
 
@@ -222,6 +223,28 @@ class TestLostWorker:
             await until(lambda: fleet.loop.in_flight == 0)
             assert [f["type"] for f in await fleet.producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
             assert fleet.loop.producer_failures_total == 0
+
+    async def test_an_outage_while_a_worker_was_asked_does_not_have_another_asked(
+        self, nats_process: ProcessFactory, namespace: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both would stream to the producer, and it would see two ends."""
+        monkeypatch.setattr(patience, "ACKNOWLEDGE_S", 1.0)
+        server = nats_process()
+        async with fleet_on(server.url, Subjects(namespace)) as fleet:
+            first, second = [await fleet.start_worker(worker, "silent") for worker in ("w1", "w2")]
+            await knows(fleet.loop, "w1", "w2")
+            await fleet.producer.ask(as_json=True, prompt="hi")
+            await until(lambda: bool(first.seen or second.seen))
+            asked, other = (first, second) if first.seen else (second, first)
+            await asyncio.to_thread(server.kill)
+            await until(lambda: not asked.connection.is_connected)
+            ((_, request, reply),) = asked.seen
+            await asked.accept(request, reply)  # waits in its buffer
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(server.start)
+            await until(lambda: fleet.loop.forwarded_total == 1)
+            await asyncio.sleep(0.2)
+            assert (other.seen, asked.cancelled, fleet.loop.in_flight) == ([], [], 1)
 
 
 class TestNextWorker:

@@ -134,6 +134,25 @@ class TestNextWorker:
         assert core.bookings.requests_at(first.worker) == 0
         assert core.forwarding.retried_offers_total == 1
 
+    def test_but_not_after_silence_that_says_nothing(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        for now in (1.1, 1.3, 2.0):
+            assert not any(isinstance(one, Forward | Cancel) for one in core.handle(Tick(deaf=True), now))
+            wake_at = core.wake_at()
+            assert wake_at is not None
+            assert wake_at > now, "nobody spins"
+        core.handle(WorkerAnswered(accepted("r1", 0, first.worker)), 2.05)
+        assert not any(isinstance(one, Forward | Cancel) for one in core.handle(Tick(), 2.2))
+        assert (core.forwarding.retried_offers_total, core.forwarding.forwarded_total) == (0, 1)
+        core.check_integrity()
+
+    def test_and_after_silence_that_goes_on_when_it_says_something(self) -> None:
+        core = a_core("w1", "w2")
+        first = offer(core)
+        core.handle(Tick(deaf=True), 1.2)
+        assert the_forward(core.handle(Tick(), 1.4)).worker != first.worker
+
     def test_a_long_text_may_be_tokenised_first(self) -> None:
         core = a_core("w1", "w2")
         offer(core, request="long", prompt="x" * 500_000)
