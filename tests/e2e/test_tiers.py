@@ -25,7 +25,7 @@ CONVERSATIONS = 8
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Up]:
     """The device of each of the two workers has room for about two and a half of the conversations."""
-    up = Up("--port", "0", "--blocks", "40", "--dtype", "float32")
+    up = Up("--port", "0", "--blocks", "40", "--dtype", "float32", "--log-level", "info")
     try:
         yield up.wait_ready(180)
     finally:
@@ -101,11 +101,8 @@ def test_a_killed_vault_costs_nobody_a_wrong_or_missing_token(fleet: Up, http: h
     assert [complete(http, number)[0] for number in range(CONVERSATIONS)] == expected
 
 
-def test_a_new_worker_preloads_what_is_in_demand(fleet: Up, http: httpx.Client) -> None:
-    """A killed one is started again, with an empty device: it says that it is ready when it has the hottest blocks."""
-    for number in range(CONVERSATIONS):
-        complete(http, number)
-    time.sleep(1.5)  # what goes down is in the vault
+def restarted(fleet: Up, http: httpx.Client) -> dict[str, Any]:
+    """w0, once it is ready in a new life."""
     before = http.get("/workers").json()["w0"]
     os.kill(before["pid"], signal.SIGKILL)
     end = time.monotonic() + 60
@@ -114,8 +111,24 @@ def test_a_new_worker_preloads_what_is_in_demand(fleet: Up, http: httpx.Client) 
     ):
         assert time.monotonic() < end, fleet.stderr[-2000:]
         time.sleep(0.05)
-    assert after["load"]["prompt_tokens_total"] == 0, "nobody has asked it for anything"
-    assert after["load"]["blocks_addressed"] > 0
+    assert isinstance(after, dict)
+    return after
+
+
+def test_a_new_worker_preloads_what_is_in_demand(fleet: Up, http: httpx.Client) -> None:
+    """A killed one is started again, with an empty device: it says that it is ready when it has the hottest blocks.
+
+    It does not wait for placement for longer than a second: a machine that is too busy for that is asked again.
+    """
+    for _ in range(3):
+        for number in range(CONVERSATIONS):
+            complete(http, number)
+        time.sleep(1.5)  # what goes down is in the vault
+        load = restarted(fleet, http)["load"]
+        assert load["prompt_tokens_total"] == 0, "nobody has asked it for anything"
+        if load["blocks_addressed"]:
+            return
+    pytest.fail(fleet.stderr[-4000:])
 
 
 def test_a_deleted_session_is_found_nowhere(http: httpx.Client) -> None:
