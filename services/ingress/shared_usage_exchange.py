@@ -58,11 +58,9 @@ class UsageExchange:
         if self._on_reconnect in self._connection.on_reconnect:
             self._connection.on_reconnect.remove(self._on_reconnect)
         await self.turn()
-        if self._subscription is not None:
-            try:
-                await self._subscription.unsubscribe()
-            except KvfleetError as error:  # the connection may be gone: nothing to let go of then
-                log.debug("usage of limits: %s", error)
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and self._connection.is_connected:
+            await subscription.unsubscribe()
 
     async def turn(self) -> None:
         now = self._now()
