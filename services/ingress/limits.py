@@ -202,19 +202,18 @@ class Limiter:
         return self._own.get(key) if key[1] else self._tenants.get(key[0])
 
     def open(self, key: Key, limits: Limits, now: float, unix_s: float) -> tuple[Account, Limits] | None:
-        """The same; one that nobody has asked for here begins with these limits. None: there are too many."""
-        found = self.find(key)
-        if found is None:
-            if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
-                self._make_room(now, unix_s)
-                if max(len(self._own), len(self._tenants)) >= MOST_ACCOUNTS:
-                    return None
-            found = Account(key), limits
-            if key[1]:
-                self._own[key] = found
-            else:
-                self._tenants[key[0]] = found
-        return found
+        """One that is not here, and nobody has asked for here: with these limits until somebody does. None: there are
+        too many."""
+        if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
+            self._make_room(now, unix_s)
+            if max(len(self._own), len(self._tenants)) >= MOST_ACCOUNTS:
+                return None
+        opened = Account(key), limits
+        if key[1]:
+            self._own[key] = opened
+        else:
+            self._tenants[key[0]] = opened
+        return opened
 
     def tab(self, caller: Caller) -> Tab:
         own, tenants = self.accounts(caller)

@@ -238,7 +238,7 @@ class SharedUsage:
         heard, gap_s, is_older = peer.accounts.get(key), entry.age_s, False
         if heard is None and (entry.ended or seq < peer.forgot_seq):
             return
-        found = self._limiter.open(key, _limits_of(entry), now, unix_s)
+        found = self._limiter.find(key) or self._limiter.open(key, _limits_of(entry), now, unix_s)
         if found is None or (heard is None and self._heard_accounts >= MAX_HEARD):
             self.refused_total += 1
             peer.since = now

@@ -51,7 +51,10 @@ class UsageExchange:
         """Tell, for ever."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.turn()
+            try:
+                await self.turn()
+            except Exception:  # a loop's top: others would take what runs here for over
+                log.exception("usage of limits not told")
 
     async def stop(self) -> None:
         """What has ended since the last report is told: those who go on need not wait for this one's silence."""
