@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvproto import codec
 from kvproto.errors import LimitExceeded
 from kvproto.messages import AccountUsage, UsageReport
-from services.ingress import shared_usage
+from services.ingress import limits, shared_usage
 from services.ingress.callers import Caller, Limits
 from services.ingress.limit_headers import limit_headers
 from services.ingress.limits import DAY_S, Account, Limiter
@@ -64,6 +64,12 @@ class Ingress:
 
     def account(self, caller: Caller) -> Account:
         return self.limiter.accounts(caller)[0][0]
+
+    def level(self, caller: Caller, now: float) -> tuple[float | None, float | None]:
+        """Requests and tokens of the caller's own that are left."""
+        account, limits, _ = self.limiter.accounts(caller)[0]
+        account.settle(limits, now, NOON)
+        return account.requests.level, account.tokens.level
 
     def left(self, caller: Caller, now: float = 0.0) -> dict[bytes, bytes]:
         return dict(limit_headers(self.limiter, caller, now, NOON))
@@ -123,7 +129,7 @@ def test_generated_tokens_leave_their_debt_everywhere() -> None:
     for n in range(1, 5):
         tab.generated(750)
         assert fleet.turn(n * PERIOD_S) == (n == 4), "what is only generated is told of once a second"
-    assert two.account(RATE).tokens.level == pytest.approx(6000 - 5000 - 3000 + 100)
+    assert two.level(RATE, 1.0)[1] == pytest.approx(6000 - 5000 - 3000 + 100)
     assert not two.charges(RATE, 1, 1.0)
 
 
@@ -182,7 +188,7 @@ def test_what_is_as_new_is_told_a_last_time() -> None:
     assert two.usage._heard_accounts == 0
     assert one.serves(RATE, 10.0)
     fleet.turn(10.0)
-    assert two.account(RATE).requests.level == 9
+    assert two.level(RATE, 10.0)[0] == 9
     assert [one.serves(RATE, 10.0) for _ in range(10)] == [True] * 9 + [False]
 
 
@@ -193,7 +199,7 @@ def test_the_last_word_may_be_lost() -> None:
     assert one.reports(1.0), "lost"
     assert one.serves(RATE, 5.0)
     two.hear(*one.reports(5.0), 5.0)
-    assert two.account(RATE).requests.level == 9
+    assert two.level(RATE, 5.0)[0] == 9
 
 
 # ---------------------------------------------------------------------- reports that are lost, doubled, overtaken
@@ -243,6 +249,70 @@ def test_whatever_happens_to_reports_all_agree_in_the_end(count: int, seed: int,
         assert everybody.requests.level == 1e6 - requests
         assert everybody.tokens.level == 1e6 - tokens
         assert everybody.day_tokens == tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_nothing_is_ever_counted_twice(seed: int, loses: bool) -> None:
+    """Over many lives of accounts and many reports under way: a day's tokens are the sum of all that was heard."""
+    chance = random.Random(seed)
+    one, two = Ingress("i1"), Ingress("i2")
+    callers = [Caller(name, "t", limits=Limits(tokens_per_minute=60_000)) for name in "abc"]
+    used = dict.fromkeys("abc", 0)
+    flying: deque[bytes] = deque()
+    now = 0.0
+    for _ in range(60):
+        now += chance.choice((0.02, 0.3, 1.1))
+        caller = chance.choice(callers)
+        if chance.random() < 0.5:
+            tokens = chance.choice((5, 500))
+            assert one.charges(caller, tokens, now)
+            used[caller.name] += tokens
+        flying.extend(one.reports(now))
+        while flying and chance.random() < 0.6:
+            at = chance.randrange(min(4, len(flying)))
+            data = flying[at]
+            if chance.random() < 0.8:
+                del flying[at]
+            if not loses or chance.random() < 0.7:
+                two.hear(data, now)
+        for name, total in used.items():
+            found = two.limiter.find(("t", name))
+            assert found is None or found[0].day_tokens <= total
+    if loses:
+        return
+    in_order, counted = Ingress("i3"), Ingress("i4")
+    for turn in range(40):
+        now += 0.3
+        if turn < 20:
+            assert counted.charges(callers[turn % 3], 500, now)
+        for data in counted.reports(now):
+            in_order.hear(data, now)
+            in_order.hear(data, now)
+    assert sum(in_order.account(caller).day_tokens for caller in callers) == 20 * 500
+
+
+def test_what_was_overtaken_says_nothing_of_what_runs() -> None:
+    one, two = Ingress("i1"), Ingress("i2")
+    assert one.admits(BUSY)
+    assert one.admits(BUSY)
+    before = one.reports(0.25)
+    one.limiter.release(BUSY)
+    for data in (*one.reports(0.5), *before):
+        two.hear(data, 0.6)
+        assert two.limiter.accounts(BUSY)[1][0].running_elsewhere == 1
+
+
+def test_a_life_that_is_over_is_not_heard_of_again() -> None:
+    said = [entry(running=1, requests=3), entry(ended=True), entry(life=2, requests=1), entry(caller="l", running=1)]
+    one = Ingress("me")
+    for seq, at in ((1, 0), (3, 1), (2, 0), (4, 2), (2, 0)):
+        one.hear(codec.encode(UsageReport("p", "e", seq, (said[at],))), 0.0)
+    assert one.level(RATE, 0.0)[0] is not None
+    known = one.usage._peers["p"].accounts
+    assert {key: (heard.life, heard.requests, heard.running) for key, heard in known.items()} == {("t", "k"): (2, 1, 0)}
+    one.hear(codec.encode(UsageReport("p", "e", 9, (entry(life=2, ended=True), said[3]))), 0.0)
+    assert known.keys() == {("t", "l")}, "what is in the same report is not of old"
 
 
 # ---------------------------------------------------------------------- the promise
@@ -354,14 +424,13 @@ def test_a_newcomer_takes_what_is_lacking_and_counts_nothing_twice() -> None:
     (report,) = one.reports(1.25)
     known.hear(report, 1.25)
     unknown.hear(report, 1.25)
-    assert known.account(RATE).requests.level == pytest.approx(2 + 1.25)
-    assert unknown.account(RATE).requests.level == pytest.approx(2 + 1.25)
-    assert unknown.account(RATE).tokens.level == pytest.approx(3125)
+    assert known.level(RATE, 1.25) == pytest.approx((2 + 1.25, 3125))
+    assert unknown.level(RATE, 1.25) == pytest.approx((2 + 1.25, 3125))
     assert one.serves(RATE, 1.25)
     (report,) = one.reports(1.5)
     for newcomer in (known, unknown):
         newcomer.hear(report, 1.5)
-        assert newcomer.account(RATE).requests.level == pytest.approx(1 + 1.5)
+        assert newcomer.level(RATE, 1.5)[0] == pytest.approx(1 + 1.5)
 
 
 def test_who_is_there_tells_a_newcomer_at_once() -> None:
@@ -403,14 +472,27 @@ def test_one_that_served_nothing_of_a_day_still_tells_of_it() -> None:
 def test_a_day_ends_by_ones_own_clock() -> None:
     midnight = NOON + DAY_S / 2
     early, late = Ingress("i1"), Ingress("i2")
-    for now, unix_s in ((0.0, midnight - 1), (0.5, midnight + 0.5)):
-        assert early.charges(DAILY, 600, now, unix_s)
+    for now, unix_s, tokens in ((0.0, midnight - 1, 600), (0.5, midnight + 0.5, 700)):
+        assert early.charges(DAILY, tokens, now, unix_s)
         assert late.charges(DAILY, 100, now, midnight - 1)
         late.hear(*early.reports(now, unix_s), now, midnight - 1)
     assert late.account(DAILY).day_tokens == 800, "600 of its day, not those of the next one"
     assert late.charges(DAILY, 100, 2.0, midnight + 0.5)
     late.hear(*early.reports(2.0, midnight + 2), 2.0, midnight + 0.5)
-    assert late.account(DAILY).day_tokens == 700
+    assert late.account(DAILY).day_tokens == 800
+    newcomer = Ingress("i3", now=2.0)
+    (report,) = early.reports(3.0, midnight + 3)
+    newcomer.hear(report, 3.0, midnight - 1)
+    assert newcomer.account(DAILY).day_tokens == 0, "nor of one that comes by its clock before that"
+
+
+def test_yesterdays_tokens_are_told_of_no_more() -> None:
+    one = Ingress("i1")
+    assert one.charges(DAILY, 600)
+    assert one.reports(0.25)
+    (ended,) = one.reports(60.0, NOON + DAY_S)
+    assert codec.decode(UsageReport, ended).accounts[0].ended
+    assert one.reports(62.0, NOON + DAY_S) == []
 
 
 def test_an_outage_costs_a_caller_one_bucket_at_most() -> None:
@@ -427,10 +509,8 @@ def test_an_outage_costs_a_caller_one_bucket_at_most() -> None:
             assert ingress.charges(both, 90, float(second))
     fleet.turn(600.0)
     for ingress in fleet.ingresses:
-        account = ingress.account(both)
-        assert account.requests.level == pytest.approx(-10)
-        assert account.tokens.level == pytest.approx(-6000)
-        assert account.day_tokens == 2 * 600 * 90 + 200, "the day's are all counted"
+        assert ingress.level(both, 600.0) == pytest.approx((-10, -6000))
+        assert ingress.account(both).day_tokens == 2 * 600 * 90 + 200, "the day's are all counted"
         assert ingress.serves(both, 611.1)
 
 
@@ -485,31 +565,82 @@ def test_a_report_fits_into_a_message() -> None:
     assert len({report.seq for report in reports}) == len(reports)
 
 
+def names_told(one: Ingress, now: float) -> list[str]:
+    return [each.caller for report in one.usage.reports(now, NOON, PAYLOAD) for each in report.accounts]
+
+
 def test_those_told_of_longest_ago_come_first() -> None:
     one = Ingress("i1")
     callers = [Caller(f"c{n}", "t", limits=Limits(max_concurrent=5)) for n in range(MOST_TOLD + 100)]
-    for caller in callers:
-        assert one.admits(caller)
-    told = [{each.caller for report in one.usage.reports(now, NOON, PAYLOAD) for each in report.accounts}
-            for now in (0.25, 0.5)]  # fmt: skip
+    told = []
+    for now in (0.25, 0.5):
+        for caller in callers:
+            assert one.admits(caller)
+        told.append(set(names_told(one, now)))
     assert len(told[0]) == MOST_TOLD
     assert len(told[0] | told[1]) == len(callers)
-    for caller in callers:
-        one.limiter.release(caller)
 
 
-def test_what_is_quiet_is_repeated_a_few_at_a_time() -> None:
+def test_what_is_quiet_is_repeated_a_few_at_a_time_and_what_runs_at_once() -> None:
     one = Ingress("i1")
-    for n in range(3 * MOST_REPEATED):
+    count = 6 * MOST_REPEATED
+    for n in range(count):
         assert one.charges(Caller(f"c{n}", "t", limits=Limits(tokens_per_day=1000)), 10)
-    assert sum(len(report.accounts) for report in one.usage.reports(0.0, NOON, PAYLOAD)) == 3 * MOST_REPEATED
-    seen: set[str] = set()
-    for turn in range(3):
-        now = 1.0 + turn * PERIOD_S
-        names = [each.caller for report in one.usage.reports(now, NOON, PAYLOAD) for each in report.accounts]
-        assert len(names) == MOST_REPEATED
-        seen |= set(names)
-    assert len(seen) == 3 * MOST_REPEATED
+    assert one.admits(Caller("runs", "u", limits=Limits(max_concurrent=1)))
+    assert len(names_told(one, 0.0)) == count + 1
+    seen: list[str] = []
+    for turn in range(7):
+        names = names_told(one, 1.0 + turn * PERIOD_S)
+        assert len(names) == MOST_REPEATED + (turn in (0, 4)), "which takes none of their room"
+        seen += names
+    assert len(set(seen)) == count + 1
+
+
+def test_only_what_was_not_heard_of_for_long_is_forgotten() -> None:
+    one = Ingress("me")
+    for seq, names in ((1, "ab"), (2, "a")):
+        report = UsageReport("p", "e", seq, tuple(entry(caller=name, requests=1) for name in names))
+        one.hear(codec.encode(report), (seq - 1) * FORGET_S)
+    one.usage.expire(FORGET_S + 1)
+    assert one.usage._peers["p"].accounts.keys() == {("t", "a")}
+    one.hear(codec.encode(UsageReport("p", "e", 3, (entry(caller="b", requests=5, age_s=FORGET_S),))), FORGET_S + 2)
+    one.hear(codec.encode(UsageReport("p", "e", 4, (entry(caller="b", requests=6, age_s=FORGET_S),))), FORGET_S + 2)
+    b = Caller("b", "t", limits=Limits(requests_per_minute=60))
+    assert one.level(b, FORGET_S + 2)[0] == 10, "it was not opened with this limit"
+
+
+def test_accounts_that_only_others_use_are_bounded_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ACCOUNTS", 4)
+    monkeypatch.setattr(limits, "MOST_ACCOUNTS", 8)
+    one = Ingress("me")
+
+    def hear(seq: int, now: float, *said: AccountUsage) -> None:
+        one.hear(codec.encode(UsageReport("p", "e", seq, said)), now)
+
+    hear(1, 0.0, *(entry(caller=f"c{n}", running=1) for n in range(10)))
+    assert (len(list(one.limiter.every())), one.usage.refused_total) == (8, 2)
+    assert one.admits(Caller("own", "o"), 20.0), "those who ask here are let in"
+    assert len(list(one.limiter.every())) == 8 + 2, "and what runs elsewhere is kept"
+    hear(2, 20.1, *(entry(caller=f"c{n}") for n in range(10)))
+    assert one.usage.refused_total == 4
+    hear(3, 40.0, entry(caller="c9"))
+    assert len(list(one.limiter.every())) == 1 + 2, "the others were as new"
+    hear(4, 40.0, entry(caller="c1", requests=1))
+    one.limiter.release(Caller("own", "o"))
+
+
+def test_an_account_without_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Ingress("me")
+    one.hear(codec.encode(UsageReport("p", "e", 1, (entry(requests=1, age_s=1.0),))), 2.0)
+    monkeypatch.setattr(limits, "MAX_ACCOUNTS", -1)
+    monkeypatch.setattr(limits, "MOST_ACCOUNTS", 0)
+    one.limiter._drop_idle(2.0, NOON)
+    one.hear(codec.encode(UsageReport("p", "e", 2, (entry(requests=2, age_s=2.0, running=1),))), 3.0)
+    assert (one.usage._heard_accounts, one.usage.refused_total) == (0, 1)
+    monkeypatch.undo()
+    again = entry(requests=50, age_s=3.0, lacking_requests=4.0, requests_per_minute=60.0)
+    one.hear(codec.encode(UsageReport("p", "e", 3, (again,))), 4.0)
+    assert one.level(RATE, 4.0)[0] == 6, "what was counted of it before is not known any more"
 
 
 def test_limits_that_are_gone_are_told_of_no_more() -> None:
