@@ -102,7 +102,7 @@ async def test_what_ran_at_a_killed_ingress_counts_no_longer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_usage, "SILENT_S", 1.6)
+    monkeypatch.setattr(shared_usage, "SILENT_S", 2.0)
     keys = keys_of(a={"max_concurrent": 1, "requests_per_minute": 600})
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
