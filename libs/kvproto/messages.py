@@ -755,6 +755,45 @@ class SessionHead:
     regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # other ones, where turns of it ran
 
 
+# ---------------------------------------------------------------------------------------------- ingresses
+
+
+@dataclass(frozen=True, slots=True)
+class AccountUsage:
+    """How far an ingress has counted what one caller, or all callers of a tenant together, use of their limits.
+
+    Counts are of one `life` of the account at that ingress, whose number only grows, as they do within it: who misses
+    a report learns all from the next. What is `lacking` is as that ingress sees it, of all ingresses together.
+    """
+
+    tenant: Name
+    life: Count
+    caller: Name = ""  # "": all of the tenant's together
+    age_s: Seconds = 0.0  # of this life
+    running: Count = 0
+    requests: Count = 0
+    tokens: Count = 0
+    day: Count = 0  # since 1970, UTC
+    day_tokens: Count = 0  # on that day
+    lacking_requests: Annotated[float, Range(0.0, 1e18)] = 0.0  # in its bucket, until it is full
+    lacking_tokens: Annotated[float, Range(0.0, 1e18)] = 0.0
+    lacking_day_tokens: Count = 0
+    requests_per_minute: Annotated[float, Range(0.0, 1e18)] = 0.0  # its limits, for who does not know them yet
+    tokens_per_minute: Annotated[float, Range(0.0, 1e18)] = 0.0
+    tokens_per_day: Count = 0
+    ended: bool = False  # nobody would miss it: whatever is told of this name later is of another life
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """What one ingress tells the others of its region, on `kvf.ingress.usage`; `seq` grows within its epoch."""
+
+    ingress: Name
+    epoch: Name
+    seq: Count
+    accounts: Annotated[tuple[AccountUsage, ...], MaxLength(4096)]
+
+
 # ---------------------------------------------------------------------------------------------- placement
 
 

@@ -147,6 +147,10 @@ class Subjects:
         """Requests of bare producers that a draining placement watched: any one replica goes on watching."""
         return f"{self.namespace}.placement.watches"
 
+    def ingress_usage(self) -> str:
+        """What callers use of their limits: between a region's ingresses alone, it names tenants and keys."""
+        return f"{self.namespace}.ingress.usage"
+
     # other regions
     def region_place(self, region: str, tenant: str, model: str) -> str:
         return f"{self._region(region)}.place.{_token('tenant', tenant)}.{model_token(model)}"

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import KvfleetError
+from kvproto.ids import new_epoch
 from kvproto.messages import Role
 from kvservice import tracing
 from kvservice.tracing import Tracer
@@ -31,6 +32,8 @@ from services.ingress.runs import Runs
 from services.ingress.service_levels import Targets
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Sessions
+from services.ingress.shared_usage import SharedUsage
+from services.ingress.shared_usage_exchange import UsageExchange
 from services.ingress.tenancy import Tenancy
 
 DRAIN_POLL_S = 0.05
@@ -55,6 +58,10 @@ class Ingress:
         self._tasks: list[asyncio.Task[Any]] = []
         self.unready = False  # set before a drain: load balancers look elsewhere, requests are still served
         self.admission = Admission(config.max_concurrent, time.time)
+        self.usage = SharedUsage(self.admission.limiter, config.id, new_epoch(), client.now())
+        self.usage_exchange = UsageExchange(
+            client.connection, client.subjects.ingress_usage(), self.usage, client.now, time.time
+        )
         self.audit = audit
         self.tenancy = tenancy
         self.metrics = IngressMetrics(
@@ -116,6 +123,7 @@ class Ingress:
         bucket = await Bucket.open(client.connection, client.subjects.sessions_bucket)
         ingress = cls(client, config, tenancy, registry, bucket, audit, readings, tracer)
         await ingress.regions.start()
+        await ingress.usage_exchange.start()
         ingress.start()
         return ingress
 
@@ -126,6 +134,7 @@ class Ingress:
         self._tasks.append(asyncio.create_task(self.sessions.run(), name="session-leases"))
         self._tasks.append(asyncio.create_task(self.session_index.run(), name="session-index"))
         self._tasks.append(asyncio.create_task(self.runs.run(), name="runs"))
+        self._tasks.append(asyncio.create_task(self.usage_exchange.run(), name="usage"))
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False if some is still running after the timeout."""
@@ -150,6 +159,7 @@ class Ingress:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks.clear()
+        await self.usage_exchange.stop()
         await self.routes.close()
         await self.regions.stop()
         await self.models.stop()
@@ -163,7 +173,7 @@ class Ingress:
 
     def _readings(self) -> tuple[Reading, ...]:
         counters, inbox, view = self._client.counters, self._client.inbox, self._client.members.view
-        runs, tenancy = self.runs, self.tenancy
+        runs, tenancy, usage, exchange = self.runs, self.tenancy, self.usage, self.usage_exchange
         return (
             Reading(
                 "running_requests", "Requests admitted and not yet ended.", "gauge", lambda: self.admission.running
@@ -171,6 +181,20 @@ class Ingress:
             Reading("refused_requests", "Refused by admission.", "counter", lambda: self.admission.refused_total),
             Reading("refused_callers", "Refused as nobody known.", "counter", lambda: tenancy.refused_total),
             Reading("api_keys", "Configured API keys.", "gauge", lambda: tenancy.key_count),
+            Reading(
+                "counting_ingresses",
+                "Other ingresses that told within 3 s what limited callers use there.",
+                "gauge",
+                lambda: usage.peers,
+            ),
+            Reading("told_usage_reports", "Reports sent to them.", "counter", lambda: exchange.told_total),
+            Reading("heard_usage_reports", "Reports of theirs.", "counter", lambda: exchange.heard_total),
+            Reading(
+                "ignored_usage_reports",
+                "Reports, or accounts in one, that were unreadable, of a life that is over, or too many.",
+                "counter",
+                lambda: usage.refused_total + exchange.malformed_total,
+            ),
             Reading("placed_attempts", "Attempts placed by placement.", "counter", lambda: counters.placed_total),
             Reading(
                 "placement_fallbacks",

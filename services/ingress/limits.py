@@ -8,12 +8,14 @@ refused for good. A day's tokens are counted from midnight UTC.
     admit ─▶ one of requests_per_minute, one of max_concurrent ─▶ release
     charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all who read the same run
     `Tab.generated` ─▶ the hot path: two integers; taken from the buckets when somebody asks next
+    `used_elsewhere` ◀─ what other ingresses have counted of the same account; `shared_usage` knows how
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvproto.errors import LimitExceeded, PayloadTooLarge
 from services.ingress.callers import Caller, Limits
@@ -23,7 +25,9 @@ MINUTE_S = 60.0
 DAY_S = 86_400.0
 BUSY_RETRY_S = 1.0  # when a request ends nobody knows
 MAX_ACCOUNTS = 10_000  # beyond so many, those that nobody would miss are dropped
+MOST_ACCOUNTS = 2 * MAX_ACCOUNTS  # beyond so many, none is opened for what runs elsewhere alone
 ROUNDING = 1e-6
+Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers together
 
 
 @dataclass(slots=True)
@@ -46,25 +50,57 @@ class Bucket:
         assert self.level is not None
         self.level -= count
 
+    def take_late(self, count: float, capacity: float) -> None:
+        """What was used some time ago, when this bucket could not know. It leaves a debt of one bucket at most: what
+        ingresses admitted while they could not hear one another must not shut a caller out for as long again."""
+        if self.level is not None:
+            self.level = max(self.level - count, min(self.level, -capacity))
+
+    def lacking(self, per_minute: float, capacity: float, used: float, now: float) -> float:
+        """What would be missing from it after a `fill` now."""
+        if self.level is None:
+            return used
+        return max(0.0, capacity - (self.level - used + (now - self.filled_at) * per_minute / MINUTE_S))
+
+
+@dataclass(slots=True)
+class Telling:
+    """What the other ingresses were told of an account, since it last was as a new one. Owned by `shared_usage`."""
+
+    life: int
+    born_at: float
+    at: float  # the last time
+
 
 @dataclass(slots=True)
 class Account:
-    """What one caller, or all callers of one tenant, use."""
+    """What one caller, or all callers of one tenant, use: here, and elsewhere as far as that is known."""
 
+    key: Key
     running: int = 0
     generated: int = 0  # since the last settling
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
     day: int = 0
     day_tokens: int = 0
+    running_elsewhere: int = 0
+
+    # for those elsewhere: what was counted here, since the telling began
+    asked: int = 0
+    spent: int = 0  # as of the last settling
+    own_day_tokens: int = 0  # those of `day`
+    touched: bool = False  # used otherwise than by `generated`, and not told yet
+    telling: Telling | None = None
 
     def settle(self, limits: Limits, now: float, unix_s: float) -> None:
         """Bring all up to now. A limit that is new begins with a full bucket."""
         generated, self.generated = self.generated, 0
         day = int(unix_s // DAY_S)
         if day != self.day:
-            self.day, self.day_tokens = day, 0
+            self.day, self.day_tokens, self.own_day_tokens = day, 0, 0
         self.day_tokens += generated
+        self.own_day_tokens += generated
+        self.spent += generated
         if limits.requests_per_minute:
             self.requests.fill(limits.requests_per_minute, request_burst(limits), 0.0, now)
         else:
@@ -74,11 +110,49 @@ class Account:
         else:
             self.tokens.level = None
 
+    def used_elsewhere(
+        self, limits: Limits, requests: float, tokens: float, now: float, unix_s: float, *, late: bool
+    ) -> None:
+        """Other ingresses have counted so much more, a moment ago; `late`: perhaps long ago."""
+        self.settle(limits, now, unix_s)
+        for bucket, count, capacity in (
+            (self.requests, requests, request_burst(limits)),
+            (self.tokens, tokens, limits.tokens_per_minute),
+        ):
+            if count and bucket.level is not None:
+                if late:
+                    bucket.take_late(count, capacity)
+                else:
+                    bucket.take(count)
+
+    def known_elsewhere(
+        self, limits: Limits, lacking_requests: float, lacking_tokens: float, day_tokens: int, now: float, unix_s: float
+    ) -> None:
+        """As much is gone already, by the count of one who was here before; of each bucket twice its worth at most."""
+        self.settle(limits, now, unix_s)
+        for bucket, lacking, capacity in (
+            (self.requests, lacking_requests, request_burst(limits)),
+            (self.tokens, lacking_tokens, limits.tokens_per_minute),
+        ):
+            if bucket.level is not None:
+                bucket.level = min(bucket.level, max(capacity - lacking, -capacity))
+        self.day_tokens = max(self.day_tokens, day_tokens)
+
+    def lacking(self, limits: Limits, now: float) -> tuple[float, float]:
+        """Requests and tokens until its buckets are full; nothing is settled."""
+        requests = tokens = 0.0
+        if limits.requests_per_minute:
+            requests = self.requests.lacking(limits.requests_per_minute, request_burst(limits), 0.0, now)
+        if limits.tokens_per_minute:
+            tokens = self.tokens.lacking(limits.tokens_per_minute, limits.tokens_per_minute, float(self.generated), now)
+        return requests, tokens
+
     def is_idle(self, limits: Limits) -> bool:
         """Whether a new account would say the same; settled just now."""
         requests, tokens = self.requests.level, self.tokens.level
         return (
             not self.running
+            and not self.running_elsewhere
             and (requests is None or requests >= request_burst(limits) - ROUNDING)
             and (tokens is None or tokens >= limits.tokens_per_minute - ROUNDING)
             and not (limits.tokens_per_day and self.day_tokens)
@@ -108,7 +182,7 @@ class Tab:
 class Limiter:
     """The accounts of one process, by name: they outlive every reload of the keys. Owned by the event loop."""
 
-    _own: dict[tuple[str, str], tuple[Account, Limits]] = field(default_factory=dict)
+    _own: dict[Key, tuple[Account, Limits]] = field(default_factory=dict)
     _tenants: dict[str, tuple[Account, Limits]] = field(default_factory=dict)
     _dropped_at: float = -BURST_S
 
@@ -116,11 +190,30 @@ class Limiter:
         """The caller's, and its tenant's, with their limits as they are now, and how messages call them."""
         own = self._own.get(name := (caller.tenant, caller.name))
         if own is None or own[1] is not caller.limits:
-            own = self._own[name] = (own[0] if own else Account(), caller.limits)
+            own = self._own[name] = (own[0] if own else Account(name), caller.limits)
         all_ = self._tenants.get(caller.tenant)
         if all_ is None or all_[1] is not caller.tenant_limits:
-            all_ = self._tenants[caller.tenant] = (all_[0] if all_ else Account(), caller.tenant_limits)
+            account = all_[0] if all_ else Account((caller.tenant, ""))
+            all_ = self._tenants[caller.tenant] = (account, caller.tenant_limits)
         return (*own, "this API key"), (*all_, f"tenant {caller.tenant}")
+
+    def find(self, key: Key) -> tuple[Account, Limits] | None:
+        """One that is here, with its limits as they were when somebody last asked."""
+        return self._own.get(key) if key[1] else self._tenants.get(key[0])
+
+    def open(self, key: Key, limits: Limits, now: float, unix_s: float) -> tuple[Account, Limits] | None:
+        """One that is not here, and nobody has asked for here: with these limits until somebody does. None: there are
+        too many."""
+        if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
+            self._make_room(now, unix_s)
+            if max(len(self._own), len(self._tenants)) >= MOST_ACCOUNTS:
+                return None
+        opened = Account(key), limits
+        if key[1]:
+            self._own[key] = opened
+        else:
+            self._tenants[key[0]] = opened
+        return opened
 
     def tab(self, caller: Caller) -> Tab:
         own, tenants = self.accounts(caller)
@@ -128,14 +221,14 @@ class Limiter:
 
     def admit(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
         """Count one more request in; one that is not `charged` is not of the rate. Raises LimitExceeded."""
-        if len(self._own) > MAX_ACCOUNTS and now >= self._dropped_at + BURST_S:
-            self._drop_idle(now, unix_s)
-            self._dropped_at = now
+        if len(self._own) > MAX_ACCOUNTS:
+            self._make_room(now, unix_s)
         both = self.accounts(caller)
         waits: list[tuple[float, str]] = []
         for account, limits, whose in both:
             account.settle(limits, now, unix_s)
-            if limits.max_concurrent and account.running >= limits.max_concurrent:
+            running = account.running + account.running_elsewhere
+            if limits.max_concurrent and running >= limits.max_concurrent:
                 waits.append((BUSY_RETRY_S, f"at most {limits.max_concurrent} requests at once with {whose}"))
             if charged and (wait := request_wait(account, limits)):
                 waits.append((wait, f"at most {limits.requests_per_minute:g} requests per minute with {whose}"))
@@ -143,12 +236,15 @@ class Limiter:
             raise _refusal(waits)
         for account, limits, _ in both:
             account.running += 1
+            account.asked += charged
+            account.touched = True
             if charged and limits.requests_per_minute:
                 account.requests.take(1.0)
 
     def release(self, caller: Caller) -> None:
         for account, _, _ in self.accounts(caller):
             account.running -= 1
+            account.touched = True
 
     def charge(self, tab: Tab, prompt_tokens: int, now: float, unix_s: float) -> None:
         """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
@@ -179,13 +275,19 @@ class Limiter:
         tab.prompt_tokens = prompt_tokens
         for account, limits, _ in both:
             account.day_tokens += prompt_tokens
+            account.own_day_tokens += prompt_tokens
+            account.spent += prompt_tokens
+            account.touched = True
             if limits.tokens_per_minute:
                 account.tokens.take(prompt_tokens)
 
     def every(self) -> Iterator[Account]:
         """Those of callers, then those of tenants."""
-        yield from (account for account, _ in self._own.values())
-        yield from (account for account, _ in self._tenants.values())
+        return (account for account, _ in self.with_limits())
+
+    def with_limits(self) -> Iterator[tuple[Account, Limits]]:
+        """The same with their limits, as those were when somebody last asked."""
+        return chain(self._own.values(), self._tenants.values())
 
     @property
     def running(self) -> int:
@@ -194,15 +296,30 @@ class Limiter:
     def check_integrity(self) -> None:
         """Raises AssertionError when the counts do not add up."""
         assert all(account.running >= 0 and account.generated >= 0 for account in self.every())
+        assert all(account.running_elsewhere >= 0 for account in self.every())
+        assert all(account.own_day_tokens <= account.day_tokens for account in self.every())
+        assert all(self.find(account.key) == (account, limits) for account, limits in self.with_limits())
         assert self.running == sum(account.running for account, _ in self._tenants.values())
         for tenant, (account, _) in self._tenants.items():
             assert account.running == sum(own.running for (of, _), (own, _) in self._own.items() if of == tenant)
 
+    def _make_room(self, now: float, unix_s: float) -> None:
+        if now >= self._dropped_at + BURST_S:
+            self._drop_idle(now, unix_s)
+            self._dropped_at = now
+
     def _drop_idle(self, now: float, unix_s: float) -> None:
-        for account, limits in (*self._own.values(), *self._tenants.values()):
+        for account, limits in self.with_limits():
             account.settle(limits, now, unix_s)
         self._own = {name: one for name, one in self._own.items() if not one[0].is_idle(one[1])}
         self._tenants = {name: one for name, one in self._tenants.items() if not one[0].is_idle(one[1])}
+
+
+def is_counted(limits: Limits) -> bool:
+    """Whether there is anything that its callers could use up."""
+    return bool(
+        limits.max_concurrent or limits.requests_per_minute or limits.tokens_per_minute or limits.tokens_per_day
+    )
 
 
 def request_burst(limits: Limits) -> float:

@@ -118,6 +118,15 @@ MESSAGES: dict[str, Any] = {
     ),
     "milestones": MILESTONES,
     "booked_batch": m.BookedBatch("p1", (m.Booked(**WHO, worker="w1", tokens=40), m.Booked("t", "r", 0, "w2", 0))),
+    "usage_report": m.UsageReport(
+        "i1", "0198f1c2a3b-00000000000000ff", 7,
+        (
+            m.AccountUsage(
+                "acme", 3, "k", 12.5, 2, 40, 9000, 20_413, 8000, 3.25, 512.5, 9500, 600.0, 1.5e6, 2**40, ended=True
+            ),
+            m.AccountUsage("acme", 1, running=5),
+        ),
+    ),
     "explain_request": m.ExplainRequest("a" * 26, "acme"),
     "explain_request_any_tenant": m.ExplainRequest("a" * 26),
     "explanation": m.Explanation("p1", (DECISION, replace(DECISION, expected_ttft_s=None, actual=m.Actual()))),

@@ -48,6 +48,9 @@ class IngressProcess:
     def hang_up(self) -> None:
         self._process.send_signal(signal.SIGHUP)
 
+    def kill(self) -> None:
+        self._process.kill()
+
     async def ready(self, url: str, verify: Path | None = None) -> None:
         """Until a request would be served."""
 

@@ -116,6 +116,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.placement_victim(): (NOBODY, {"placement"}),
     S.placement_capsules(): ({"placement", "worker"}, {"placement"}),
     S.placement_watches(): ({"placement"}, {"placement"}),
+    S.ingress_usage(): ({"ingress"}, {"ingress"}),
+    "kvf.ingress.>": (NOBODY, NOBODY),
+    "kvf.ingress.unheard_of": (NOBODY, NOBODY),
     "kvf.placement.>": (NOBODY, NOBODY),
     "kvf.placement.unheard_of": (NOBODY, NOBODY),
     # inboxes
