@@ -14,7 +14,7 @@ from rich.text import Text
 NONE = "-"
 TABLE_LINES = 2  # of a table without its rows, and the line before it
 MIN_LEDGER_ROWS = 3
-NARROW, MEDIUM = 80, 110
+SMALL, NARROW, MEDIUM = 60, 80, 110
 STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 
 
@@ -134,7 +134,7 @@ def _columns(table: Table, names: Iterable[str], left: Iterable[str]) -> None:
 def _workers(snapshot: Snapshot, width: int, shown: int, *, plain: bool) -> Table:
     table = _table(plain)
     all_columns = {
-        "worker": 0, "state": 0, "model": MEDIUM, "host": MEDIUM, "running": 0, "queued": 0, "blocks used": NARROW,
+        "worker": 0, "state": 0, "model": MEDIUM, "host": MEDIUM, "running": 0, "queued": SMALL, "blocks used": NARROW,
         "cached": NARROW, "hit rate": 0, "tokens/s": 0, "oldest wait": NARROW,
     }  # fmt: skip
     names = [name for name, at_least in all_columns.items() if width >= at_least]
@@ -168,8 +168,8 @@ def _tiers(snapshot: Snapshot, width: int, *, plain: bool) -> Table | None:
     below: Mapping[str, Mapping[str, Any]] = load["tiers"]
     table = _table(plain)
     all_columns = {
-        "tier": 0, "blocks": 0, "held": 0, "hit tokens": 0, "restored": MEDIUM, "offloaded": MEDIUM, "evicted": NARROW,
-        "failures": NARROW,
+        "tier": 0, "blocks": 0, "held": SMALL, "hit tokens": 0, "restored": MEDIUM, "offloaded": MEDIUM,
+        "evicted": NARROW, "failures": NARROW,
     }  # fmt: skip
     names = [name for name, at_least in all_columns.items() if width >= at_least]
     _columns(table, names, ("tier", "failures"))
@@ -207,7 +207,7 @@ def _tiers(snapshot: Snapshot, width: int, *, plain: bool) -> Table | None:
 def _ledger(placements: list[Mapping[str, Any]], width: int, *, plain: bool) -> Table:
     table = _table(plain)
     all_columns = {
-        "time": 0, "request": MEDIUM, "tenant": NARROW, "model": MEDIUM, "worker": 0, "policy": NARROW, "prompt": 0,
+        "time": 0, "request": MEDIUM, "tenant": NARROW, "model": MEDIUM, "worker": 0, "policy": NARROW, "prompt": SMALL,
         "expected": NARROW, "actual": 0, "TTFT": 0, "end": 0,
     }  # fmt: skip
     names = [name for name, at_least in all_columns.items() if width >= at_least]
