@@ -49,7 +49,7 @@ def top(
         except (httpx.HTTPError, Refused) as error:
             fail(_told(url, error))
         try:
-            if out.is_terminal and not (once or as_json):
+            if out.is_terminal and not out.is_dumb_terminal and not (once or as_json):
                 _watch(fleet, first, interval)
                 return
             time.sleep(interval)  # a rate is between two looks
