@@ -6,6 +6,7 @@ Debian's `chromium`, or whatever KVFLEET_CHROMIUM names; tests skip where there 
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -30,10 +31,11 @@ class Browser:
     """One process with one tab. `problems` are its console's errors and exceptions, in words."""
 
     def __init__(self, binary: str, profile: Path) -> None:
-        to_it, self._write = os.pipe()
-        self._read, from_it = os.pipe()
-        # Chromium reads file 3 and writes file 4: a shell puts the pipes there.
-        script = f'exec "$@" 3<&{to_it} 4>&{from_it}'
+        reads, self._write = os.pipe()
+        self._read, writes = os.pipe()
+        # Chromium reads file 3 and writes file 4: a shell puts the pipes there, from numbers that are neither.
+        to_it, from_it = (fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in (reads, writes))
+        script = f'exec "$@" 3</proc/self/fd/{to_it} 4>/proc/self/fd/{from_it}'
         self.process = subprocess.Popen(
             ["sh", "-c", script, "sh", binary, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(to_it, from_it),
@@ -41,16 +43,20 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(to_it)
-        os.close(from_it)
+        for one in (reads, writes, to_it, from_it):
+            os.close(one)
         self.problems: list[str] = []
         self._unread = b""
         self._asked = 0
         self._session: str | None = None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        try:
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, method: str, timeout_s: float = 30.0, **params: Any) -> dict[str, Any]:
         """Raises AssertionError for what the browser refuses, TimeoutError."""
@@ -98,7 +104,13 @@ class Browser:
 
     def run(self, expression: str) -> Any:
         """What it gives, a promise's value included. Raises AssertionError where it throws."""
-        given = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        given = self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            allowUnsafeEvalBlockedByCSP=False,
+        )
         assert "exceptionDetails" not in given, given["exceptionDetails"]
         return given["result"].get("value")
 

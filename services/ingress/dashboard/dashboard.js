@@ -813,7 +813,10 @@ class Page {
       return;
     }
     const stats = this.#access === Access.TENANT ? null : await this.#stats();
-    if (this.#access === Access.LOCKED) return;
+    if (this.#access === Access.LOCKED) {
+      this.#line.fillPublic(await ask('health'), null);
+      return;
+    }
     const chosen = byId('ledger-model').value;
     if (stats) {
       const workers = await ask('workers');

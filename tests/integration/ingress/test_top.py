@@ -56,7 +56,7 @@ async def served(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Served
 
 
 async def top(served: Served, *flags: str) -> Any:
-    command = ["top", f"--url={served.url}", "--interval=0.7", *flags]
+    command = ["top", f"--url={served.url}", "--interval=0.5", *flags]
     return await asyncio.to_thread(CliRunner().invoke, app, command)
 
 
@@ -68,9 +68,9 @@ async def ask(served: Served, times: int, pause_s: float = 0.0) -> None:
         await asyncio.sleep(pause_s)
 
 
-async def test_once_says_what_is_there_and_how_fast_it_goes(served: Served) -> None:
-    await ask(served, 1)
-    asking = asyncio.create_task(ask(served, 14, 0.1))
+async def test_once_says_what_is_there_as_far_as_the_key_reaches(served: Served) -> None:
+    await ask(served, 3)
+    asking = asyncio.create_task(ask(served, 10, 0.1))
     as_json = await top(served, "--api-key=root", "--json")
     shown = await top(served, "--api-key=root")
     await asking
@@ -78,7 +78,7 @@ async def test_once_says_what_is_there_and_how_fast_it_goes(served: Served) -> N
     told = json.loads(as_json.stdout)
     assert told["stats"]["ready"] == 2
     assert set(told["workers"]) == {"w0", "w1"}
-    assert 0.8 < told["hit_rate_last_minute"] <= 1.0
+    assert 0.5 < told["hit_rate_last_minute"] <= 1.0
     assert told["tokens_per_s"] > 0
     assert {one["tenant"] for one in told["placements"]} == {"acme"}
     lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
@@ -88,18 +88,13 @@ async def test_once_says_what_is_there_and_how_fast_it_goes(served: Served) -> N
     assert sum(" acme demo w" in line for line in lines) >= 1
     assert "\x1b" not in shown.stdout
 
+    tenants = await top(served, "--api-key=alice", "--once", "--interval=0.1")
+    assert tenants.exit_code == 0, tenants.output
+    assert "workers and tiers need an admin key" in tenants.stdout
+    assert "workers ready 2, placements 1, vaults 0, models demo" in tenants.stdout
+    assert " acme " in tenants.stdout
+    assert "oldest wait" not in tenants.stdout
 
-async def test_a_tenants_key_sees_its_own_ledger_and_is_told_why_no_more(served: Served) -> None:
-    await ask(served, 1)
-    shown = await top(served, "--api-key=alice", "--once")
-    assert shown.exit_code == 0, shown.output
-    assert "workers and tiers need an admin key" in shown.stdout
-    assert "workers ready 2, placements 1, vaults 0, models demo" in shown.stdout
-    assert " acme " in shown.stdout
-    assert "oldest wait" not in shown.stdout
-
-
-async def test_what_does_not_go_is_one_line_and_exit_code_1(served: Served) -> None:
     for flags, text in (
         ((), "no API key"),
         (("--api-key=wrong", "--json"), "this API key is not known"),
@@ -170,8 +165,10 @@ async def test_live_in_a_terminal(served: Served) -> None:
         narrow = await asyncio.to_thread(first.read, lambda text: text.count("q ends") >= 2)
         assert "oldest wait" not in narrow.split("\x1b[H")[-1], "columns that do not fit are left out"
 
-        await served.client.connection.close()  # the ingress stays, and says so
-        await asyncio.to_thread(second.read, lambda text: "no ledger" in text or "trying again" in text)
+        await served.go_away()
+        await asyncio.to_thread(second.read, lambda text: f"{served.url}: " in text and "trying again" in text)
+        await served.come_back()
+        await asyncio.to_thread(second.read, lambda text: "q ends" in text.split("trying again")[-1])
 
         first.press(b"xq")
         second.process.send_signal(signal.SIGINT)
