@@ -20,8 +20,8 @@ from services.placement.workloads import PRICED_TIERS, Floats
 KEPT = 4096
 KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
 CANDIDATES_KEPT = 8
-PART = 8  # decisions that are written out at a time: each takes about a tenth of a millisecond
-PART_SEEN = 1024  # entries that are looked at for them
+PART = 4  # decisions that are written out at a time: each takes about a tenth of a millisecond
+PART_SEEN = 512  # entries that are looked at for them
 
 NOTHING_YET = Actual()
 TIER_NAMES = tuple(tier.value for tier in PRICED_TIERS)

@@ -6,6 +6,7 @@ Skipped where there is no Chromium (Debian's package `chromium`, or KVFLEET_CHRO
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,14 @@ from tests.integration.ingress.ingress_rig import FLEET_KEY, Served, serve, star
 from tests.support.browser import Browser, find_chromium
 from tests.support.fake_fleet import FakeFleet
 
+# The fake runner draws end tokens as any others: what is to be seen to its end, or stopped, must not end before.
+GO_ON = """
+const asked = window.fetch;
+window.fetch = (url, how) => {
+  if (how?.body) how.body = JSON.stringify({ ...JSON.parse(how.body), ignore_eos: true });
+  return asked(url, how);
+};
+"""
 EVIL = "<img src=x onerror=document.title='taken'>"
 KEYS = "".join(
     f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
@@ -97,6 +106,7 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) 
         assert browser.run("document.querySelector('#chat-model').options.length") == 2
 
     def talk() -> None:
+        browser.run(GO_ON)
         browser.run("document.querySelector('#chat-model').value = 'demo'")
         browser.run("document.querySelector('#chat-max').value = 24")
         for turn, said in ((1, "Who goes there? " * 8), (2, "And then?")):
@@ -121,6 +131,15 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) 
         browser.until_text("#ledger-note", "stands still")
         browser.press("Enter")
         assert browser.text("#ledger .detail") == ""
+
+    def fast() -> None:
+        browser.run(f"document.querySelector('#chat-model').value = {json.dumps(EVIL)}")
+        browser.run("document.querySelector('#chat-max').value = 3000")
+        browser.type("#said", "Go on and on.")
+        browser.press("Enter")
+        browser.until_text("#turns .turn:last-child .quiet", "3,000 generated")  # drawn token by token: half a minute
+        browser.run("document.querySelector('#chat-new').click()")
+        browser.run("document.querySelector('#chat-model').value = 'demo'")
 
     def begin_long() -> None:
         browser.run("document.querySelector('#chat-max').value = 3000")
@@ -149,7 +168,7 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) 
         browser.until_text("#turns .turn:last-child .quiet", "max_tokens: ")
         assert browser.run("document.querySelector('#said').value") == "Too much."
 
-    for step in (look, talk, open_entry, begin_long):
+    for step in (look, talk, open_entry, fast, begin_long):
         await asyncio.to_thread(step)
     assert served.ingress.admission.running == 1
     await asyncio.to_thread(stop_it)
@@ -201,6 +220,7 @@ async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
         use("wrong")
         browser.until_text("#status", "The key was refused: ")
         assert "this API key is not known" in browser.text("#status")
+        assert browser.run("sessionStorage.length") == 0, "what is refused is not kept"
         use("alice")
         browser.until_text("#status", "Live")
         browser.until_text("#workers-note", "Workers and tiers need an admin key")

@@ -12,6 +12,7 @@ const HIDDEN_PERIOD_MS = 15000;
 const LOCKED_PERIOD_MS = 3000;
 const TIMEOUT_MS = 5000;
 const HIT_WINDOW_S = 60;
+const DRAW_MS = 50;
 const TOKENS_WINDOW_S = 5;
 const POINTS = 60;
 const LEDGER_LENGTH = 50;
@@ -98,7 +99,10 @@ class Row {
 
   fill(texts) {
     texts.forEach((text, at) => {
-      if (text !== null) setText(this.cells[at], text);
+      const cell = this.cells[at];
+      if (text === null || cell.textContent === text) return;
+      cell.textContent = text;
+      if (cell.classList.contains('name')) cell.title = text; // what does not fit is cut
     });
   }
 }
@@ -437,12 +441,13 @@ class Entry extends Row {
     const { actual } = placement;
     const attempt = placement.attempt ? ` #${placement.attempt}` : '';
     setText(this.button, time(placement.decided_unix_ms));
-    [
+    this.fill([
+      null,
       placement.request_id + attempt, placement.tenant, placement.model, placement.worker_id, placement.policy,
       count(placement.prompt_tokens), count(sum(placement.expected_hit_tokens)),
       actual.cached_tokens ? count(sum(actual.cached_tokens)) : NONE,
       milliseconds(actual.ttft_ms), ending(actual),
-    ].forEach((text, at) => setText(this.cells[at + 1], text));
+    ]);
     this.node.classList.toggle('failed', Boolean(actual.error_code));
     this.placement = placement;
   }
@@ -626,12 +631,14 @@ class Chat {
 
   #bubble(who, text) {
     const turn = element('div', null, `turn ${who}`);
-    const body = element('p', text, 'text');
+    const body = element('p', null, 'text');
+    const shown = document.createTextNode(text);
+    body.append(shown);
     const about = element('p', '', 'quiet');
     turn.append(element('p', who === 'user' ? 'you' : this.model.value, 'who'), body, about);
     this.turns.append(turn);
     this.#scroll(true);
-    return { turn, body, about };
+    return { turn, text: shown, about };
   }
 
   #scroll(always) {
@@ -648,11 +655,12 @@ class Chat {
     this.said.value = '';
     const controller = new AbortController();
     this.#busy(controller);
-    const turn = { began: performance.now(), first: 0, last: 0, pieces: 0, text: '', usage: null, fleet: null };
+    const turn = { began: performance.now(), first: 0, last: 0, pieces: 0, text: '', timer: 0, usage: null, fleet: null };
     try {
       await this.#stream([...conversation, { role: 'user', content: said }], turn, shown, controller.signal);
-      shown.about.textContent = aboutTurn(turn);
+      this.#draw(turn, shown);
     } catch (error) {
+      this.#draw(turn, shown);
       if (controller.signal.aborted) {
         shown.about.textContent = `stopped · ${aboutTurn(turn)}`;
       } else {
@@ -696,11 +704,18 @@ class Chat {
         turn.first ||= turn.last;
         turn.pieces += 1;
         turn.text += choice.delta.content;
-        shown.body.append(choice.delta.content);
-        this.#scroll(false);
+        turn.timer ||= setTimeout(() => this.#draw(turn, shown), DRAW_MS);
       }
-      if (turn.first) shown.about.textContent = aboutTurn(turn);
     }
+  }
+
+  /** Not with each token: a fast model would keep the page too busy to hear a click. */
+  #draw(turn, shown) {
+    clearTimeout(turn.timer);
+    turn.timer = 0;
+    shown.text.appendData(turn.text.slice(shown.text.length));
+    shown.about.textContent = aboutTurn(turn);
+    this.#scroll(false);
   }
 }
 
@@ -715,7 +730,7 @@ function aboutTurn(turn) {
   if (turn.first) parts.push(`TTFT ${milliseconds(turn.first - turn.began)}`);
   const generated = turn.usage?.completion_tokens ?? turn.pieces;
   const over = (turn.last - turn.first) / 1000;
-  if (over > 0 && generated > 1) parts.push(`${rate((generated - 1) / over)} tokens/s`);
+  if (over > (turn.usage ? 0 : 0.25) && generated > 1) parts.push(`${rate((generated - 1) / over)} tokens/s`);
   if (turn.fleet?.worker_id) parts.push(turn.fleet.worker_id);
   return parts.join(' · ');
 }
@@ -860,10 +875,11 @@ class Page {
     }
   }
 
-  /** No more is asked with what was refused. */
+  /** What was refused is not kept, and no more is asked with it. */
   #lock(error) {
     this.#access = Access.LOCKED;
     this.#why = Session.key ? `The key was refused: ${error.message}` : 'This ingress asks for an API key';
+    Session.key = '';
     this.#workers.clear();
     this.#tiers.clear();
     this.#ledger.clear('needs a key');
