@@ -111,7 +111,10 @@ class Fleet:
     def _get(self, path: str) -> Any:
         answer = self._http.get(path)
         if answer.status_code == 200 or (path == "/health" and answer.status_code == 503):
-            return answer.json()
+            try:
+                return answer.json()
+            except ValueError:
+                raise Refused(answer.status_code, f"{self.url}{path} answers no JSON: is an ingress there?") from None
         raise Refused(answer.status_code, sse.error_text(answer))
 
 

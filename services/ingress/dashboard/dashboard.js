@@ -841,7 +841,7 @@ class Page {
       this.#tiers.fill(stats);
       this.#note(shown ? '' : 'No worker has registered yet.');
     }
-    const models = (await ask('v1/models')).data.map((one) => one.id);
+    const models = stats ? stats.models : (await ask('v1/models')).data.map((one) => one.id);
     if (!stats) this.#line.fillPublic(await ask('health'), models);
     this.#chat.offer(models);
     fillChoices(byId('ledger-model'), models, [['', 'all']]);
