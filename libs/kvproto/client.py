@@ -236,6 +236,15 @@ class Client:
         """
         return await self._explanations.ask(request, tenant)
 
+    async def newest_decisions(
+        self, limit: int, tenant: str | None = None, model: str | None = None
+    ) -> tuple[Decision, ...]:
+        """Of all placement replicas, newest first: of all tenants and models, unless one is named.
+
+        Raises InvalidRequest for a limit that is not 1 to 200, Unavailable if no replica answers.
+        """
+        return await self._explanations.newest(limit, tenant, model)
+
     async def miss(self, model: str) -> None:
         """A model is asked for of which no worker is known here. Raises NoWorkers if it is one of this fleet's."""
         await miss(self.connection, self.subjects, DEFAULT_TENANT, model)

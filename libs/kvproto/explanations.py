@@ -1,4 +1,5 @@
-"""Loop: asks all placement replicas why a request was placed as it was, and puts their answers together.
+"""Loop: asks all placement replicas why a request was placed as it was, or what they decided last, and puts their
+answers together.
 
 The attempts of one request may have been placed by different replicas, and each remembers its own decisions only. All
 hear the question; it ends with the last replica that the members view knows, or after half a second without it.
@@ -14,10 +15,11 @@ from kvproto.connection import Connection, Message, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest, NotFound, Unavailable
 from kvproto.ids import is_token, new_process_id
 from kvproto.members import Members
-from kvproto.messages import Decision, ExplainRequest, Explanation, Role
+from kvproto.messages import MAX_NAME_CHARS, Decision, ExplainRequest, Explanation, Role
 from kvproto.subjects import Subjects
 
 EXPLAIN_TIMEOUT_S = 0.5
+MAX_NEWEST = 200
 
 
 class Explanations:
@@ -32,17 +34,27 @@ class Explanations:
         """Decisions, oldest attempt first. Raises InvalidRequest, NotFound, or Unavailable if nobody answers."""
         if not is_token(request):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
-        answers = await self._collect(ExplainRequest(request, tenant), timeout_s)
-        if not answers:
-            raise Unavailable("no placement replica answers", retry_after_s=1.0)
-        decisions = [decision for answer in answers.values() for decision in answer.decisions]
+        decisions = await self._collect(ExplainRequest(request, tenant), timeout_s)
         if not decisions:
             raise NotFound(f"no placement replica remembers deciding about request {request!r}", field="request")
         return tuple(sorted(decisions, key=lambda one: (one.tenant, one.attempt, one.unix_ms)))
 
-    async def _collect(self, question: ExplainRequest, timeout_s: float) -> dict[str, Explanation]:
-        """By replica. One that the members view does not know yet may answer too, and counts if it is in time."""
-        answers: dict[str, Explanation] = {}
+    async def newest(
+        self, limit: int, tenant: str | None, model: str | None, timeout_s: float = EXPLAIN_TIMEOUT_S
+    ) -> tuple[Decision, ...]:
+        """The last decisions of all replicas, newest first. Raises InvalidRequest, or Unavailable if nobody answers."""
+        if not 1 <= limit <= MAX_NEWEST:
+            raise InvalidRequest(f"must be 1 to {MAX_NEWEST}, got {limit}", field="limit")
+        if model is not None and len(model) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"at most {MAX_NAME_CHARS} characters", field="model")
+        decisions = await self._collect(ExplainRequest("", tenant, limit, model), timeout_s)
+        return tuple(sorted(decisions, key=lambda one: (one.unix_ms, one.attempt), reverse=True)[:limit])
+
+    async def _collect(self, question: ExplainRequest, timeout_s: float) -> list[Decision]:
+        """Of all replicas. One that the members view does not know yet may answer too, and counts if it is in time.
+        Raises Unavailable if nobody answers."""
+        found: dict[str, list[Decision]] = {}
+        done: set[str] = set()
         complete = asyncio.Event()
 
         async def hear(message: Message) -> None:
@@ -53,9 +65,11 @@ class Explanations:
                 answer = codec.decode(Explanation, message.data)
             except CodecError:
                 return  # of a newer version, perhaps: as if it had not answered
-            answers[answer.placement] = answer
-            if self._replicas() <= answers.keys():
-                complete.set()
+            found.setdefault(answer.placement, []).extend(answer.decisions)
+            if not answer.more:
+                done.add(answer.placement)
+                if self._replicas() <= done:
+                    complete.set()
 
         inbox = f"{self._connection.inbox_prefix}.x.{new_process_id()}"
         subscription = await self._connection.subscribe(inbox, hear)
@@ -68,7 +82,9 @@ class Explanations:
         finally:
             with contextlib.suppress(Exception):  # the connection may be closing: then there is nothing to let go of
                 await subscription.unsubscribe()
-        return answers
+        if not found:
+            raise Unavailable("no placement replica answers", retry_after_s=1.0)
+        return [decision for of_one in found.values() for decision in of_one]
 
     def _replicas(self) -> set[str]:
         return {member for role, member in self._members.view.members if role is Role.PLACEMENT}

@@ -16,7 +16,8 @@ from typing import Annotated
 from kvproto.codec_types import Ids, MaxLength, Range
 
 Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, packed u32le on the wire
-Name = Annotated[str, MaxLength(256)]  # ids, roles, model names
+MAX_NAME_CHARS = 256
+Name = Annotated[str, MaxLength(MAX_NAME_CHARS)]  # ids, roles, model names
 Text = Annotated[str, MaxLength(8_388_608)]
 File = Annotated[str, MaxLength(67_108_864)]  # a tokenizer.json may have tens of megabytes
 Addresses = Annotated[tuple[Annotated[str, MaxLength(256)], ...], MaxLength(8)]  # unix:PATH, tcp:HOST:PORT
@@ -943,18 +944,28 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class ExplainRequest:
-    """Why was this request placed as it was? `tenant`: only if it is this one's."""
+    """Why was this request placed as it was? `tenant`: only if it is this one's.
+
+    With `newest`: of no request, but of so many of the last decisions, of this `model` if one is named. A replica that
+    does not know the field finds none of them.
+    """
 
     request: Name
     tenant: Name | None = None
+    newest: Count = 0
+    model: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One replica's answer: its decisions about the request, one per attempt, oldest first; none if it knows none."""
+    """One replica's answer: its decisions about the request, one per attempt, oldest first; none if it knows none.
+
+    Of the newest ones the newest first, in parts: `more` says that this is not the last.
+    """
 
     placement: Name
     decisions: tuple[Decision, ...] = ()
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

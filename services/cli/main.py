@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import chat, drain, explain, generate, init, key, kv_size, plan, secrets_command, up
+from services.cli import chat, drain, explain, generate, init, key, kv_size, plan, secrets_command, top, up
 
 SERVICES = ("worker", "ingress", "placement", "vault")
 
@@ -38,6 +38,7 @@ app.command("init")(init.init)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("explain")(explain.explain)
+app.command("top")(top.top)
 app.command("drain")(drain.drain)
 app.command("kv-size")(kv_size.kv_size)
 app.command("secrets")(secrets_command.secrets)

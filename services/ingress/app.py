@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_request_id
 from services.ingress.audit import Audit
+from services.ingress.dashboard.page import Dashboard
 from services.ingress.fleet_routes import no_such_method, no_such_route
 from services.ingress.http_exchange import Exchange
 from services.ingress.ingress import Ingress
@@ -30,6 +31,7 @@ def create_app(ingress: Ingress) -> ASGIApp:
     """The ASGI application of one started ingress."""
     flow, routes = ingress.flow, ingress.routes
     metrics, audit = ingress.metrics, ingress.audit
+    dashboard = Dashboard()
     wrong_method = Endpoint(no_such_method, "other", metrics, audit)
 
     def route(method: str, path: str, handler: Handler, name: str) -> BaseRoute:
@@ -48,12 +50,15 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("GET", "/sessions/{seq_id:path}/kv", routes.session_kv, "session_kv"),
             route("GET", "/sessions/{seq_id:path}", routes.session, "session_get"),
             route("DELETE", "/sessions/{seq_id:path}", routes.delete_session, "session_delete"),
+            route("GET", "/v1/placements", routes.newest_placements, "newest_placements"),
             route("GET", "/v1/placements/{id:path}", routes.placements, "placements"),
             route("GET", "/livez", routes.livez, "health"),
             route("GET", "/readyz", routes.readyz, "health"),
             route("GET", "/health", routes.health, "health"),
             route("GET", "/metrics", routes.metrics, "metrics"),
             route("GET", "/openapi.json", routes.openapi, "openapi"),
+            route("GET", "/", dashboard.index, "dashboard"),
+            route("GET", "/dashboard/{file}", dashboard.file, "dashboard"),
         ],
         redirect_slashes=False,
         default=Endpoint(no_such_route, "other", metrics, audit),

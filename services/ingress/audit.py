@@ -2,7 +2,8 @@
 
     request.start   a generating request was let in and read
     request.end     its end: status, tokens
-    access          a session or a placement was read, a session deleted; and whatever a key was not allowed to do
+    access          a session or a placement was read, a session deleted; and whatever a key was not allowed to do. Of
+                    the newest placements, which pages ask for every second, the first time in each minute
     auth.refused    nobody known: why, and from where
     reload          files were taken up, or not
     dropped         so many lines were lost before this one
@@ -24,6 +25,7 @@ from services.ingress.audit_file import AuditFile
 from services.ingress.http_exchange import Exchange
 from services.ingress.metrics import GENERATING
 
+POLLED = "newest_placements"
 ACCESS = ("session_get", "session_kv", "session_delete", "placements")
 
 
@@ -33,6 +35,8 @@ class Audit:
     def __init__(self, write: Callable[[bytes], None] | None, unix_s: Callable[[], float]) -> None:
         self._write = write
         self._unix_s = unix_s
+        self._minute = 0
+        self._polled: set[tuple[str, str, str | None]] = set()  # in this minute, by whom and from where
 
     @property
     def is_on(self) -> bool:
@@ -56,7 +60,7 @@ class Audit:
             self._say(
                 "request.end", **_whose(exchange, route), status=status, error=code, seconds=seconds, **_cost(exchange)
             )
-        elif route in ACCESS or status == 403:
+        elif route in ACCESS or status == 403 or (route == POLLED and self._is_first_in_minute(exchange)):
             target = exchange.path_params
             known: dict[str, Any] = {}
             if "seq_id" in target:
@@ -73,6 +77,17 @@ class Audit:
 
     def reloaded(self, what: str, why_not: str | None) -> None:
         self._say("reload", what=what, ok=why_not is None, reason=why_not)
+
+    def _is_first_in_minute(self, exchange: Exchange) -> bool:
+        minute = int(self._unix_s() // 60)
+        if minute != self._minute:
+            self._minute = minute
+            self._polled.clear()
+        assert exchange.caller is not None
+        who = exchange.caller.tenant, exchange.caller.name, exchange.source
+        before = len(self._polled)
+        self._polled.add(who)
+        return len(self._polled) > before
 
     def _say(self, event: str, **fields: Any) -> None:
         if self._write is not None:

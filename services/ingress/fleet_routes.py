@@ -34,13 +34,14 @@ from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
 from services.ingress.openapi import openapi_document
 from services.ingress.other_regions import OtherRegions
-from services.ingress.placement_report import placements_report, read_request_id
+from services.ingress.placement_report import newest_report, placements_report, read_request_id
 from services.ingress.session_blocks import SessionBlocks, tokens_by_tier
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Session, Sessions
 from services.ingress.tenancy import Tenancy, identify
 
 SAFETENSORS = b"application/octet-stream"
+DEFAULT_NEWEST = 50
 
 
 class FleetRoutes:
@@ -125,6 +126,14 @@ class FleetRoutes:
                 field="id",
             ) from None
         await _json(exchange, placements_report(request, decisions))
+
+    async def newest_placements(self, exchange: Exchange) -> None:
+        """GET /v1/placements?limit=N&model=M: the last decisions, newest first; all tenants' for an admin key."""
+        caller = await identify(self._tenancy, exchange)
+        limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
+        tenant = None if caller.admin else caller.tenant
+        decisions = await self._client.newest_decisions(limit, tenant, exchange.query_value("model"))
+        await _json(exchange, newest_report(decisions))
 
     # ------------------------------------------------------------------ sessions
 

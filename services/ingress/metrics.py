@@ -30,9 +30,11 @@ ROUTES = (
     "session_kv",
     "session_delete",
     "placements",
+    "newest_placements",
     "health",
     "metrics",
     "openapi",
+    "dashboard",
     "other",
 )
 CODES = ("200", "204", "400", "401", "403", "404", "405", "409", "413", "422", "429", "499", "500", "501", "503", "504")

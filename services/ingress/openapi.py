@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvproto.explanations import MAX_NEWEST
 from services.ingress.event_ids import EVENT_ID, LAST_EVENT_ID
 from services.ingress.fields import Schema, object_schema
 from services.ingress.native_schema import GenerateFields
@@ -122,6 +123,10 @@ def _health(path: str, summary: str, answer: str) -> Operation:
     return Operation("get", path, summary, answers)
 
 
+def _file(*kinds: str) -> dict[str, Any]:
+    return {"description": "the file", "content": {kind: {"schema": TEXT} for kind in kinds}}
+
+
 OPERATIONS = (
     _generating(
         "/v1/chat/completions", "A chat's next message, as OpenAI's.", ChatFields, "ChatAnswer", CHAT_CHUNK, ERROR
@@ -174,6 +179,17 @@ OPERATIONS = (
         parameters=(_seq_id(), _parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0")),
     ),
     _reading(
+        "/v1/placements",
+        "The last decisions, newest first: of this key's tenant, of all for admin keys.",
+        "NewestPlacements",
+        400,
+        *_KNOWN,
+        parameters=(
+            _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "default 50"),
+            _parameter("query", "model", {"type": "string", "maxLength": 256}, "of this model alone"),
+        ),
+    ),
+    _reading(
         "/v1/placements/{id}",
         "Why a request went to its worker, attempt by attempt.",
         "Placements",
@@ -193,6 +209,15 @@ OPERATIONS = (
         _KNOWN,
     ),
     _reading("/openapi.json", "This description.", "OpenApi"),
+    Operation("get", "/", "The dashboard, for browsers.", {200: _file("text/html")}),
+    Operation(
+        "get",
+        "/dashboard/{file}",
+        "What the dashboard's page is made of.",
+        {200: _file("text/javascript", "text/css")},
+        (404,),
+        parameters=(_parameter("path", "file", {"enum": ["dashboard.js", "dashboard.css"]}, "of the page"),),
+    ),
 )
 
 

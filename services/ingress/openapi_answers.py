@@ -220,6 +220,7 @@ COMPONENTS: dict[str, Schema] = {
         workers=mapped(_TIERS),
     ),
     "Deleted": closed(seq_id=TEXT, deleted={"const": True}),
+    "NewestPlacements": closed(placements=listed(closed(request_id=TEXT, **_ATTEMPT["properties"]))),
     "Placements": closed(request_id=TEXT, attempts=listed(_ATTEMPT)),
     "Status": closed(status=TEXT),
     "Health": extended(

@@ -1,9 +1,9 @@
-"""What GET /v1/placements/{id} says: decisions of placement and what became of them. Pure."""
+"""What GET /v1/placements and /v1/placements/{id} say: decisions of placement and what became of them. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvproto.errors import InvalidRequest
@@ -27,6 +27,11 @@ def read_request_id(said: str) -> str:
 def placements_report(request: str, decisions: Sequence[Decision]) -> dict[str, Any]:
     """One entry per attempt, oldest first."""
     return {"request_id": request, "attempts": [_attempt(decision) for decision in decisions]}
+
+
+def newest_report(decisions: Iterable[Decision]) -> dict[str, Any]:
+    """One entry per attempt of whatever request, in the order given."""
+    return {"placements": [{"request_id": decision.request, **_attempt(decision)} for decision in decisions]}
 
 
 def _attempt(decision: Decision) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from services.placement.workloads import PRICED_TIERS, Floats
 KEPT = 4096
 KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
 CANDIDATES_KEPT = 8
+PART = 4  # decisions that are written out at a time: each takes about a tenth of a millisecond
+PART_SEEN = 512  # entries that are looked at for them
 
 NOTHING_YET = Actual()
 TIER_NAMES = tuple(tier.value for tier in PRICED_TIERS)
@@ -147,6 +149,10 @@ class Ledger:
         keys = [(tenant, request)] if tenant is not None else [key for key in self._attempts if key[1] == request]
         return tuple(self._entries[*key, attempt].decision() for key in keys for attempt in self._attempts.get(key, ()))
 
+    def newest(self, limit: int, tenant: str | None = None, model: str | None = None) -> Newest:
+        """The last decisions as they are now, newest first: of this tenant and model, if they are named."""
+        return Newest(tuple(reversed(self._entries.values())), limit, tenant, model)
+
     def _count(self, entry: Entry, started: Milestone) -> None:
         attained = min(sum(started.cached.values()), started.prompt_tokens, entry.prompt_tokens)
         hits = self.hits
@@ -170,6 +176,30 @@ class Ledger:
         assert set(self._ended) == {key for key, entry in self._entries.items() if entry.actual.ended}
         assert len(self._ended) <= self._kept
         assert len(self._entries) <= KEPT_IN_ALL
+
+
+class Newest:
+    """The ledger's last decisions, a part at a time: to write out all of them takes longer than a decision may."""
+
+    def __init__(self, entries: Sequence[Entry], limit: int, tenant: str | None, model: str | None) -> None:
+        self._entries = entries  # newest first
+        self._at = 0
+        self._left = limit
+        self._tenant = tenant
+        self._model = model
+
+    def part(self) -> tuple[tuple[Decision, ...], bool]:
+        """The next few, perhaps none, and whether there may be more."""
+        found: list[Decision] = []
+        seen = 0
+        while self._left and self._at < len(self._entries) and seen < PART_SEEN and len(found) < PART:
+            entry = self._entries[self._at]
+            self._at += 1
+            seen += 1
+            if self._tenant in (None, entry.tenant) and self._model in (None, entry.model):
+                found.append(entry.decision())
+                self._left -= 1
+        return tuple(found), self._left > 0 and self._at < len(self._entries)
 
 
 def by_tier(matched: Sequence[float]) -> dict[str, int]:

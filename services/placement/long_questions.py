@@ -2,8 +2,10 @@
 
     kvf.placement.preload   what should a new worker have?   ──▶ a PreloadPlan
     kvf.placement.victim    who is the cheapest to lose?     ──▶ a VictimReport
+    kvf.placement.explain   what was decided last?           ──▶ Explanations, one for each piece
 
-One of each at a time; in a queue group, as replicas share requests evenly and each knows only of its own decisions.
+One of each at a time; the first two in a queue group, as replicas share requests evenly and each knows only of its own
+decisions.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import TypeVar
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError, KvfleetError
-from kvproto.messages import PreloadPlan, PreloadRequest, VictimReport, VictimRequest
+from kvproto.explanations import MAX_NEWEST
+from kvproto.messages import ExplainRequest, Explanation, PreloadPlan, PreloadRequest, VictimReport, VictimRequest
 from services.placement import intake
 from services.placement.core import PlacementCore
 
@@ -56,6 +59,17 @@ class LongQuestions:
         if await self._answer(message.reply, VictimReport(self._core.placement, survey.costs())):
             self.victim_answers_total += 1
 
+    async def on_newest(self, ask: ExplainRequest, reply: str) -> None:
+        """Each piece is sent as it is written: none is too long for NATS, however many there are."""
+        newest, more = self._core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model), True
+        while more:
+            decisions, more = newest.part()
+            if (decisions or not more) and not await self._answer(
+                reply, Explanation(self._core.placement, decisions, more)
+            ):
+                return
+            await asyncio.sleep(0)
+
     def _read(self, kind: type[Question], message: Message, *, of_worker: bool = False) -> Question | None:
         if not intake.is_inbox(message.reply, of_worker=of_worker):
             self.ignored_total += 1
@@ -67,7 +81,7 @@ class LongQuestions:
             log.debug("placement: a question on %s is unreadable: %s", message.subject, error)
             return None
 
-    async def _answer(self, reply: str, answer: PreloadPlan | VictimReport) -> bool:
+    async def _answer(self, reply: str, answer: PreloadPlan | VictimReport | Explanation) -> bool:
         try:
             await self._connection.publish(reply, codec.encode(answer))
         except KvfleetError as error:

@@ -8,7 +8,7 @@ needs no lock; no callback awaits anything but a publish.
     kvf.generate.<tenant>.<model>   a bare producer asks          ──▶ offered to a worker, watched to its end
     _plc.<id>.r.<request>.<attempt> workers answer offers, and report the end of what they accepted
     kvf.placement.stats             what this replica has seen
-    kvf.placement.explain           why it decided as it did  ──▶ an Explanation
+    kvf.placement.explain           why it decided as it did  ──▶ an Explanation; its last decisions ──▶ several
     kvf.placement.preload           what should a new worker have?      ──▶ a PreloadPlan
     kvf.placement.victim            who is the cheapest to lose?        ──▶ a VictimReport
     kvf.placement.capsules          a draining worker lets go of a producer's request  ──▶ offered to another one
@@ -331,6 +331,9 @@ class PlacementLoop:
         except CodecError as error:
             self.refused_total += 1
             log.debug("placement: a question about a request is unreadable: %s", error)
+            return
+        if ask.newest:
+            await self.long_questions.on_newest(ask, message.reply)
             return
         await self.courier.carry_out(self._handle(ExplainAsked(message.reply, ask.request, ask.tenant)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,8 @@ DECISION = Decision("r1", 0, "acme", "demo", 1, "cost", "w1", "why", 40, {"devic
 
 
 class Replica:
-    """A placement replica as far as explanations go. `garbage`: an answer that nobody can read."""
+    """A placement replica as far as explanations go. `garbage`: an answer that nobody can read; `breaks_off`: after the
+    first part; `is_old`: it knows of no newest ones."""
 
     def __init__(self, connection: Connection, lease: Lease, decisions: tuple[Decision, ...], silent: bool) -> None:
         self.connection = connection
@@ -44,14 +46,28 @@ class Replica:
         self.silent = silent
         self.asked: list[ExplainRequest] = []
         self.garbage = False
+        self.breaks_off = False
+        self.is_old = False
 
     async def on_explain(self, message: Message) -> None:
         ask = codec.decode(ExplainRequest, message.data)
         self.asked.append(ask)
+        if ask.newest and not self.is_old:
+            await self._tell_newest(ask, message.reply)
+            return
         found = tuple(one for one in self.decisions if one.request == ask.request and ask.tenant in (None, one.tenant))
         if not self.silent:
             answer = codec.encode(Explanation(self.lease.record.id, found))
             await self.connection.publish(message.reply, b"\xff\x00" if self.garbage else answer)
+
+    async def _tell_newest(self, ask: ExplainRequest, reply: str) -> None:
+        """One a part."""
+        kept = [one for one in self.decisions if ask.tenant in (None, one.tenant) and ask.model in (None, one.model)]
+        for one in kept[: ask.newest]:
+            await self.connection.publish(reply, codec.encode(Explanation(self.lease.record.id, (one,), True)))
+            if self.breaks_off:
+                return
+        await self.connection.publish(reply, codec.encode(Explanation(self.lease.record.id)))
 
 
 StartReplica = Callable[..., Awaitable[Replica]]
@@ -219,3 +235,55 @@ async def test_a_stream_that_has_begun_goes_on_whatever_its_policy(
     finally:
         await fleet.stop()
         await placement.close()
+
+
+# ---------------------------------------------------------------------------------------------- the newest
+
+
+def at(unix_ms: int, **changes: Any) -> Decision:
+    return replace(DECISION, **{"request": f"r{unix_ms}", "unix_ms": unix_ms, **changes})
+
+
+async def test_the_newest_of_all_replicas_newest_first(client: Client, start_replica: StartReplica) -> None:
+    replicas = [
+        await start_replica("p1", at(7), at(5), at(1)),
+        await start_replica("p2", at(6), at(4, tenant="other"), at(3, model="large")),
+        await start_replica("p3"),
+    ]
+    await knows(client, 3)
+    decisions, took = await timed(client.newest_decisions(4))
+    assert [one.unix_ms for one in decisions] == [7, 6, 5, 4]
+    assert took < 0.4, "nobody is waited for who has answered"
+    assert [replica.asked for replica in replicas] == [[ExplainRequest("", None, 4)]] * 3
+    assert [one.unix_ms for one in await client.newest_decisions(200, "acme")] == [7, 6, 5, 3, 1]
+    assert [one.unix_ms for one in await client.newest_decisions(200, "acme", "large")] == [3]
+    assert await client.newest_decisions(200, "nobody") == ()
+
+
+async def test_one_that_vanished_between_two_parts_has_said_what_it_said(
+    client: Client, start_replica: StartReplica
+) -> None:
+    replica = await start_replica("p1", at(2), at(1))
+    await start_replica("p2", at(3))
+    await knows(client, 2)
+    replica.breaks_off = True
+    decisions, took = await timed(client.newest_decisions(9))
+    assert [one.unix_ms for one in decisions] == [3, 2]
+    assert 0.4 < took < 1.0
+
+
+async def test_a_replica_that_does_not_know_the_question_has_none(client: Client, start_replica: StartReplica) -> None:
+    replica = await start_replica("p1", at(2))
+    replica.is_old = True
+    await knows(client, 1)
+    decisions, took = await timed(client.newest_decisions(9))
+    assert (decisions, took < 0.4) == ((), True)
+
+
+async def test_what_is_asked_of_the_newest_is_checked_and_nobody_answering_is_said(client: Client) -> None:
+    for limit, model, field in ((0, None, "limit"), (201, None, "limit"), (1, "m" * 257, "model")):
+        with pytest.raises(InvalidRequest) as refused:
+            await client.newest_decisions(limit, None, model)
+        assert refused.value.field == field
+    with pytest.raises(Unavailable):
+        await client.newest_decisions(1)

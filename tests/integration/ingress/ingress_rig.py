@@ -41,6 +41,16 @@ class Served:
     _server: uvicorn.Server
     _serving: asyncio.Task[None]
 
+    async def go_away(self) -> None:
+        """Nothing answers at its address any more; the ingress itself goes on."""
+        self._server.should_exit = True
+        self._server.force_exit = True  # whoever holds a connection is not waited for
+        await self._serving
+
+    async def come_back(self) -> None:
+        """At the same address."""
+        self._server, self._serving = await _listen(self.ingress, int(self.url.rsplit(":", 1)[1]))
+
     async def stop(self) -> None:
         await self.http.aclose()
         self._server.should_exit = True
@@ -67,14 +77,7 @@ async def serve(
     config = replace(IngressConfig(id=member, keepalive_s=0.2, patience_s=1.0), **changes)
     tenancy = tenancy or Tenancy(parse_keys(keys) if keys else KeySet(), time.time)
     ingress = await Ingress.open(client, config, tenancy, CollectorRegistry(), audit=audit)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(ingress), port=0, http="httptools", access_log=False, log_level="warning", lifespan="off"
-        )
-    )
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server, serving = await _listen(ingress, 0)
     port = server.servers[0].sockets[0].getsockname()[1]
     base = f"http://127.0.0.1:{port}"
     http = httpx.AsyncClient(base_url=base, timeout=10)
@@ -83,6 +86,18 @@ async def serve(
             break
         await asyncio.sleep(0.01)
     return Served(base, http, ingress, client, server, serving)
+
+
+async def _listen(ingress: Ingress, port: int) -> tuple[uvicorn.Server, asyncio.Task[None]]:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(ingress), port=port, http="httptools", access_log=False, log_level="warning", lifespan="off"
+        )
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    return server, serving
 
 
 async def start_placement(url: str, subjects: Subjects, name: str) -> tuple[PlacementLoop, Connection]:

@@ -174,6 +174,46 @@ async def test_others_do_not_learn_that_an_id_exists(fleet: Fleet) -> None:
     assert (await fleet.served.http.post(f"/v1/placements/{request}", headers=ALICE)).status_code == 405
 
 
+async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_decided(fleet: Fleet) -> None:
+    http = fleet.served.http
+
+    async def newest(headers: dict[str, str], query: str = "") -> list[dict[str, Any]]:
+        answer = await http.get(f"/v1/placements{query}", headers=headers)
+        assert answer.status_code == 200, answer.text
+        listed: list[dict[str, Any]] = answer.json()["placements"]
+        return listed
+
+    assert await newest(ROOT) == []
+    asked = {"alice": [], "bob": []}  # type: dict[str, list[str]]
+    for number in range(12):
+        name = ("alice", "alice", "bob")[number % 3]
+        body = {"model": "demo", "prompt": f"{number}", "max_tokens": 1}
+        answer = await http.post("/v1/completions", json=body, headers=bearer(name))
+        asked[name].append(answer.json()["kvfleet"]["request_id"])
+        await asyncio.sleep(0.002)  # another millisecond: that is what they are ordered by
+    for name, ids in asked.items():
+        listed = await newest(bearer(name))
+        assert [one["request_id"] for one in listed] == ids[::-1]
+        assert {one["tenant"] for one in listed} == {{"alice": "acme", "bob": "other"}[name]}
+    everybodys = await newest(ROOT)
+    assert sorted(one["request_id"] for one in everybodys) == sorted(asked["alice"] + asked["bob"])
+    assert [one["decided_unix_ms"] for one in everybodys] == sorted(
+        (one["decided_unix_ms"] for one in everybodys), reverse=True
+    )
+    assert {one["placement_id"] for one in everybodys} == {"p0", "p1"}
+    assert [one["request_id"] for one in await newest(ALICE, "?limit=3")] == asked["alice"][:-4:-1]
+    assert len(await newest(ROOT, "?limit=200&model=demo")) == 12
+    assert await newest(ROOT, "?model=another") == []
+
+    (attempt,) = await fleet.explained(asked["bob"][-1], BOB)
+    assert (await newest(BOB, "?limit=1"))[0] == {"request_id": asked["bob"][-1], **attempt}
+    for query in ("?limit=0", "?limit=201", "?limit=x", "?limit=-1", f"?model={'m' * 257}"):
+        answer = await http.get(f"/v1/placements{query}", headers=ALICE)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, query[1:6]), query
+    assert (await http.get("/v1/placements")).status_code == 401
+    assert (await http.post("/v1/placements", headers=ALICE)).status_code == 405
+
+
 async def test_a_key_may_name_the_policies_that_it_has(fleet: Fleet) -> None:
     http = fleet.served.http
 

@@ -156,11 +156,27 @@ async def test_placements_are_not_explained(
     assert shape(theirs, request) == shape(nobodys, nothing)
 
 
+async def test_placements_are_listed_to_their_own_tenant_alone(
+    nats_url: str, placed: None, serving: Serve, worker: ScriptedWorker
+) -> None:
+    """Every spelling of the question, with the words of the wire among them."""
+    served = await serving(keys=KEYS, fleet_key=FLEET_KEY.encode())
+    request = (await served.http.post(GENERATE, json=BODY, headers=OWNER)).headers["x-request-id"]
+    own = (await served.http.get("/v1/placements", headers=OWNER)).json()["placements"]
+    assert [(one["request_id"], one["tenant"]) for one in own] == [(request, "alice")]
+    assert SECRET not in json.dumps(own)
+    plain = {"x-api-key": "plain"}
+    for query in ("", "?limit=200", "?tenant=alice", "?tenant=", "?model=demo", "?limit=1&tenant=*&model=demo"):
+        theirs = await served.http.get(f"/v1/placements{query}", headers=plain)
+        assert (theirs.status_code, theirs.json()) == (200, {"placements": []}), query
+
+
 async def test_nothing_is_listed(served: Served, worker: ScriptedWorker) -> None:
-    """There is no list of sessions or requests; what counts for all is an admin's, and names nobody's."""
+    """There is no list of sessions, and of requests none of others; what counts for all is an admin's, and names
+    nobody's."""
     assert (await served.http.post(GENERATE, json=BODY, headers=OWNER)).status_code == 200
     plain = {"x-api-key": "plain"}
-    for path in ("/sessions", "/sessions/", "/v1/placements", "/v1/placements/", "/stats", "/workers", "/metrics"):
+    for path in ("/sessions", "/sessions/", "/v1/placements/", "/stats", "/workers", "/metrics"):
         assert (await served.http.get(path, headers=plain)).status_code in (400, 403, 404), path
     for path in ("/stats", "/workers", "/metrics", "/health", "/v1/models"):
         text = (await served.http.get(path, headers=STRANGERS[0])).text

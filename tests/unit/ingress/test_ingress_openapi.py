@@ -20,7 +20,7 @@ from services.ingress.native_schema import GenerateFields, read_generate
 from services.ingress.openai_schema import ChatFields, CompletionFields, read_chat, read_completion
 from services.ingress.openapi import OPERATIONS, openapi_document
 from services.ingress.openapi_answers import COMPONENTS
-from services.ingress.placement_report import placements_report
+from services.ingress.placement_report import newest_report, placements_report
 
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: list[tuple[type, Any, dict[str, Any]]] = [
@@ -100,6 +100,9 @@ def test_a_report_of_placements_has_its_described_form() -> None:
         Decision("r", 0, "t", "m", 1, "cost", "w0", "cheapest", 20, {"device": 16}, 0.25, (candidate,), 1, "p0", actual)
         for actual in (Actual(), Actual(True, {"device": 16}, 0.1, 0.2, 3, True, "cancelled"))
     ]
-    jsonschema_rs.validate(
-        {**COMPONENTS["Placements"], "components": {"schemas": COMPONENTS}}, placements_report("r", decisions)
-    )
+    for name, report in (
+        ("Placements", placements_report("r", decisions)),
+        ("NewestPlacements", newest_report(decisions)),
+    ):
+        jsonschema_rs.validate({**COMPONENTS[name], "components": {"schemas": COMPONENTS}}, report)
+    assert [one["request_id"] for one in newest_report(decisions)["placements"]] == ["r", "r"]

@@ -1,0 +1,275 @@
+"""What `kvfleet top` shows of one snapshot: tables for a terminal of any size, or plain text. Asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+NONE = "-"
+TABLE_LINES = 2  # of a table without its rows, and the line before it
+MIN_LEDGER_ROWS = 3
+SMALL, NARROW, MEDIUM = 60, 80, 110
+STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one round of questions brought. None: this key may not know."""
+
+    url: str
+    at_unix_s: float
+    stats: Mapping[str, Any] | None
+    workers: Mapping[str, Mapping[str, Any]] | None
+    health: Mapping[str, Any] | None
+    placements: list[Mapping[str, Any]] | None
+    hit_rate: float | None = None
+    tokens_per_s: float | None = None
+    by_worker: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)  # hit rate, tokens/s
+    notes: tuple[str, ...] = ()
+
+    def as_map(self) -> dict[str, Any]:
+        """For `--json`: as the ingress said it, with the rates."""
+        workers = None
+        if self.workers is not None:
+            workers = {
+                name: {**worker, "hit_rate_last_minute": hits, "tokens_per_s": tokens}
+                for name, worker in self.workers.items()
+                for hits, tokens in [self.by_worker.get(name, (None, None))]
+            }
+        return {
+            "url": self.url,
+            "unix_ms": int(self.at_unix_s * 1000),
+            "hit_rate_last_minute": self.hit_rate,
+            "tokens_per_s": self.tokens_per_s,
+            "stats": self.stats,
+            "workers": workers,
+            "health": self.health,
+            "placements": self.placements,
+            "notes": list(self.notes),
+        }
+
+
+def screen(snapshot: Snapshot, trouble: str, width: int, height: int) -> RenderableType:
+    """No more lines than `height`: the ledger takes what workers and tiers leave. `trouble`: why none is newer."""
+    parts: list[RenderableType] = [*_head(snapshot, width), *(_line(note, "yellow") for note in snapshot.notes)]
+    left = height - len(parts) - 1
+    workers = snapshot.workers
+    tiers = _tiers(snapshot, width, plain=False)
+    tier_lines = TABLE_LINES + tiers.row_count if tiers is not None else 0
+    if workers is not None:
+        room = left - TABLE_LINES - tier_lines - TABLE_LINES - MIN_LEDGER_ROWS
+        shown = len(workers) if len(workers) <= max(room, 2) else max(room - 1, 1)
+        parts += [Text(), _workers(snapshot, width, shown, plain=False)]
+        left -= TABLE_LINES + shown
+        if shown < len(workers):
+            parts.append(_line(f"and {len(workers) - shown} further workers", "dim"))
+            left -= 1
+    if tiers is not None and left >= tier_lines:
+        parts += [Text(), tiers]
+        left -= tier_lines
+    if snapshot.placements and left > TABLE_LINES:
+        parts += [Text(), _ledger(snapshot.placements[: left - TABLE_LINES], width, plain=False)]
+    return Group(*parts, _line(trouble, "bold red") if trouble else _line("q ends", "dim"))
+
+
+def page(snapshot: Snapshot, ledger_lines: int) -> RenderableType:
+    """All of it once, without colours and frames: for pipes."""
+    parts: list[RenderableType] = [*_head(snapshot, 1000), *(Text(note) for note in snapshot.notes)]
+    if snapshot.workers is not None:
+        parts += [Text(), _workers(snapshot, 1000, len(snapshot.workers), plain=True)]
+    if (tiers := _tiers(snapshot, 1000, plain=True)) is not None:
+        parts += [Text(), tiers]
+    if snapshot.placements:
+        parts += [Text(), _ledger(snapshot.placements[:ledger_lines], 1000, plain=True)]
+    return Group(*parts)
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def _head(snapshot: Snapshot, width: int) -> list[Text]:
+    when = datetime.fromtimestamp(snapshot.at_unix_s).strftime("%H:%M:%S")
+    lines = [f"kvfleet {snapshot.url}  {when}"]
+    stats, health = snapshot.stats, snapshot.health
+    if stats is not None:
+        load = stats["load"]
+        members = f"workers ready {stats['ready']} of {stats['workers']}, placements {stats['placements']}, "
+        members += f"vaults {stats['vaults']}, models {', '.join(stats['models']) or 'none'}"
+        work = f"{load['running']:,} running, {load['waiting']:,} queued, {rate(snapshot.tokens_per_s)} tokens/s, "
+        work += f"hit rate {share(snapshot.hit_rate)} (last minute), {share(stats['hit_rate'])} (all)"
+        lines += [members, work]
+    elif health is not None:
+        lines.append(
+            f"workers ready {health['workers_ready']}, placements {health['placements']}, vaults {health['vaults']}, "
+            f"models {', '.join(health.get('models', [])) or 'none'}"
+        )
+    return [_line(line, "" if number else "bold") for number, line in enumerate(lines)]
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _name(text: str, style: str = "") -> Text:
+    """Not markup, whatever it says."""
+    return Text(printable(text), style=style)
+
+
+def _table(plain: bool) -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 1), header_style="" if plain else "dim")
+
+
+def _columns(table: Table, names: Iterable[str], left: Iterable[str]) -> None:
+    left = set(left)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True, overflow="ellipsis")
+
+
+def _workers(snapshot: Snapshot, width: int, shown: int, *, plain: bool) -> Table:
+    table = _table(plain)
+    all_columns = {
+        "worker": 0, "state": 0, "model": MEDIUM, "host": MEDIUM, "running": 0, "queued": SMALL, "blocks used": NARROW,
+        "cached": NARROW, "hit rate": 0, "tokens/s": 0, "oldest wait": NARROW,
+    }  # fmt: skip
+    names = [name for name, at_least in all_columns.items() if width >= at_least]
+    _columns(table, names, ("worker", "state", "model", "host"))
+    assert snapshot.workers is not None
+    for worker, one in list(snapshot.workers.items())[:shown]:
+        load, state = one["load"], one["state"]
+        hits, tokens = snapshot.by_worker.get(worker, (None, None))
+        alive = state != "dead"
+        cells: dict[str, str | Text] = {
+            "worker": _name(worker),
+            "state": _name(state, "" if plain else STATE_STYLES.get(state, "")),
+            "model": _name(one["model"]),
+            "host": _name(one["host"]),
+            "running": f"{load['running']:,}" if alive else NONE,
+            "queued": f"{load['waiting']:,}" if alive else NONE,
+            "blocks used": f"{load['blocks_used']:,} of {load['blocks_total']:,}" if alive else NONE,
+            "cached": f"{load['blocks_cached']:,}" if alive else NONE,
+            "hit rate": share(hits) if alive else NONE,
+            "tokens/s": rate(tokens) if alive else NONE,
+            "oldest wait": milliseconds(load["oldest_wait_s"] * 1000 or None) if alive else NONE,
+        }
+        table.add_row(*(cells[name] for name in names))
+    return table
+
+
+def _tiers(snapshot: Snapshot, width: int, *, plain: bool) -> Table | None:
+    if snapshot.stats is None:
+        return None
+    load = snapshot.stats["load"]
+    below: Mapping[str, Mapping[str, Any]] = load["tiers"]
+    table = _table(plain)
+    all_columns = {
+        "tier": 0, "blocks": 0, "held": SMALL, "hit tokens": 0, "restored": MEDIUM, "offloaded": MEDIUM,
+        "evicted": NARROW, "failures": NARROW,
+    }  # fmt: skip
+    names = [name for name, at_least in all_columns.items() if width >= at_least]
+    _columns(table, names, ("tier", "failures"))
+    used = load["blocks_used"] + load["blocks_cached"]
+    hits = load["hit_tokens_total"] - sum(tier["hit_tokens_total"] for tier in below.values())
+    rows: list[dict[str, str | Text]] = [
+        {
+            "tier": "device",
+            "blocks": f"{used:,} of {load['blocks_total']:,}",
+            "held": share(used / load["blocks_total"] if load["blocks_total"] else None),
+            "hit tokens": f"{max(hits, 0):,}",
+            "evicted": f"{load['evictions_total']:,}",
+        }
+    ]
+    for name, tier in below.items():
+        failures = ", ".join(f"{why} {number:,}" for why, number in tier["failures_total"].items() if number)
+        holds = bool(tier["bytes_total"])
+        rows.append(
+            {
+                "tier": _name(name),
+                "blocks": f"{tier['blocks']:,}" if holds else NONE,
+                "held": f"{size(tier['bytes_used'])} of {size(tier['bytes_total'])}" if holds else NONE,
+                "hit tokens": f"{tier['hit_tokens_total']:,}",
+                "restored": size(tier["restored_bytes_total"]),
+                "offloaded": f"{tier['offloaded_blocks_total']:,}",
+                "evicted": f"{tier['evictions_total']:,}",
+                "failures": _name(failures or "none"),
+            }
+        )
+    for row in rows:
+        table.add_row(*(row.get(column, NONE) for column in names))
+    return table
+
+
+def _ledger(placements: list[Mapping[str, Any]], width: int, *, plain: bool) -> Table:
+    table = _table(plain)
+    all_columns = {
+        "time": 0, "request": MEDIUM, "tenant": NARROW, "model": MEDIUM, "worker": 0, "policy": NARROW, "prompt": SMALL,
+        "expected": NARROW, "actual": 0, "TTFT": 0, "end": 0,
+    }  # fmt: skip
+    names = [name for name, at_least in all_columns.items() if width >= at_least]
+    _columns(table, names, ("time", "request", "tenant", "model", "worker", "policy", "end"))
+    for one in placements:
+        actual = one["actual"]
+        found = actual["cached_tokens"]
+        cells: dict[str, str | Text] = {
+            "time": datetime.fromtimestamp(one["decided_unix_ms"] / 1000).strftime("%H:%M:%S"),
+            "request": _name(one["request_id"]),
+            "tenant": _name(one["tenant"]),
+            "model": _name(one["model"]),
+            "worker": _name(one["worker_id"]),
+            "policy": _name(one["policy"]),
+            "prompt": f"{one['prompt_tokens']:,}",
+            "expected": f"{sum(one['expected_hit_tokens'].values()):,}",
+            "actual": NONE if found is None else f"{sum(found.values()):,}",
+            "TTFT": milliseconds(actual["ttft_ms"]),
+            "end": _name(ending(actual)),
+        }
+        table.add_row(*(cells[name] for name in names))
+    return table
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+def printable(text: str) -> str:
+    """A name must not command the terminal."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+def ending(actual: Mapping[str, Any]) -> str:
+    """How far a request is."""
+    if actual["ended"]:
+        return str(actual["error_code"] or "done")
+    if actual["ttft_ms"] is not None:
+        return "streaming"
+    return "accepted" if actual["accepted"] else "placed"
+
+
+def share(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1%}"
+
+
+def rate(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def milliseconds(value: float | None) -> str:
+    if value is None:
+        return NONE
+    if value >= 1000:
+        return f"{value / 1000:,.1f} s"
+    return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
+
+
+def size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} PiB"

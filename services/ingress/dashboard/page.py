@@ -1,0 +1,54 @@
+"""The dashboard as an ingress serves it: three files, read once, and headers that hold a browser to them.
+
+The page holds nothing: what it shows it asks of the same routes as anybody, with the key that its reader typed in. It
+needs neither a key nor NATS itself, so that it can say what is away.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from services.ingress.error_bodies import Headers
+from services.ingress.fleet_routes import no_such_route
+from services.ingress.http_exchange import Exchange
+
+INDEX = "index.html"
+FILES = {  # beside this module -> content type
+    INDEX: b"text/html; charset=utf-8",
+    "dashboard.js": b"text/javascript; charset=utf-8",
+    "dashboard.css": b"text/css; charset=utf-8",
+}
+# Nothing but the page's own script and style, no text that becomes markup, no frame around it.
+POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+    b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS: Headers = [
+    (b"content-security-policy", POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),  # the three belong together: never one of yesterday's with today's others
+]
+
+
+class Dashboard:
+    """Its files stay as they were when the process began."""
+
+    def __init__(self) -> None:
+        folder = resources.files("services.ingress.dashboard")
+        self._files = {name: folder.joinpath(name).read_bytes() for name in FILES}
+
+    async def index(self, exchange: Exchange) -> None:
+        """GET /."""
+        await self._respond(exchange, INDEX)
+
+    async def file(self, exchange: Exchange) -> None:
+        """GET /dashboard/{file}: what the page asks for."""
+        name = exchange.path_value("file")
+        if name == INDEX or name not in FILES:
+            await no_such_route(exchange)
+            return
+        await self._respond(exchange, name)
+
+    async def _respond(self, exchange: Exchange, name: str) -> None:
+        await exchange.respond(200, self._files[name], content_type=FILES[name], headers=HEADERS)

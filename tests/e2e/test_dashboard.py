@@ -1,0 +1,263 @@
+"""The page in a real Chromium, before real worker loops, a real placement and an ingress.
+
+Skipped where there is no Chromium (Debian's package `chromium`, or KVFLEET_CHROMIUM names one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvproto.connection import Connection
+from kvproto.subjects import Subjects
+from services.ingress.api_keys import hash_key
+from services.placement.loop import PlacementLoop
+from tests.integration.ingress.ingress_rig import FLEET_KEY, Served, serve, start_placement, until
+from tests.support.browser import Browser, find_chromium
+from tests.support.fake_fleet import FakeFleet
+
+# The fake runner draws end tokens as any others: what is to be seen to its end, or stopped, must not end before.
+GO_ON = """
+const asked = window.fetch;
+window.fetch = (url, how) => {
+  if (how?.body) how.body = JSON.stringify({ ...JSON.parse(how.body), ignore_eos: true });
+  return asked(url, how);
+};
+"""
+EVIL = "<img src=x onerror=document.title='taken'>"
+KEYS = "".join(
+    f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
+    for name, tenant, more in (("alice", "acme", ""), ("bob", "other", ""), ("root", "ops", "admin = true"))
+)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    binary = find_chromium()
+    if binary is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    browser = Browser(binary, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+class Fleet:
+    """Two workers of the fake runner, one of a model whose name would be markup, a placement; ingresses on demand."""
+
+    def __init__(self, nats_url: str, subjects: Subjects) -> None:
+        self.nats_url = nats_url
+        self.subjects = subjects
+        self.workers = FakeFleet(nats_url, subjects)
+        self.served: list[Served] = []
+        self.placement: tuple[PlacementLoop, Connection] | None = None
+
+    async def start(self) -> None:
+        self.placement = await start_placement(self.nats_url, self.subjects, "p0")
+        await self.workers.start("w0", fleet_key=FLEET_KEY, fake_tokens_per_s=200.0)
+        await self.workers.start("w1", fleet_key=FLEET_KEY, served_model_name=EVIL)
+
+    async def serve(self, **options: Any) -> Served:
+        served = await serve(self.nats_url, self.subjects, **options)
+        self.served.append(served)
+        await until(lambda: len(list(served.client.members.view.ready())) == 2)
+        return served
+
+    async def stop(self) -> None:
+        for served in self.served:
+            await served.stop()
+        await self.workers.stop()
+        assert self.placement is not None
+        await self.placement[0].stop(grace_s=0)
+        await self.placement[1].close()
+
+
+@pytest.fixture
+async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Fleet]:
+    fleet = Fleet(nats_url, fleet_buckets)
+    await fleet.start()
+    yield fleet
+    await fleet.stop()
+
+
+@pytest.fixture
+def browser(chromium: Browser, fleet: Fleet) -> Iterator[Browser]:
+    """It leaves the page before the fleet goes."""
+    yield chromium
+    chromium.open("about:blank")
+    chromium.problems.clear()
+
+
+async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve()
+
+    def look() -> None:
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "Live")
+        browser.until(lambda: browser.run("document.querySelectorAll('#workers tbody tr').length") == 2)
+        row = browser.text("#workers tbody tr:nth-child(2)").split("\t")
+        assert row[:3] == ["w1", "ready", EVIL], "a name is text"
+        assert "workers ready\n2 of 2" in browser.text("#fleet")
+        assert "device" in browser.text("#tiers tbody")
+        assert browser.run("document.querySelector('#chat-model').options.length") == 2
+
+    def talk() -> None:
+        browser.run(GO_ON)
+        browser.run("document.querySelector('#chat-model').value = 'demo'")
+        browser.run("document.querySelector('#chat-max').value = 24")
+        for turn, said in ((1, "Who goes there? " * 8), (2, "And then?")):
+            browser.type("#said", said)
+            browser.press("Enter")
+            answer = f"#turns .turn:nth-child({2 * turn})"
+            browser.until_text(answer, "24 generated")
+            about = browser.text(f"{answer} .quiet")
+            assert "TTFT" in about
+            assert "tokens/s" in about
+            assert about.endswith("w0")
+        cached, prompt = (int(word) for word in about.split(" prompt")[0].split(" of "))
+        assert prompt > cached > 32, "the conversation goes on: its prefix is reused"
+
+    def open_entry() -> None:
+        browser.until_text("#ledger tbody", "demo")
+        browser.run("document.querySelector('#ledger tbody button').focus()")
+        browser.press("Enter")
+        detail = browser.until(lambda: browser.text("#ledger .detail"))
+        assert "w0 (chosen)" in detail
+        assert "prefill ms" in detail
+        browser.until_text("#ledger-note", "stands still")
+        browser.press("Enter")
+        assert browser.text("#ledger .detail") == ""
+
+    def fast() -> None:
+        browser.run(f"document.querySelector('#chat-model').value = {json.dumps(EVIL)}")
+        browser.run("document.querySelector('#chat-max').value = 3000")
+        browser.type("#said", "Go on and on.")
+        browser.press("Enter")
+        browser.until_text("#turns .turn:last-child .quiet", "3,000 generated")  # drawn token by token: half a minute
+        browser.run("document.querySelector('#chat-new').click()")
+        browser.run("document.querySelector('#chat-model').value = 'demo'")
+
+    def begin_long() -> None:
+        browser.run("document.querySelector('#chat-max').value = 3000")
+        browser.type("#said", "Go on.")
+        browser.press("Enter")
+        browser.until_text("#turns .turn:last-child .quiet", "TTFT")
+        assert browser.run("document.querySelector('#chat-stop').disabled") is False
+
+    def stop_it() -> None:
+        browser.run("document.querySelector('#chat-stop').click()")
+        browser.until_text("#turns .turn:last-child .quiet", "stopped")
+
+    def one_at_a_time() -> None:
+        asked = browser.run(
+            "performance.getEntriesByType('resource').filter((one) => one.initiatorType === 'fetch')"
+            ".map((one) => [one.name, one.startTime, one.responseEnd])"
+        )
+        polled = sorted(one[1:] for one in asked if "/chat/" not in one[0])
+        assert len(polled) >= 8
+        assert all(before[1] <= after[0] for before, after in pairwise(polled)), polled
+
+    def refused() -> None:
+        browser.run("document.querySelector('#chat-max').value = 900000")
+        browser.type("#said", "Too much.")
+        browser.press("Enter")
+        browser.until_text("#turns .turn:last-child .quiet", "max_tokens: ")
+        assert browser.run("document.querySelector('#said').value") == "Too much."
+
+    for step in (look, talk, open_entry, fast, begin_long):
+        await asyncio.to_thread(step)
+    assert served.ingress.admission.running == 1
+    await asyncio.to_thread(stop_it)
+    await until(lambda: served.ingress.admission.running == 0)
+    await until(lambda: not fleet.workers.workers["w0"].thread._engine.scheduler.running)
+    await asyncio.to_thread(one_at_a_time)
+    await asyncio.to_thread(refused)
+    assert all("status of 400" in one for one in browser.problems), browser.problems
+    assert await asyncio.to_thread(browser.run, "document.title") == "kvfleet"
+
+
+async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve()
+
+    def see(selector: str, part: str) -> None:
+        browser.until_text(selector, part)
+
+    await asyncio.to_thread(browser.open, f"{served.url}/")
+    await asyncio.to_thread(see, "#status", "Live")
+    await fleet.workers.workers["w1"].kill()
+    served.client.members.view.workers["w1"].deleted = True  # as when placement has deleted its record
+    await asyncio.to_thread(see, "#workers tbody tr:nth-child(2)", "dead")
+    await asyncio.to_thread(see, "#fleet", "workers ready\n1 of 1")
+    await served.go_away()
+    await asyncio.to_thread(see, "#status", "The ingress does not answer since ")
+    await served.come_back()
+    await asyncio.to_thread(see, "#status", "Live")
+    assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in browser.problems), browser.problems
+
+
+async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve(keys=KEYS)
+    for name in ("alice", "bob"):
+        body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+        await served.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {name}"})
+
+    def use(key: str) -> None:
+        browser.type("#key", key)
+        browser.press("Enter")
+
+    def rows(table: str) -> int:
+        return int(browser.run(f"document.querySelectorAll('#{table} tbody tr').length"))
+
+    def look() -> None:
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "This ingress asks for an API key")
+        browser.until_text("#fleet", "workers ready\n2")
+        assert (rows("workers"), rows("ledger")) == (0, 0)
+        use("wrong")
+        browser.until_text("#status", "The key was refused: ")
+        assert "this API key is not known" in browser.text("#status")
+        assert browser.run("sessionStorage.length") == 0, "what is refused is not kept"
+        use("alice")
+        browser.until_text("#status", "Live")
+        browser.until_text("#workers-note", "Workers and tiers need an admin key")
+        browser.until(lambda: rows("ledger") == 1)
+        assert "acme" in browser.text("#ledger tbody")
+        assert rows("workers") == 0
+        browser.run("document.querySelector('#chat-model').value = 'demo'")
+        browser.type("#said", "hello")
+        browser.press("Enter")
+        browser.until_text("#turns", "generated")
+        use("root")
+        browser.until(lambda: (rows("workers"), rows("ledger")) == (2, 3))
+        kept = browser.run("[JSON.stringify(sessionStorage), localStorage.length, document.cookie, location.href]")
+        assert kept == ['{"kvfleet-api-key":"root"}', 0, "", f"{served.url}/"]
+        assert browser.run("document.querySelector('#key').type") == "password"
+        assert browser.run("document.querySelector('#key').value") == ""
+        browser.run("document.querySelector('#key-forget').click()")
+        browser.until_text("#status", "This ingress asks for an API key")
+        assert (rows("workers"), rows("ledger"), browser.run("sessionStorage.length")) == (0, 0, 0)
+
+    await asyncio.to_thread(look)
+    assert all("status of 401" in one or "status of 403" in one for one in browser.problems), browser.problems
+
+
+async def test_the_policy_holds(browser: Browser, fleet: Fleet) -> None:
+    """What a fault of the script could do wrong, the browser refuses."""
+    served = await fleet.serve()
+
+    def refused(script: str) -> str:
+        return str(browser.run(f"(() => {{ try {{ {script}; return 'done' }} catch (e) {{ return e.name }} }})()"))
+
+    def look() -> None:
+        browser.open(f"{served.url}/")
+        assert refused("document.body.innerHTML = '<b>x</b>'") == "TypeError"
+        assert refused("document.querySelector('#status').insertAdjacentHTML('beforeend', 'x')") == "TypeError"
+        assert refused("new Function('return 1')()") == "EvalError"
+        assert browser.run("fetch('http://127.0.0.1:1/').then(() => 'done', (e) => e.name)") == "TypeError"
+
+    await asyncio.to_thread(look)
+    assert any("Content Security Policy" in one for one in browser.problems)

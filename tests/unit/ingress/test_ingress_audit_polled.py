@@ -1,0 +1,48 @@
+"""What pages ask for every second has a line in the audit log once a minute."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.ingress.audit import Audit
+from services.ingress.callers import Caller
+from services.ingress.http_exchange import Exchange
+
+
+async def never(*_: Any) -> Any:
+    raise AssertionError("nothing is sent or received")
+
+
+def an_exchange(caller: Caller, address: str = "10.0.0.1") -> Exchange:
+    scope = {"type": "http", "method": "GET", "headers": [], "client": (address, 1), "query_string": b""}
+    exchange = Exchange(scope, never, never, "r")
+    exchange.caller = caller
+    return exchange
+
+
+def test_the_first_look_at_the_ledger_in_each_minute_is_written_down_for_each_caller_and_address() -> None:
+    lines: list[dict[str, Any]] = []
+    now = 600.0
+    audit = Audit(lambda line: lines.append(json.loads(line)), lambda: now)
+    alice, root = Caller("alice", "acme"), Caller("root", "ops", admin=True)
+
+    def look(caller: Caller, address: str = "10.0.0.1", status: int = 200) -> None:
+        audit.ended(an_exchange(caller, address), "newest_placements", status, None)
+
+    for _ in range(3):
+        look(alice)
+        look(root)
+        look(root, "10.0.0.2")
+        now += 1
+    told = [(one["event"], one["key"], one["admin"], one["source"], one["route"]) for one in lines]
+    assert told == [
+        ("access", "alice", False, "10.0.0.1", "newest_placements"),
+        ("access", "root", True, "10.0.0.1", "newest_placements"),
+        ("access", "root", True, "10.0.0.2", "newest_placements"),
+    ]
+    now = 660.0
+    look(alice)
+    assert len(lines) == 4
+    look(alice, status=403)
+    assert len(lines) == 5
