@@ -213,6 +213,7 @@ class GenerateRequest:
     handed_over: bool = False  # `source` lets go of the sequence: its blocks are brought whatever computing would cost
     source_addresses: Addresses = ()  # of a source in another region
     source_seal: Annotated[bytes, MaxLength(64)] = b""
+    again: bool = False  # sent once more, as the answer may be lost: who reads there already is sent nothing twice
 
     def continuation(self, choice: int) -> Continuation:
         """Where a choice goes on."""

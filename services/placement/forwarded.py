@@ -30,6 +30,8 @@ class Forwarded:
     worker: str = ""
     tried: list[str] = field(default_factory=list)
     attached: bool = False  # to what another reader's request began
+    offer: GenerateRequest | None = None  # the present one
+    unheard: bool = False  # its answer may have been lost
     offered_at: float = 0.0
     due: float = 0.0  # of its present state: acknowledgement, next question, or end of the grace
     epoch: str = ""  # the life of the worker that accepted

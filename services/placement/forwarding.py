@@ -230,7 +230,18 @@ class Forwarding:
         offer = replace(body, attempt=attempt, deadline_ms=left_ms)
         if not body.handed_over:
             offer = replace(offer, source=placement.source, source_tokens=placement.source_tokens)
+        forwarded.offer, forwarded.unheard = offer, False
         return [Forward(placement.worker, forwarded.tenant, offer, forwarded.reply(self._inbox_prefix))]
+
+    def _offer_again(self, unheard: Forwarded, now: float) -> list[Action]:
+        """The same to the same worker, which answers once more: nothing of it, or of its answer, may have arrived."""
+        assert unheard.offer is not None
+        tokenising_s = TOKENISE_S * len(unheard.offer.prompt or "")
+        unheard.unheard, unheard.offered_at = False, now
+        unheard.due = now + self._patience.seconds + tokenising_s
+        self._offered[unheard.key] = unheard
+        offer = replace(unheard.offer, deadline_ms=unheard.left_ms(now), again=True)
+        return [Forward(unheard.worker, unheard.tenant, offer, unheard.reply(self._inbox_prefix))]
 
     def _park(self, forwarded: Forwarded, now: float) -> list[Action]:
         """Whoever refused it is asked again."""
@@ -333,7 +344,7 @@ class Forwarding:
         for table, do in ((self._offered, self._pass_over), (self._parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
                 if deaf:
-                    due.due = now + DEAF_S
+                    due.due, due.unheard = now + DEAF_S, True
                     continue
                 del table[due.key]
                 actions += do(due, now)
@@ -342,6 +353,9 @@ class Forwarding:
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
         """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
         left to ask, it is given more time."""
+        left_ms = silent.left_ms(now) if silent.body is not None else None
+        if silent.unheard and not silent.attached and silent.offer is not None and (left_ms is None or left_ms > 0):
+            return self._offer_again(silent, now)
         if (until := self._last_chance(silent)) > now:
             silent.due = until
             self._offered[silent.key] = silent

@@ -134,6 +134,8 @@ class FrameBook:
             reader = Reader(request.inbox, request.encoding)
             record.readers.append(reader)
             self.leases.hold(reader)
+        elif request.again and record.is_read_at(request.inbox):
+            return []  # all of it was sent there
         return self.repeat(record.request, record.attempt, 0, here)[1:]
 
     def leave(self, record: Record, inbox: str = "") -> bool:

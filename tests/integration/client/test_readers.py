@@ -158,6 +158,26 @@ async def test_a_second_reader_gets_everything_from_the_first_token_on(worker: F
     assert len(worker.loop.frames.leases) == 0
 
 
+async def test_who_is_asked_again_answers_and_streams_nothing_twice(worker: FakeWorker, readers: Any) -> None:
+    """As placement does of what it offered when NATS went away."""
+    reader = await readers("a")
+    await reader.ask(watcher="p0")
+    await reader.until(Tokens, 5)
+    await reader.ask(watcher="p0", again=True)
+    await reader.until(Accepted, 2)
+    await reader.until(Finished)
+    await reader.ask(watcher="p0", again=True)
+    await reader.until(Accepted, 3)
+    await reader.until(Finished, 3)  # its reader's, and the watcher's twice
+    await asyncio.sleep(0.1)
+    assert len(reader.ids) == 60, "in order, once"
+    assert sum(isinstance(frame, Finished) for frame in reader.frames) == 3
+    unheard = await readers("b")
+    await unheard.ask("r2", again=True)
+    assert (await unheard.until(Finished)).output_tokens == 60, "what did not arrive the first time runs now"
+    assert worker.loop.requests.requests_total == 2
+
+
 async def test_a_reader_that_has_some_gets_the_rest(worker: FakeWorker, readers: Any) -> None:
     first, late = await readers("a"), await readers("b")
     await first.ask()

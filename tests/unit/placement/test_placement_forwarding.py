@@ -151,7 +151,19 @@ class TestNextWorker:
         core = a_core("w1", "w2")
         first = offer(core)
         core.handle(Tick(deaf=True), 1.2)
-        assert the_forward(core.handle(Tick(), 1.4)).worker != first.worker
+        again = the_forward(core.handle(Tick(), 1.4))
+        assert (again.worker, again.reply) == (first.worker, first.reply), "it, or its answer, may have been lost"
+        assert again.request == replace(first.request, again=True)
+        assert core.forwarding.retried_offers_total == 0
+        second = the_forward(core.handle(Tick(), 1.6))
+        assert (second.worker != first.worker, second.request.attempt, second.request.again) == (True, 1, False)
+
+    def test_nor_is_it_offered_again_past_its_deadline(self) -> None:
+        core = a_core("w1", "w2")
+        offer(core, deadline_ms=300)
+        core.handle(Tick(deaf=True), 1.2)
+        (fail,) = failures(core.handle(Tick(), 1.4))
+        assert fail.failed.code == "deadline_exceeded"
 
     def test_a_long_text_may_be_tokenised_first(self) -> None:
         core = a_core("w1", "w2")
