@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from importlib import resources
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from services.ingress.api_keys import hash_key
+from services.ingress.dashboard.page import INDEX, read_files
 from services.placement.loop import PlacementLoop
 from tests.integration.ingress.ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from tests.support.browser import Browser, find_chromium
@@ -92,12 +94,58 @@ def browser(chromium: Browser, fleet: Fleet) -> Iterator[Browser]:
     chromium.problems.clear()
 
 
+LOADED = (
+    "performance.getEntriesByType('resource').map((one) => new URL(one.name).pathname)"
+    ".filter((one) => one.startsWith('/dashboard/'))"
+)
+# One worker, sampled at 0, 1, 2 and 70 s; it begins a new life at 2 s.
+COMPUTED = """
+(async () => {
+  const [{ Rates }, { Turn }, figures] = await Promise.all(
+    ['rates', 'turn', 'figures'].map((name) => import(new URL(`/dashboard/${name}.js`, location.href))));
+  const rates = new Rates();
+  const said = [];
+  for (const [at, epoch, prompt, hit, generated] of
+       [[0, 1, 100, 50, 10], [1, 1, 140, 80, 40], [2, 2, 7, 7, 7], [70, 2, 7, 7, 75]]) {
+    const load = { prompt_tokens_total: prompt, hit_tokens_total: hit, generated_tokens_total: generated };
+    rates.add({ w0: { epoch, load } }, at);
+    said.push([rates.hitRate(), rates.tokensPerSecond(), rates.hitRate('w1')]);
+  }
+  const turn = new Turn(1000);
+  const heard = [{ content: 'a' }, {}, { content: 'b' }].map((delta, at) =>
+    turn.hear({ choices: [{ delta }] }, 1500 + 500 * at));
+  const { bytes, count, milliseconds, seconds, share, tiers } = figures;
+  const written = [
+    count(null), count(12345), share(-1e-9), milliseconds(9.96), milliseconds(1500), seconds(0), bytes(1536),
+    tiers({ host: 3, disk: 0, device: 1000 }),
+  ];
+  return { said, heard, text: turn.text, about: turn.about(), written };
+})()
+"""
+
+
+async def test_what_it_computes(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve()
+
+    def compute() -> Any:
+        browser.open(f"{served.url}/")
+        return browser.run(COMPUTED)
+
+    got = await asyncio.to_thread(compute)
+    assert got["said"] == [[None, None, None], [0.75, 30, None], [0.75, 15, None], [None, 1, None]]
+    assert got["heard"] == [True, False, True]
+    assert (got["text"], got["about"]) == ("ab", "TTFT 500 ms · 1.0 tokens/s")
+    assert got["written"] == ["–", "12,345", "0.0%", "10.0 ms", "1.5 s", "–", "1.5 KiB", "host 3, device 1,000"]
+
+
 async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) -> None:
     served = await fleet.serve()
+    shipped = set(read_files(resources.files("services.ingress.dashboard")))
 
     def look() -> None:
         browser.open(f"{served.url}/")
         browser.until_text("#status", "Live")
+        assert set(browser.run(LOADED)) == {f"/dashboard/{name}" for name in shipped - {INDEX}}, "all, and each needed"
         browser.until(lambda: browser.run("document.querySelectorAll('#workers tbody tr').length") == 2)
         row = browser.text("#workers tbody tr:nth-child(2)").split("\t")
         assert row[:3] == ["w1", "ready", EVIL], "a name is text"

@@ -1,4 +1,4 @@
-"""The dashboard as an ingress serves it: three files, read once, and headers that hold a browser to them.
+"""The dashboard as an ingress serves it: the files beside this one, read once; headers hold a browser to them.
 
 The page holds nothing: what it shows it asks of the same routes as anybody, with the key that its reader typed in. It
 needs neither a key nor NATS itself, so that it can say what is away.
@@ -7,16 +7,18 @@ needs neither a key nor NATS itself, so that it can say what is away.
 from __future__ import annotations
 
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 from services.ingress.error_bodies import Headers
 from services.ingress.fleet_routes import no_such_route
 from services.ingress.http_exchange import Exchange
 
 INDEX = "index.html"
-FILES = {  # beside this module -> content type
-    INDEX: b"text/html; charset=utf-8",
-    "dashboard.js": b"text/javascript; charset=utf-8",
-    "dashboard.css": b"text/css; charset=utf-8",
+TYPES = {  # of what a page is made of; nothing else is served
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
 }
 # Nothing but the page's own script and style, no text that becomes markup, no frame around it.
 POLICY = (
@@ -27,16 +29,24 @@ HEADERS: Headers = [
     (b"content-security-policy", POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),  # the three belong together: never one of yesterday's with today's others
+    (b"cache-control", b"no-cache"),  # they belong together: never one of yesterday's with today's others
 ]
 
 
+def suffix(name: str) -> str:
+    return PurePosixPath(name).suffix
+
+
+def read_files(folder: Traversable) -> dict[str, bytes]:
+    """Name to bytes of each file of the page in `folder`, those below it not."""
+    return {one.name: one.read_bytes() for one in folder.iterdir() if suffix(one.name) in TYPES and one.is_file()}
+
+
 class Dashboard:
-    """Its files stay as they were when the process began."""
+    """Its files stay as they were when the process began; a request's path is only ever looked up among them."""
 
     def __init__(self) -> None:
-        folder = resources.files("services.ingress.dashboard")
-        self._files = {name: folder.joinpath(name).read_bytes() for name in FILES}
+        self._files = read_files(resources.files("services.ingress.dashboard"))
 
     async def index(self, exchange: Exchange) -> None:
         """GET /."""
@@ -45,10 +55,10 @@ class Dashboard:
     async def file(self, exchange: Exchange) -> None:
         """GET /dashboard/{file}: what the page asks for."""
         name = exchange.path_value("file")
-        if name == INDEX or name not in FILES:
+        if name == INDEX or name not in self._files:
             await no_such_route(exchange)
             return
         await self._respond(exchange, name)
 
     async def _respond(self, exchange: Exchange, name: str) -> None:
-        await exchange.respond(200, self._files[name], content_type=FILES[name], headers=HEADERS)
+        await exchange.respond(200, self._files[name], content_type=TYPES[suffix(name)], headers=HEADERS)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 from ingress_rig import Serve, Served
 
 from services.ingress.api_keys import hash_key
-from services.ingress.dashboard.page import FILES, HEADERS
+from services.ingress.dashboard.page import HEADERS, INDEX, TYPES, read_files, suffix
 
 KEYS = f'[[keys]]\nname = "root"\nsha256 = "{hash_key("root")}"\nadmin = true\n'
-PATHS = {
-    "/": "text/html; charset=utf-8",
-    "/dashboard/dashboard.js": "text/javascript; charset=utf-8",
-    "/dashboard/dashboard.css": "text/css; charset=utf-8",
-}
+FILES = read_files(resources.files("services.ingress.dashboard"))
+PATHS = {"/" if name == INDEX else f"/dashboard/{name}": name for name in FILES}
 
 
 async def test_the_page_needs_no_key_and_has_its_headers(serving: Serve) -> None:
     http = (await serving(keys=KEYS)).http
-    for path, kind in PATHS.items():
+    for path, file in PATHS.items():
         answer = await http.get(path)
-        assert (answer.status_code, answer.headers["content-type"]) == (200, kind), path
+        assert (answer.status_code, answer.content) == (200, FILES[file]), path
+        assert answer.headers["content-type"] == TYPES[suffix(file)].decode()
         for name, value in HEADERS:
             assert answer.headers[name.decode()] == value.decode()
         head = await http.head(path)
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-length"] == str(len(answer.content))
-    assert len(PATHS) == len(FILES)
+    for path, kind in (("/", "html"), ("/dashboard/dashboard.js", "javascript"), ("/dashboard/dashboard.css", "css")):
+        assert (await http.get(path)).headers["content-type"] == f"text/{kind}; charset=utf-8"
     assert (await http.get("/v1/placements")).status_code == 401, "what it shows needs one"
 
 
@@ -36,7 +37,10 @@ async def test_what_is_not_there_is_refused_as_elsewhere(served: Served) -> None
         ("GET", "/dashboard/x", 404, "no_such_route"),
         ("GET", "/dashboard/index.html", 404, "no_such_route"),
         ("GET", "/dashboard/page.py", 404, "no_such_route"),
+        ("GET", "/dashboard/__init__.py", 404, "no_such_route"),
         ("GET", "/dashboard/..%2fapp.py", 404, "no_such_route"),
+        ("GET", "/dashboard/.%2fdashboard.js", 404, "no_such_route"),
+        ("GET", "/dashboard/Dashboard.js", 404, "no_such_route"),
         ("POST", "/", 405, "method_not_allowed"),
         ("DELETE", "/dashboard/dashboard.js", 405, "method_not_allowed"),
     ):

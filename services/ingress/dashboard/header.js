@@ -1,0 +1,29 @@
+// The top of the page: the line that says how things stand, and the form for a key. What a key opens is not its affair.
+
+import { Session } from './api.js';
+import { byId, setText } from './elements.js';
+
+export class Header {
+  /** `onKey`: what is to be done with the key typed in; with '', it is forgotten. */
+  constructor(onKey) {
+    byId('key-form').addEventListener('submit', (event) => {
+      event.preventDefault();
+      onKey(byId('key').value.trim());
+      byId('key').value = '';
+    });
+    byId('key-forget').addEventListener('click', () => onKey(''));
+  }
+
+  /** Said aloud only when it changes. */
+  say(text, kind = 'warn') {
+    setText(byId('status'), text);
+    byId('status').dataset.kind = kind;
+  }
+
+  /** Whether a key is asked for, and whether one is in use. */
+  keys(asked) {
+    byId('key-form').hidden = !asked;
+    byId('key-forget').hidden = !Session.key;
+    byId('key').placeholder = Session.key ? 'one is in use' : '';
+  }
+}
