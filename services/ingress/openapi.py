@@ -216,7 +216,7 @@ OPERATIONS = (
         "What the dashboard's page is made of.",
         {200: _file("text/javascript", "text/css")},
         (404,),
-        parameters=(_parameter("path", "file", {"enum": ["dashboard.js", "dashboard.css"]}, "of the page"),),
+        parameters=(_parameter("path", "file", {"type": "string", "pattern": r"^[a-z_]+\.(js|css)$"}, "of the page"),),
     ),
 )
 
