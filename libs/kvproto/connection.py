@@ -117,6 +117,7 @@ class Connection:
         self._tls_fault = ""  # the last one
         self._closing = False
         self._connected_at = 0.0
+        self._away = False  # until all that a reconnect does is done; nats-py says "connected" before
         self._stalled = False  # the server has not taken what waits for it
         self._writer: Any = None  # of the newest transport
         self._aborted: Any = None  # the one that was given up last
@@ -216,7 +217,13 @@ class Connection:
     @property
     def connected_for_s(self) -> float:
         """Seconds since the last (re)connect; 0 while disconnected."""
-        return asyncio.get_running_loop().time() - self._connected_at if self.is_connected else 0.0
+        is_there = self.is_connected and not self._away
+        return asyncio.get_running_loop().time() - self._connected_at if is_there else 0.0
+
+    def is_settled(self, grace_s: float) -> bool:
+        """Connected, and not just back from an outage, so that others have had the time to come back too."""
+        was_away = self._away or self.reconnects_total > 0
+        return self.is_connected and (not was_away or self.connected_for_s > grace_s)
 
     @property
     def is_silent(self) -> bool:
@@ -337,7 +344,7 @@ class Connection:
             log.warning("nats: %s", text[:300])
 
     async def _on_disconnected(self) -> None:
-        self._probe = None
+        self._probe, self._away = None, True
         if not self._closing:
             log.warning("nats: disconnected")
             for hook in self.on_disconnect:
@@ -345,6 +352,7 @@ class Connection:
 
     async def _on_reconnected(self) -> None:
         self.reconnects_total += 1
+        self._away = False
         self._connected_at = self._heard_at = asyncio.get_running_loop().time()
         log.info("nats: reconnected to %s", self._nc.connected_url.netloc if self._nc.connected_url else "?")
         for hook in self.on_reconnect:

@@ -80,7 +80,7 @@ class Placer:
 
     def in_grace(self) -> bool:
         """Just after an outage a worker may still be on its way back: nobody listening proves nothing yet."""
-        return self.connection.reconnects_total > 0 and self.connection.connected_for_s < RECONNECT_GRACE_S
+        return not self.connection.is_settled(RECONNECT_GRACE_S)
 
     async def _ask(self, stream: Stream, generation: Generation, trials: Trials, traceparent: str | None) -> Placement:
         begun = bool(stream.attempts or stream.assembly.tokens)  # what was accepted completes

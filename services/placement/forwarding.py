@@ -353,14 +353,19 @@ class Forwarding:
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
         """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
         left to ask, it is given more time."""
-        left_ms = silent.left_ms(now) if silent.body is not None else None
-        if silent.unheard and not silent.attached and silent.offer is not None and (left_ms is None or left_ms > 0):
+        if silent.unheard and self._may_be_asked_again(silent, now):
             return self._offer_again(silent, now)
         if (until := self._last_chance(silent)) > now:
             silent.due = until
             self._offered[silent.key] = silent
             return []
         return [silent.take_back(), *self._next(silent, now)]
+
+    def _may_be_asked_again(self, unheard: Forwarded, now: float) -> bool:
+        if unheard.offer is None or not self._fleet.attaches(unheard.worker):
+            return False
+        left_ms = unheard.left_ms(now)
+        return left_ms is None or left_ms > 0
 
     def _last_chance(self, silent: Forwarded) -> float:
         """Until when to wait for a worker that does not answer."""

@@ -350,8 +350,7 @@ class PlacementLoop:
 
     def _tick(self) -> None:
         connection = self._connection
-        is_back = connection.reconnects_total == 0 or connection.connected_for_s > BACK_S
-        self._tell(Tick(deaf=not (connection.is_connected and is_back)))
+        self._tell(Tick(deaf=connection.is_silent or not connection.is_settled(BACK_S)))
 
     # ------------------------------------------------------------------ start and stop
 

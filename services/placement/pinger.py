@@ -62,6 +62,4 @@ class Pinger:
 
     def _is_steady(self) -> bool:
         connection = self._connection
-        if not connection.is_connected or connection.is_silent:
-            return False
-        return connection.reconnects_total == 0 or connection.connected_for_s > RECONNECT_GRACE_S
+        return connection.is_settled(RECONNECT_GRACE_S) and not connection.is_silent

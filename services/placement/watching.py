@@ -69,7 +69,8 @@ class Watching:
 
     def watch(self, forwarded: Forwarded, now: float) -> None:
         self._remove(forwarded)
-        forwarded.due, forwarded.asks, forwarded.body = now + ASK_AGAIN_S, 0, None  # it can be large
+        forwarded.due, forwarded.asks = now + ASK_AGAIN_S, 0
+        forwarded.body = forwarded.offer = None  # they can be large
         self._watched[forwarded.key] = forwarded
         known = self._fleet.workers.get(forwarded.worker)
         if known is not None and forwarded.epoch < known.epoch:
@@ -230,7 +231,8 @@ class Watching:
         for table in (self._watched, self._lost):
             dues = [f.due for f in table.values()]
             assert dues == sorted(dues)
-            assert all(key == f.key and f.epoch and f.worker and f.body is None for key, f in table.items())
+            assert all(key == f.key and f.epoch and f.worker for key, f in table.items())
+            assert all(f.body is None and f.offer is None for f in table.values())
         assert all(self._orphans.values())
 
 

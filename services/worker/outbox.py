@@ -75,8 +75,7 @@ class Outbox:
     @property
     def is_steady(self) -> bool:
         """Whether this connection is so old that others have had the time to come back to NATS too."""
-        nc = self._connection
-        return nc.is_connected and (not nc.reconnects_total or nc.connected_for_s > RECONNECT_GRACE_S)
+        return self._connection.is_settled(RECONNECT_GRACE_S)
 
     def _send_plain(self, reader: Reader, frame: Frame) -> None:
         self.send(reader.inbox, codec.encode_plain_frame(frame, as_json=reader.encoding is Encoding.JSON))

@@ -103,6 +103,15 @@ def test_a_key_is_needed(compose: ComposeFleet) -> None:
     assert httpx.post(f"{compose.base}/generate", json=body, headers=compose.headers).status_code == 200
 
 
+def test_the_page_is_in_the_image(compose: ComposeFleet) -> None:
+    page = httpx.get(f"{compose.base}/")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    linked = re.findall(r'(?:src|href)="(/dashboard/[^"]+)"', page.text)
+    assert len(linked) == 2
+    for path in linked:
+        assert httpx.get(f"{compose.base}{path}").status_code == 200
+
+
 def test_a_chat_brings_tokens(compose: ComposeFleet) -> None:
     with OpenAI(base_url=f"{compose.base}/v1", api_key=compose.api_key) as client:
         (model,) = client.models.list().data

@@ -34,6 +34,19 @@ ProcessFactory = Callable[..., NatsProcess]
 _USED = pytest.StashKey[list[str]]()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """One of several processes of a run: what it used is for the one that sums up."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["nats"] = session.config.stash.get(_USED, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """pytest-xdist's: such a process has ended."""
+    node.config.stash.setdefault(_USED, []).extend(getattr(node, "workeroutput", {}).get("nats", []))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the tests really ran against."""
     used: list[str] = terminalreporter.config.stash.get(_USED, [])

@@ -65,6 +65,19 @@ async def test_a_late_answer_to_a_ping_does_no_harm(server: NatsProcess, connect
     assert connection.reconnects_total == 0
 
 
+async def test_it_is_away_until_all_that_a_reconnect_does_is_done(connection: Connection) -> None:
+    """nats-py says "connected" while it still subscribes anew."""
+    assert connection.is_settled(60), "never away"
+    await connection._on_disconnected()
+    assert connection.is_connected
+    assert connection.connected_for_s == 0.0
+    assert not connection.is_settled(0.0)
+    await connection._on_reconnected()
+    await asyncio.sleep(0.01)
+    assert connection.is_settled(0.005)
+    assert not connection.is_settled(60)
+
+
 async def test_silence_is_told_from_quiet(server: NatsProcess, connection: Connection) -> None:
     """Nobody sends anything: the server is asked now and then, and answers."""
     for _ in range(15):

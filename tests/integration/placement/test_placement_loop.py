@@ -23,6 +23,8 @@ from kvproto.messages import Load, PlacementStats, PlaceRequest
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from services.placement import patience
+from services.placement.actions import Action
+from services.placement.events import Event, Tick
 from services.placement.loop import PlacementLoop
 
 
@@ -247,6 +249,26 @@ class TestLostWorker:
             await asked.accept(request, reply)
             await until(lambda: fleet.loop.forwarded_total == 1)
             assert (other.seen, asked.cancelled, fleet.loop.in_flight) == ([], [], 1)
+
+    async def test_a_server_that_hangs_says_nothing_of_workers(
+        self, nats_process: ProcessFactory, namespace: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = nats_process()
+        async with fleet_on(server.url, Subjects(namespace)) as fleet:
+            heard: list[Tick] = []
+            handle = fleet.loop.core.handle
+
+            def listen(event: Event, now: float) -> list[Action]:
+                heard.extend([event] if isinstance(event, Tick) else [])
+                return handle(event, now)
+
+            monkeypatch.setattr(fleet.loop.core, "handle", listen)
+            await until(lambda: bool(heard))
+            assert not any(tick.deaf for tick in heard)
+            server.hang()
+            await until(lambda: heard[-1].deaf, 10.0)
+            server.wake()
+            await until(lambda: not heard[-1].deaf, 10.0)
 
 
 class TestNextWorker:
