@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -106,10 +107,10 @@ def test_a_key_is_needed(compose: ComposeFleet) -> None:
 def test_the_page_is_in_the_image(compose: ComposeFleet) -> None:
     page = httpx.get(f"{compose.base}/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    linked = re.findall(r'(?:src|href)="(/dashboard/[^"]+)"', page.text)
+    linked = re.findall(r'(?:src|href)="(dashboard/[^"]+)"', page.text)
     assert len(linked) == 2
     for path in linked:
-        assert httpx.get(f"{compose.base}{path}").status_code == 200
+        assert httpx.get(f"{compose.base}/{path}").status_code == 200
 
 
 def test_a_chat_brings_tokens(compose: ComposeFleet) -> None:
