@@ -124,8 +124,10 @@ def generate(
                         err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
                     ttft = 1000 * ((first or time.monotonic()) - began)
                     err.print(
-                        f"[dim]seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "
-                        f"TTFT {ttft:.0f} ms · {event['finish_reason']} · request {request}[/dim]"
+                        f"seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "
+                        f"TTFT {ttft:.0f} ms · {event['finish_reason']} · request {request}",
+                        style="dim",
+                        markup=False,
                     )
     except httpx.HTTPError as error:
         fail(f"{url}: {error or type(error).__name__}")
