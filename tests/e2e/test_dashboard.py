@@ -31,6 +31,9 @@ window.fetch = (url, how) => {
   return asked(url, how);
 };
 """
+NO_ANSWER = "window.fetch = () => new Promise(() => {});"
+# Whether the form for a key can be seen, and in it the button that forgets one.
+KEY_FORM = "['key', 'key-forget'].map((id) => document.getElementById(id).checkVisibility())"
 EVIL = "<img src=x onerror=document.title='taken'>"
 KEYS = "".join(
     f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
@@ -240,10 +243,13 @@ async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: B
     served.client.members.view.workers["w1"].deleted = True  # as when placement has deleted its record
     await asyncio.to_thread(see, "#workers tbody tr:nth-child(2)", "dead")
     await asyncio.to_thread(see, "#fleet", "workers ready\n1 of 1")
+    assert await asyncio.to_thread(browser.run, KEY_FORM) == [False, False], "no key is asked for"
     await served.go_away()
     await asyncio.to_thread(see, "#status", "The ingress does not answer since ")
+    assert await asyncio.to_thread(browser.run, KEY_FORM) == [True, False]
     await served.come_back()
     await asyncio.to_thread(see, "#status", "Live")
+    assert await asyncio.to_thread(browser.run, KEY_FORM) == [False, False]
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in browser.problems), browser.problems
 
 
@@ -291,6 +297,64 @@ async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
 
     await asyncio.to_thread(look)
     assert all("status of 401" in one or "status of 403" in one for one in browser.problems), browser.problems
+
+
+async def test_a_key_that_no_header_can_carry_locks_nobody_out(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve(keys=KEYS)
+
+    def use(key: str) -> None:
+        browser.type("#key", key)
+        browser.press("Enter")
+
+    def kept() -> Any:
+        return browser.run("JSON.stringify(sessionStorage)")
+
+    def look() -> None:
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "This ingress asks for an API key")
+        use("sk–x")
+        browser.until_text("#key-problem", "a key has printable ASCII characters alone")
+        assert (kept(), browser.run(KEY_FORM)) == ("{}", [True, False])
+        use("root")
+        browser.until_text("#status", "Live")
+        assert browser.text("#key-problem") == ""
+        use("ключ")
+        browser.until_text("#key-problem", "Not used")
+        assert kept() == '{"kvfleet-api-key":"root"}', "the one in use stays"
+        browser.run("sessionStorage.setItem('kvfleet-api-key', 'sk–x')")
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "This ingress asks for an API key")
+        assert (kept(), browser.run(KEY_FORM)) == ("{}", [True, False])
+        use("root")
+        browser.until_text("#status", "Live")
+
+    def forget() -> None:
+        browser.until_text("#status", "The ingress does not answer since ")
+        assert browser.run(KEY_FORM) == [True, True]
+        browser.run("document.querySelector('#key-forget').click()")
+        assert (kept(), browser.run(KEY_FORM)) == ("{}", [True, False])
+
+    await asyncio.to_thread(look)
+    await served.go_away()
+    await asyncio.to_thread(forget)
+    await served.come_back()
+    await asyncio.to_thread(browser.until_text, "#status", "This ingress asks for an API key")
+
+
+async def test_a_stored_key_can_be_changed_before_anything_has_answered(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve(keys=KEYS)
+
+    def look() -> None:
+        browser.open(f"{served.url}/openapi.json")
+        browser.run("sessionStorage.setItem('kvfleet-api-key', 'root')")
+        script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=NO_ANSWER)["identifier"]
+        browser.open(f"{served.url}/")
+        assert browser.run(KEY_FORM) == [True, True]
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        browser.run("document.querySelector('#key-forget').click()")
+        assert browser.run("sessionStorage.length") == 0
+
+    await asyncio.to_thread(look)
 
 
 async def test_the_policy_holds(browser: Browser, fleet: Fleet) -> None:
