@@ -34,6 +34,22 @@ window.fetch = (url, how) => {
 NO_ANSWER = "window.fetch = () => new Promise(() => {});"
 # Whether the form for a key can be seen, and in it the button that forgets one.
 KEY_FORM = "['key', 'key-forget'].map((id) => document.getElementById(id).checkVisibility())"
+# One attempt of one request: of two replicas, and of one of them twice; then again, to see that no row is another's.
+DECIDED_TWICE = """
+(async () => {
+  const { Ledger } = await import(new URL('/dashboard/ledger.js', location.href));
+  const table = document.createElement('table');
+  table.createTBody();
+  const ledger = new Ledger(table, document.createElement('p'));
+  const decided = [['w0', 'p0', 4000], ['w1', 'p1', 3000], ['w2', 'p0', 2000], ['w3', 'p1', 2000]];
+  const placements = decided.map(([worker_id, placement_id, decided_unix_ms]) => ({
+    tenant: 'acme', request_id: 'r', attempt: 0, model: 'demo', policy: 'cost', prompt_tokens: 1,
+    expected_hit_tokens: {}, actual: {}, worker_id, placement_id, decided_unix_ms }));
+  ledger.fill(placements);
+  ledger.fill(placements);
+  return [...table.tBodies[0].rows].map((row) => row.querySelector('[data-column=worker]').textContent);
+})()
+"""
 EVIL = "<img src=x onerror=document.title='taken'>"
 KEYS = "".join(
     f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
@@ -355,6 +371,17 @@ async def test_a_stored_key_can_be_changed_before_anything_has_answered(browser:
         assert browser.run("sessionStorage.length") == 0
 
     await asyncio.to_thread(look)
+
+
+async def test_an_attempt_that_two_replicas_decided_is_two_rows(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve()
+
+    def look() -> Any:
+        browser.open(f"{served.url}/")
+        return browser.run(DECIDED_TWICE)
+
+    rows = await asyncio.to_thread(look)
+    assert rows == ["w0", "w1", "w2", "w3"]
 
 
 async def test_the_policy_holds(browser: Browser, fleet: Fleet) -> None:
