@@ -11,7 +11,7 @@ import httpx
 import typer
 
 from services.cli import sse
-from services.cli.console import err, fail, out
+from services.cli.console import err, fail, out, printable
 from services.cli.generate import (
     DEFAULT_URL,
     ContextOverflow,
@@ -57,7 +57,7 @@ def chat(
     )
     with httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False, headers=headers(api_key)) as http:
         model = model or _first_model(http, url)
-        err.print(f"[dim]{model} at {url} · an empty line ends, /new starts over[/dim]")
+        _note(f"{model} at {url} · an empty line ends, /new starts over")
         while (said := _ask()) is not None:
             if said == "/new":
                 messages = messages[:1] if system else []
@@ -103,15 +103,16 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     first: float | None = None
     text = ""
     usage: dict[str, Any] = {}
-    out.print(f"[bold green]{body['model']}[/bold green] ", end="")
+    out.print(printable(body["model"]), style="bold green", markup=False, end=" ")
     try:
         with http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
-                err.print(f"[red]{sse.error_text(response)}[/red]")
+                _trouble(sse.error_text(response))
                 return None
             for event in sse.events(response):
                 if "error" in event:
-                    err.print(f"\n[red]{event['error'].get('message')}[/red]")
+                    err.print()
+                    _trouble(str(event["error"].get("message")))
                     return None
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
@@ -121,7 +122,8 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
                         text += piece
                         out.print(piece, end="", markup=False)
     except httpx.HTTPError as error:
-        err.print(f"\n[red]{url}: {error or type(error).__name__}[/red]")
+        err.print()
+        _trouble(f"{url}: {error or type(error).__name__}")
         return None
     except KeyboardInterrupt:
         err.print("\n[dim]stopped[/dim]")
@@ -130,8 +132,14 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     prompt = usage.get("prompt_tokens", 0)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     ttft = 1000 * ((first or time.monotonic()) - began)
-    err.print(
-        f"[dim]{cached} of {prompt} prompt tokens cached · {usage.get('completion_tokens', 0)} generated · "
-        f"TTFT {ttft:.0f} ms[/dim]"
-    )
+    generated = usage.get("completion_tokens", 0)
+    _note(f"{cached} of {prompt} prompt tokens cached · {generated} generated · TTFT {ttft:.0f} ms")
     return text
+
+
+def _note(line: str) -> None:
+    err.print(printable(line), style="dim", markup=False)
+
+
+def _trouble(line: str) -> None:
+    err.print(printable(line), style="red", markup=False)

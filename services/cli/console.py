@@ -1,17 +1,49 @@
-"""Where the command line writes: stdout is for results, everything else goes to stderr."""
+"""Where the command line writes: stdout is for results, everything else goes to stderr.
+
+Here alone is kept what a server, a model or a file says from commanding the terminal it is shown on.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+INSTEAD = "\N{REPLACEMENT CHARACTER}"
+# Rich drops carriage returns and makes spaces of tabs. A lone surrogate, which JSON can say, commands nothing: it
+# cannot be written at all.
+COMMANDS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class Terminal(Console):
+    """Colours and moves as it is told by this program: of a text to be printed no character does that."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(COMMANDS.sub(INSTEAD, text), **how)  # before its width is taken
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control is None and COMMANDS.search(segment.text):
+                yield Segment(COMMANDS.sub(INSTEAD, segment.text), segment.style)
+            else:
+                yield segment
+
+
+out = Terminal(highlight=False, soft_wrap=True)
+err = Terminal(stderr=True, highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """For names and messages: one line, read in one direction. (A model's text may have more in it.)"""
+    return "".join(one if one.isprintable() else INSTEAD for one in text)
 
 
 def fail(line: str, code: int = 1) -> NoReturn:
     """One clear line on stderr, then exit."""
-    err.print(f"kvfleet: {line}", markup=False)
+    err.print(f"kvfleet: {printable(' '.join(line.splitlines()))}", markup=False)
     raise typer.Exit(code)

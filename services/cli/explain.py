@@ -14,17 +14,16 @@ from urllib.parse import quote
 import httpx
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kvproto.messages import Tier
 from services.cli import sse
-from services.cli.console import fail, out
+from services.cli.console import Terminal, fail, out, printable
 from services.cli.generate import DEFAULT_URL, Key, Url, headers
 
 UNKNOWN = "-"
 # As wide as a table has to be: a line that the terminal wraps is better than names and figures that are cut to fit.
-tables = Console(highlight=False, width=1000)
+tables = Terminal(highlight=False, markup=False, width=1000)
 
 
 def explain(
@@ -52,16 +51,14 @@ def explain(
 def _show(request: str, attempt: dict[str, Any]) -> None:
     when = datetime.fromtimestamp(attempt["decided_unix_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
     number = f", attempt {attempt['attempt']}" if attempt["attempt"] else ""
-    out.print(
+    _say(
         f"{request}{number}: {attempt['worker_id']} by {attempt['policy']}, {attempt['prompt_tokens']:,} prompt tokens "
-        f"of {attempt['tenant']} for {attempt['model']}, {when} UTC at {attempt['placement_id']}",
-        markup=False,
+        f"of {attempt['tenant']} for {attempt['model']}, {when} UTC at {attempt['placement_id']}"
     )
-    out.print(attempt["why"], markup=False)
+    _say(attempt["why"])
     if attempt.get("source_worker_id"):
-        out.print(
-            f"may pull from {attempt['source_worker_id']}, which has {attempt['source_tokens']:,} tokens of the prompt",
-            markup=False,
+        _say(
+            f"may pull from {attempt['source_worker_id']}, which has {attempt['source_tokens']:,} tokens of the prompt"
         )
     out.print()
     tables.print(_candidates(attempt))
@@ -71,6 +68,10 @@ def _show(request: str, attempt: dict[str, Any]) -> None:
     out.print()
     tables.print(_outcome(attempt))
     out.print()
+
+
+def _say(line: str) -> None:
+    out.print(printable(line), markup=False)
 
 
 def _table() -> Table:

@@ -11,8 +11,26 @@ import typer
 from services.cli import sse
 from services.cli.console import err, fail, out
 
-Url = Annotated[str, typer.Option(envvar="KVFLEET_URL", help="the ingress")]
-Key = Annotated[str | None, typer.Option(envvar="KVFLEET_API_KEY")]
+
+def known_url(url: str | None) -> str | None:
+    """As an option's callback: what no request could be sent to is said in one line, before anything else is done."""
+    if url is not None:
+        try:
+            httpx.URL(url).host.encode("idna")  # as a look-up of the name does
+        except (httpx.InvalidURL, UnicodeError) as error:
+            fail(f"{url}: {error}")
+    return url
+
+
+def known_key(api_key: str | None) -> str | None:
+    """As an option's callback: what cannot stand in a header is said in one line, and not shown."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        fail("the API key has a character that is not printable ASCII: no key of an ingress has one")
+    return api_key
+
+
+Url = Annotated[str, typer.Option(envvar="KVFLEET_URL", help="the ingress", callback=known_url)]
+Key = Annotated[str | None, typer.Option(envvar="KVFLEET_API_KEY", callback=known_key)]
 DEFAULT_URL = "http://127.0.0.1:8080"
 MinP = Annotated[float | None, typer.Option(min=0, max=1, help="least probability, as a share of the best token's")]
 RepetitionPenalty = Annotated[float | None, typer.Option(min=0.001, help="above 1: say less of what was said")]
@@ -106,8 +124,10 @@ def generate(
                         err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
                     ttft = 1000 * ((first or time.monotonic()) - began)
                     err.print(
-                        f"[dim]seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "
-                        f"TTFT {ttft:.0f} ms · {event['finish_reason']} · request {request}[/dim]"
+                        f"seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "
+                        f"TTFT {ttft:.0f} ms · {event['finish_reason']} · request {request}",
+                        style="dim",
+                        markup=False,
                     )
     except httpx.HTTPError as error:
         fail(f"{url}: {error or type(error).__name__}")

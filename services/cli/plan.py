@@ -19,7 +19,7 @@ from rich.table import Table
 
 from services.cli import planning
 from services.cli.console import err, fail, out
-from services.cli.generate import Key, headers
+from services.cli.generate import Key, headers, known_url
 from services.cli.kv_size import KvDType, readable
 from services.cli.plan_rates import HOW, Measured, NoRates, of_file, of_fleet
 from services.cli.up import Device, DType
@@ -50,7 +50,8 @@ def plan(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="of prompts in one step")] = 2048,
     rates: Annotated[Path | None, typer.Option(help="JSON: a saved GET /workers, or one worker's rates")] = None,
     from_fleet: Annotated[
-        str | None, typer.Option(metavar="URL", help="an ingress: rates as its workers measured")
+        str | None,
+        typer.Option(metavar="URL", help="an ingress: rates as its workers measured", callback=known_url),
     ] = None,
     api_key: Key = None,
     model_name: Annotated[str | None, typer.Option(help="as that fleet serves it, if it serves several")] = None,

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from services.cli.console import printable
+
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Each `data:` line's JSON object; comments are skipped, `[DONE]` ends."""
@@ -21,10 +23,10 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def error_text(response: httpx.Response) -> str:
-    """The message of an error response, whatever its shape."""
+    """The message of an error response, whatever its shape; printable."""
     response.read()
     try:
         error = response.json()["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return printable(str(error["message"] if isinstance(error, dict) else error))
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from services.cli import sse
-from services.cli.console import fail, out
+from services.cli.console import Terminal, fail, out
 from services.cli.generate import DEFAULT_URL, Key, Url, headers
 from services.cli.keyboard import Keyboard, Pressed
 from services.cli.top_rates import FleetRates
@@ -22,8 +21,8 @@ TIMEOUT_S = 3.0
 LEDGER_LINES = 50
 ONCE_LINES = 10
 # A line that is cut loses names and figures: where nobody looks at it, it is as long as it has to be.
-plain = Console(highlight=False, width=1000, no_color=True)
-wide = Console(highlight=False)
+plain = Terminal(highlight=False, width=1000, no_color=True)
+wide = Terminal(highlight=False)
 
 
 class Refused(Exception):

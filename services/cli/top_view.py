@@ -11,6 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.console import printable
+
 NONE = "-"
 TABLE_LINES = 2  # of a table without its rows, and the line before it
 MIN_LEDGER_ROWS = 3
@@ -80,7 +82,7 @@ def screen(snapshot: Snapshot, trouble: str, width: int, height: int) -> Rendera
 
 def page(snapshot: Snapshot, ledger_lines: int) -> RenderableType:
     """All of it once, without colours and frames: for pipes."""
-    parts: list[RenderableType] = [*_head(snapshot, 1000), *(Text(note) for note in snapshot.notes)]
+    parts: list[RenderableType] = [*_head(snapshot, 1000), *(_name(note) for note in snapshot.notes)]
     if snapshot.workers is not None:
         parts += [Text(), _workers(snapshot, 1000, len(snapshot.workers), plain=True)]
     if (tiers := _tiers(snapshot, 1000, plain=True)) is not None:
@@ -233,11 +235,6 @@ def _ledger(placements: list[Mapping[str, Any]], width: int, *, plain: bool) -> 
 
 
 # ---------------------------------------------------------------------------------------------- text
-
-
-def printable(text: str) -> str:
-    """A name must not command the terminal."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def ending(actual: Mapping[str, Any]) -> str:

@@ -31,6 +31,25 @@ window.fetch = (url, how) => {
   return asked(url, how);
 };
 """
+NO_ANSWER = "window.fetch = () => new Promise(() => {});"
+# Whether the form for a key can be seen, and in it the button that forgets one.
+KEY_FORM = "['key', 'key-forget'].map((id) => document.getElementById(id).checkVisibility())"
+# One attempt of one request: of two replicas, and of one of them twice; then again, to see that no row is another's.
+DECIDED_TWICE = """
+(async () => {
+  const { Ledger } = await import(new URL('/dashboard/ledger.js', location.href));
+  const table = document.createElement('table');
+  table.createTBody();
+  const ledger = new Ledger(table, document.createElement('p'));
+  const decided = [['w0', 'p0', 4000], ['w1', 'p1', 3000], ['w2', 'p0', 2000], ['w3', 'p1', 2000]];
+  const placements = decided.map(([worker_id, placement_id, decided_unix_ms]) => ({
+    tenant: 'acme', request_id: 'r', attempt: 0, model: 'demo', policy: 'cost', prompt_tokens: 1,
+    expected_hit_tokens: {}, actual: {}, worker_id, placement_id, decided_unix_ms }));
+  ledger.fill(placements);
+  ledger.fill(placements);
+  return [...table.tBodies[0].rows].map((row) => row.querySelector('[data-column=worker]').textContent);
+})()
+"""
 EVIL = "<img src=x onerror=document.title='taken'>"
 KEYS = "".join(
     f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
@@ -240,10 +259,13 @@ async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: B
     served.client.members.view.workers["w1"].deleted = True  # as when placement has deleted its record
     await asyncio.to_thread(see, "#workers tbody tr:nth-child(2)", "dead")
     await asyncio.to_thread(see, "#fleet", "workers ready\n1 of 1")
+    assert await asyncio.to_thread(browser.run, KEY_FORM) == [False, False], "no key is asked for"
     await served.go_away()
     await asyncio.to_thread(see, "#status", "The ingress does not answer since ")
+    assert await asyncio.to_thread(browser.run, KEY_FORM) == [True, False]
     await served.come_back()
     await asyncio.to_thread(see, "#status", "Live")
+    assert await asyncio.to_thread(browser.run, KEY_FORM) == [False, False]
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in browser.problems), browser.problems
 
 
@@ -291,6 +313,75 @@ async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
 
     await asyncio.to_thread(look)
     assert all("status of 401" in one or "status of 403" in one for one in browser.problems), browser.problems
+
+
+async def test_a_key_that_no_header_can_carry_locks_nobody_out(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve(keys=KEYS)
+
+    def use(key: str) -> None:
+        browser.type("#key", key)
+        browser.press("Enter")
+
+    def kept() -> Any:
+        return browser.run("JSON.stringify(sessionStorage)")
+
+    def look() -> None:
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "This ingress asks for an API key")
+        use("sk–x")
+        browser.until_text("#key-problem", "a key has printable ASCII characters alone")
+        assert (kept(), browser.run(KEY_FORM)) == ("{}", [True, False])
+        use("root")
+        browser.until_text("#status", "Live")
+        assert browser.text("#key-problem") == ""
+        use("ключ")
+        browser.until_text("#key-problem", "Not used")
+        assert kept() == '{"kvfleet-api-key":"root"}', "the one in use stays"
+        browser.run("sessionStorage.setItem('kvfleet-api-key', 'sk–x')")
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "This ingress asks for an API key")
+        assert (kept(), browser.run(KEY_FORM)) == ("{}", [True, False])
+        use("root")
+        browser.until_text("#status", "Live")
+
+    def forget() -> None:
+        browser.until_text("#status", "The ingress does not answer since ")
+        assert browser.run(KEY_FORM) == [True, True]
+        browser.run("document.querySelector('#key-forget').click()")
+        assert (kept(), browser.run(KEY_FORM)) == ("{}", [True, False])
+
+    await asyncio.to_thread(look)
+    await served.go_away()
+    await asyncio.to_thread(forget)
+    await served.come_back()
+    await asyncio.to_thread(browser.until_text, "#status", "This ingress asks for an API key")
+
+
+async def test_a_stored_key_can_be_changed_before_anything_has_answered(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve(keys=KEYS)
+
+    def look() -> None:
+        browser.open(f"{served.url}/openapi.json")
+        browser.run("sessionStorage.setItem('kvfleet-api-key', 'root')")
+        script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=NO_ANSWER)["identifier"]
+        browser.open(f"{served.url}/")
+        assert browser.run(KEY_FORM) == [True, True]
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        browser.run("document.querySelector('#key-forget').click()")
+        assert browser.run("sessionStorage.length") == 0
+
+    await asyncio.to_thread(look)
+
+
+async def test_an_attempt_that_two_replicas_decided_is_two_rows(browser: Browser, fleet: Fleet) -> None:
+    served = await fleet.serve()
+
+    def look() -> Any:
+        browser.open(f"{served.url}/")
+        return browser.run(DECIDED_TWICE)
+
+    rows = await asyncio.to_thread(look)
+    assert rows == ["w0", "w1", "w2", "w3"]
 
 
 async def test_the_policy_holds(browser: Browser, fleet: Fleet) -> None:

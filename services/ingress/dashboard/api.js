@@ -13,9 +13,15 @@ export class Refused extends Error {
   }
 }
 
+/** Whether a header can carry it: with another `fetch` sends nothing, which looks as if nobody answered. */
+export const isKey = (text) => /^[\x20-\x7e]+$/.test(text);
+
 export const Session = {
   get key() {
-    return sessionStorage.getItem(KEY) ?? '';
+    const kept = sessionStorage.getItem(KEY) ?? '';
+    if (!kept || isKey(kept)) return kept;
+    sessionStorage.removeItem(KEY);
+    return '';
   },
   set key(value) {
     if (value) sessionStorage.setItem(KEY, value);

@@ -39,6 +39,7 @@ class Page {
   #poller = new Poller(() => this.#round());
 
   start() {
+    this.#header.keys(Boolean(Session.key));
     byId('ledger-model').addEventListener('change', () => {
       this.#ledger.clear();
       this.#poller.soon();
@@ -52,6 +53,7 @@ class Page {
     this.#why = '';
     this.#rates = new Rates();
     this.#ledger.clear();
+    this.#header.keys(true);
     this.#poller.soon();
   }
 
@@ -149,6 +151,7 @@ class Page {
       return;
     }
     document.body.classList.add('away');
+    this.#header.keys(true); // it may be the key's fault, or the ingress another's
     if (!(error instanceof Refused || error instanceof Away)) {
       console.error(error);
       this.#header.say(`This page has a fault: ${error}`, 'bad');

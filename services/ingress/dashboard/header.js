@@ -1,6 +1,6 @@
 // The top of the page: the line that says how things stand, and the form for a key. What a key opens is not its affair.
 
-import { Session } from './api.js';
+import { Session, isKey } from './api.js';
 import { byId, setText } from './elements.js';
 
 export class Header {
@@ -8,10 +8,21 @@ export class Header {
   constructor(onKey) {
     byId('key-form').addEventListener('submit', (event) => {
       event.preventDefault();
-      onKey(byId('key').value.trim());
+      const typed = byId('key').value.trim();
       byId('key').value = '';
+      const wrong = typed && !isKey(typed);
+      this.#complain(wrong ? 'Not used: a key has printable ASCII characters alone' : '');
+      if (!wrong) onKey(typed);
     });
-    byId('key-forget').addEventListener('click', () => onKey(''));
+    byId('key-forget').addEventListener('click', () => {
+      this.#complain('');
+      onKey('');
+    });
+  }
+
+  /** About what was typed; until something else is. */
+  #complain(text) {
+    setText(byId('key-problem'), text);
   }
 
   /** Said aloud only when it changes. */

@@ -4,6 +4,7 @@ import { arrange, setText } from './elements.js';
 import { count } from './figures.js';
 import { Entry, explained } from './ledger_entry.js';
 
+/** An attempt alone is no name: asked twice, two replicas may both have decided it, or one of them two times. */
 export class Ledger {
   #entries = new Map();
 
@@ -18,7 +19,8 @@ export class Ledger {
 
   /** Stands still while an entry is open: it would be gone before it is read. */
   fill(placements) {
-    const name = (one) => `${one.tenant}/${one.request_id}/${one.attempt}`;
+    const name = (one) =>
+      JSON.stringify([one.tenant, one.request_id, one.attempt, one.placement_id, one.decided_unix_ms]);
     const standing = this.#opened.length > 0;
     const news = placements.filter((one) => !this.#entries.has(name(one))).length;
     if (!standing) {
