@@ -171,7 +171,7 @@ def test_the_makefile_runs_it() -> None:
         r"^deploy-check: \$\(VENV\)/\.dev deploy-tools\n\t@?\$\(BIN\)/python scripts/deploy_check$", text, re.MULTILINE
     )
     assert re.search(r"^deploy-tools:\n\t@?scripts/deploy_tools$", text, re.MULTILINE)
-    assert ".tools/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert ".tools" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 # ------------------------------------------------------------------ deploy_tools, as far as it goes without a network
