@@ -18,7 +18,7 @@ from kvproto.members import Members
 from kvproto.messages import MAX_NAME_CHARS, Decision, ExplainRequest, Explanation, Role
 from kvproto.subjects import Subjects
 
-EXPLAIN_TIMEOUT_S = 0.5
+EXPLAIN_TIMEOUT_S = 0.5  # of every asker: what has waited for so long at a replica nobody waits for any more
 MAX_NEWEST = 200
 
 
@@ -30,27 +30,26 @@ class Explanations:
         self._subjects = subjects
         self._members = members
 
-    async def ask(self, request: str, tenant: str | None, timeout_s: float = EXPLAIN_TIMEOUT_S) -> tuple[Decision, ...]:
+    async def ask(self, request: str, tenant: str | None) -> tuple[Decision, ...]:
         """Decisions, oldest attempt first. Raises InvalidRequest, NotFound, or Unavailable if nobody answers."""
         if not is_token(request):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
-        decisions = await self._collect(ExplainRequest(request, tenant), timeout_s)
+        decisions = await self._collect(ExplainRequest(request, tenant))
         if not decisions:
             raise NotFound(f"no placement replica remembers deciding about request {request!r}", field="request")
         return tuple(sorted(decisions, key=lambda one: (one.tenant, one.attempt, one.unix_ms)))
 
-    async def newest(
-        self, limit: int, tenant: str | None, model: str | None, timeout_s: float = EXPLAIN_TIMEOUT_S
-    ) -> tuple[Decision, ...]:
-        """The last decisions of all replicas, newest first. Raises InvalidRequest, or Unavailable if nobody answers."""
+    async def newest(self, limit: int, tenant: str | None, model: str | None) -> tuple[Decision, ...]:
+        """The last decisions of all replicas, newest first; a replica that is asked for too many lists at once does not
+        answer. Raises InvalidRequest, or Unavailable if nobody answers."""
         if not 1 <= limit <= MAX_NEWEST:
             raise InvalidRequest(f"must be 1 to {MAX_NEWEST}, got {limit}", field="limit")
         if model is not None and len(model) > MAX_NAME_CHARS:
             raise InvalidRequest(f"at most {MAX_NAME_CHARS} characters", field="model")
-        decisions = await self._collect(ExplainRequest("", tenant, limit, model), timeout_s)
+        decisions = await self._collect(ExplainRequest("", tenant, limit, model))
         return tuple(sorted(decisions, key=lambda one: (one.unix_ms, one.attempt), reverse=True)[:limit])
 
-    async def _collect(self, question: ExplainRequest, timeout_s: float) -> list[Decision]:
+    async def _collect(self, question: ExplainRequest) -> list[Decision]:
         """Of all replicas. One that the members view does not know yet may answer too, and counts if it is in time.
         Raises Unavailable if nobody answers."""
         found: dict[str, list[Decision]] = {}
@@ -75,7 +74,7 @@ class Explanations:
         subscription = await self._connection.subscribe(inbox, hear)
         try:
             await self._connection.publish(self._subjects.placement_explain(), codec.encode(question), reply=inbox)
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
                 await complete.wait()
         except TimeoutError:
             pass  # one that vanished is a member for some seconds yet: what the others know will do

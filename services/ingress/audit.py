@@ -3,7 +3,8 @@
     request.start   a generating request was let in and read
     request.end     its end: status, tokens
     access          a session or a placement was read, a session deleted; and whatever a key was not allowed to do. Of
-                    the newest placements, which pages ask for every second, the first time in each minute
+                    the newest placements, which pages ask for every second, the first time in each minute, and the
+                    first that was refused, and that failed: no refusal hides that somebody read
     auth.refused    nobody known: why, and from where
     reload          files were taken up, or not
     dropped         so many lines were lost before this one
@@ -36,7 +37,9 @@ class Audit:
         self._write = write
         self._unix_s = unix_s
         self._minute = 0
-        self._polled: set[tuple[str, str, str | None]] = set()  # in this minute, by whom and from where
+        self._polled: set[tuple[str, str, str | None, int]] = (
+            set()
+        )  # in this minute: who, from where, what status class
 
     @property
     def is_on(self) -> bool:
@@ -60,7 +63,7 @@ class Audit:
             self._say(
                 "request.end", **_whose(exchange, route), status=status, error=code, seconds=seconds, **_cost(exchange)
             )
-        elif route in ACCESS or status == 403 or (route == POLLED and self._is_first_in_minute(exchange)):
+        elif route in ACCESS or status == 403 or (route == POLLED and self._is_first_in_minute(exchange, status)):
             target = exchange.path_params
             known: dict[str, Any] = {}
             if "seq_id" in target:
@@ -78,13 +81,13 @@ class Audit:
     def reloaded(self, what: str, why_not: str | None) -> None:
         self._say("reload", what=what, ok=why_not is None, reason=why_not)
 
-    def _is_first_in_minute(self, exchange: Exchange) -> bool:
+    def _is_first_in_minute(self, exchange: Exchange, status: int) -> bool:
         minute = int(self._unix_s() // 60)
         if minute != self._minute:
             self._minute = minute
             self._polled.clear()
         assert exchange.caller is not None
-        who = exchange.caller.tenant, exchange.caller.name, exchange.source
+        who = exchange.caller.tenant, exchange.caller.name, exchange.source, status // 100
         before = len(self._polled)
         self._polled.add(who)
         return len(self._polled) > before

@@ -180,25 +180,29 @@ class Tab:
 
 @dataclass(slots=True)
 class Limiter:
-    """The accounts of one process, by name: they outlive every reload of the keys. Owned by the event loop."""
+    """The accounts of one process, by name: they outlive every reload of the keys. Owned by the event loop.
+
+    An account has the limits of whoever was admitted last: what began before a reload ends under those that are in
+    force by then, and brings none of its own back.
+    """
 
     _own: dict[Key, tuple[Account, Limits]] = field(default_factory=dict)
     _tenants: dict[str, tuple[Account, Limits]] = field(default_factory=dict)
     _dropped_at: float = -BURST_S
 
     def accounts(self, caller: Caller) -> tuple[tuple[Account, Limits, str], tuple[Account, Limits, str]]:
-        """The caller's, and its tenant's, with their limits as they are now, and how messages call them."""
+        """The caller's, and its tenant's, with the limits in force, and how messages call them. One that is not here
+        is opened with the caller's."""
         own = self._own.get(name := (caller.tenant, caller.name))
-        if own is None or own[1] is not caller.limits:
-            own = self._own[name] = (own[0] if own else Account(name), caller.limits)
+        if own is None:
+            own = self._own[name] = (Account(name), caller.limits)
         all_ = self._tenants.get(caller.tenant)
-        if all_ is None or all_[1] is not caller.tenant_limits:
-            account = all_[0] if all_ else Account((caller.tenant, ""))
-            all_ = self._tenants[caller.tenant] = (account, caller.tenant_limits)
+        if all_ is None:
+            all_ = self._tenants[caller.tenant] = (Account((caller.tenant, "")), caller.tenant_limits)
         return (*own, "this API key"), (*all_, f"tenant {caller.tenant}")
 
     def find(self, key: Key) -> tuple[Account, Limits] | None:
-        """One that is here, with its limits as they were when somebody last asked."""
+        """One that is here, with the limits in force."""
         return self._own.get(key) if key[1] else self._tenants.get(key[0])
 
     def open(self, key: Key, limits: Limits, now: float, unix_s: float) -> tuple[Account, Limits] | None:
@@ -220,9 +224,11 @@ class Limiter:
         return Tab(caller, own[0], tenants[0])
 
     def admit(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
-        """Count one more request in; one that is not `charged` is not of the rate. Raises LimitExceeded."""
+        """Count one more request in; one that is not `charged` is not of the rate. From now on the caller's limits are
+        in force. Raises LimitExceeded."""
         if len(self._own) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
+        self._put_in_force(caller)
         both = self.accounts(caller)
         waits: list[tuple[float, str]] = []
         for account, limits, whose in both:
@@ -286,7 +292,7 @@ class Limiter:
         return (account for account, _ in self.with_limits())
 
     def with_limits(self) -> Iterator[tuple[Account, Limits]]:
-        """The same with their limits, as those were when somebody last asked."""
+        """The same with the limits in force."""
         return chain(self._own.values(), self._tenants.values())
 
     @property
@@ -302,6 +308,13 @@ class Limiter:
         assert self.running == sum(account.running for account, _ in self._tenants.values())
         for tenant, (account, _) in self._tenants.items():
             assert account.running == sum(own.running for (of, _), (own, _) in self._own.items() if of == tenant)
+
+    def _put_in_force(self, caller: Caller) -> None:
+        (own, own_limits, _), (tenants, tenant_limits, _) = self.accounts(caller)
+        if own_limits is not caller.limits:
+            self._own[own.key] = own, caller.limits
+        if tenant_limits is not caller.tenant_limits:
+            self._tenants[caller.tenant] = tenants, caller.tenant_limits
 
     def _make_room(self, now: float, unix_s: float) -> None:
         if now >= self._dropped_at + BURST_S:

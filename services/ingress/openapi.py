@@ -183,6 +183,7 @@ OPERATIONS = (
         "The last decisions, newest first: of this key's tenant, of all for admin keys.",
         "NewestPlacements",
         400,
+        429,
         *_KNOWN,
         parameters=(
             _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "default 50"),

@@ -154,10 +154,9 @@ class SharedUsage:
         requests, tokens = account.lacking(limits, now)
         is_today = account.day == int(unix_s // DAY_S)
         day_tokens = account.day_tokens + account.generated if limits.tokens_per_day and is_today else 0
-        ended = not is_counted(limits) or not (
-            account.running or requests > ROUNDING or tokens > ROUNDING or day_tokens
-        )
-        if ended and account.telling is None:
+        is_used = bool(requests > ROUNDING or tokens > ROUNDING or day_tokens)
+        ended = not account.running and not is_used  # what runs is told to its end, limited no more or not
+        if account.telling is None and (ended or not is_counted(limits)):
             _start_anew(account, limits, now, unix_s)
             return None
         if account.telling is None:

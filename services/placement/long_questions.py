@@ -5,20 +5,21 @@
     kvf.placement.explain   what was decided last?           ──▶ Explanations, one for each piece
 
 One of each at a time; the first two in a queue group, as replicas share requests evenly and each knows only of its own
-decisions.
+decisions. Of the last a few wait, and one too many gets no answer, nor does one whose asker has gone meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError, KvfleetError
-from kvproto.explanations import MAX_NEWEST
+from kvproto.explanations import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 from kvproto.messages import ExplainRequest, Explanation, PreloadPlan, PreloadRequest, VictimReport, VictimRequest
 from services.placement import intake
 from services.placement.core import PlacementCore
@@ -26,20 +27,28 @@ from services.placement.core import PlacementCore
 log = logging.getLogger(__name__)
 
 OF_A_MESSAGE = 0.75  # of the largest that NATS carries
+MAX_WAITING = 8  # lists of the newest: the longest takes some 14 ms
 
 Question = TypeVar("Question", PreloadRequest, VictimRequest)
 
 
 class LongQuestions:
-    """Owned by the placement loop, which subscribes and guards the callbacks; the core is only read."""
+    """Owned by the placement loop, which subscribes and guards the callbacks, and ends what it is given to `spawn`; the
+    core is only read."""
 
-    def __init__(self, connection: Connection, core: PlacementCore) -> None:
+    def __init__(
+        self, connection: Connection, core: PlacementCore, spawn: Callable[[Coroutine[Any, Any, None]], object]
+    ) -> None:
         self.refused_total = 0  # because the bytes or a field were wrong
         self.ignored_total = 0  # without an inbox to answer to
         self.preload_answers_total = 0
         self.victim_answers_total = 0
+        self.dropped_total = 0  # lists of the newest that are not answered
         self._connection = connection
         self._core = core
+        self._spawn = spawn
+        self._waiting: deque[tuple[ExplainRequest, str, float]] = deque()  # with the reply, and when its asker has gone
+        self._is_listing = False
 
     async def on_preload(self, message: Message) -> None:
         ask = self._read(PreloadRequest, message, of_worker=True)
@@ -59,10 +68,30 @@ class LongQuestions:
         if await self._answer(message.reply, VictimReport(self._core.placement, survey.costs())):
             self.victim_answers_total += 1
 
-    async def on_newest(self, ask: ExplainRequest, reply: str) -> None:
+    def on_newest(self, ask: ExplainRequest, reply: str) -> None:
+        """It is answered in its turn, by a task of its own: what else is asked does not wait for it."""
+        if len(self._waiting) >= MAX_WAITING:
+            self.dropped_total += 1
+            return
+        self._waiting.append((ask, reply, _now() + EXPLAIN_TIMEOUT_S))
+        if not self._is_listing:
+            self._is_listing = True
+            self._spawn(self._list())
+
+    async def _list(self) -> None:
+        try:
+            while self._waiting:
+                await self._tell_newest(*self._waiting.popleft())
+        finally:
+            self._is_listing = False
+
+    async def _tell_newest(self, ask: ExplainRequest, reply: str, until: float) -> None:
         """Each piece is sent as it is written: none is too long for NATS, however many there are."""
         newest, more = self._core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model), True
         while more:
+            if _now() >= until:
+                self.dropped_total += 1
+                return
             decisions, more = newest.part()
             if (decisions or not more) and not await self._answer(
                 reply, Explanation(self._core.placement, decisions, more)

@@ -118,7 +118,7 @@ class PlacementLoop:
             by_ordinal=by_ordinal,
         )
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
-        self.long_questions = LongQuestions(connection, self.core)
+        self.long_questions = LongQuestions(connection, self.core, self._spawn)
         self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
         self.ignored_total = 0  # requests without an inbox to answer to
         self.internal_errors_total = 0
@@ -333,7 +333,7 @@ class PlacementLoop:
             log.debug("placement: a question about a request is unreadable: %s", error)
             return
         if ask.newest:
-            await self.long_questions.on_newest(ask, message.reply)
+            self.long_questions.on_newest(ask, message.reply)
             return
         await self.courier.carry_out(self._handle(ExplainAsked(message.reply, ask.request, ask.tenant)))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from kvproto.messages import Role
+from kvproto.messages import Actual, Role
 from kvproto.subjects import Subjects
 from kvservice.metrics import LiveCollector
 from services.cli.main import app
@@ -174,7 +175,10 @@ async def test_others_do_not_learn_that_an_id_exists(fleet: Fleet) -> None:
     assert (await fleet.served.http.post(f"/v1/placements/{request}", headers=ALICE)).status_code == 405
 
 
-async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_decided(fleet: Fleet) -> None:
+async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_decided(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.ingress.listings.KEPT_S", 0.0)
     http = fleet.served.http
 
     async def newest(headers: dict[str, str], query: str = "") -> list[dict[str, Any]]:
@@ -212,6 +216,44 @@ async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_deci
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, query[1:6]), query
     assert (await http.get("/v1/placements")).status_code == 401
     assert (await http.post("/v1/placements", headers=ALICE)).status_code == 405
+
+
+async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_out(fleet: Fleet) -> None:
+    request = (await events(fleet.served, {"prompt": "x"}))[0]["request_id"]
+    await fleet.explained(request)
+    entries = [entry for loop in fleet.loops for entry in loop.core.ledger._entries.values()]
+    for loop in fleet.loops:
+        for number in range(300):
+            placement = replace(entries[0].placement, request=f"r{number}")
+            loop.core.ledger.note(replace(entries[0], placement=placement, tenant="other", actual=Actual()))
+    http = fleet.served.http
+    asking = True
+    flooded: Counter[int] = Counter()
+
+    async def flood(lane: int) -> None:
+        limit = lane
+        while asking:
+            limit = limit % 200 + 1
+            answer = await http.get(f"/v1/placements?limit={limit}", headers=BOB)
+            flooded[answer.status_code] += 1
+            assert (answer.status_code == 429) == ("retry-after" in answer.headers)
+
+    flooding = [asyncio.create_task(flood(lane * 12)) for lane in range(16)]
+    waited = []
+    try:
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            began = asyncio.get_running_loop().time()
+            one = await http.get(f"/v1/placements/{request}", headers=ALICE)
+            waited.append(asyncio.get_running_loop().time() - began)
+            listed = await http.get("/v1/placements", headers=ALICE)
+            assert (one.status_code, listed.status_code) == (200, 200), flooded
+            assert [each["request_id"] for each in listed.json()["placements"]] == [request]
+    finally:
+        asking = False
+        await asyncio.gather(*flooding)
+    assert set(flooded) == {200, 429}
+    assert sorted(waited)[2] < 0.5, "as long as a question waits for those who do not answer"
 
 
 async def test_a_key_may_name_the_policies_that_it_has(fleet: Fleet) -> None:

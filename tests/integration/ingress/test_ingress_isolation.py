@@ -157,9 +157,10 @@ async def test_placements_are_not_explained(
 
 
 async def test_placements_are_listed_to_their_own_tenant_alone(
-    nats_url: str, placed: None, serving: Serve, worker: ScriptedWorker
+    nats_url: str, placed: None, serving: Serve, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every spelling of the question, with the words of the wire among them."""
+    monkeypatch.setattr("services.ingress.listings.KEPT_S", 0.0)
     served = await serving(keys=KEYS, fleet_key=FLEET_KEY.encode())
     request = (await served.http.post(GENERATE, json=BODY, headers=OWNER)).headers["x-request-id"]
     own = (await served.http.get("/v1/placements", headers=OWNER)).json()["placements"]

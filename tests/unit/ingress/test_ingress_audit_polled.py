@@ -46,3 +46,11 @@ def test_the_first_look_at_the_ledger_in_each_minute_is_written_down_for_each_ca
     assert len(lines) == 4
     look(alice, status=403)
     assert len(lines) == 5
+
+
+def test_a_refusal_does_not_hide_the_reads_that_follow() -> None:
+    lines: list[dict[str, Any]] = []
+    audit = Audit(lambda line: lines.append(json.loads(line)), lambda: 600.0)
+    for status in (400, 200, 429, 200, 503, 200, 400):
+        audit.ended(an_exchange(Caller("alice", "acme")), "newest_placements", status, None)
+    assert [one["status"] for one in lines] == [400, 200, 503]

@@ -116,6 +116,7 @@ def test_counters_outlive_other_limits() -> None:
     limiter.release(less)
     limiter.check_integrity()
     unlimited = Caller("k", "t")
+    limiter.admit(unlimited, 0.0, 0.0)
     limiter.charge(limiter.tab(unlimited), 10**9, 0.0, 0.0)
 
 

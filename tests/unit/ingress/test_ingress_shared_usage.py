@@ -65,6 +65,10 @@ class Ingress:
     def account(self, caller: Caller) -> Account:
         return self.limiter.accounts(caller)[0][0]
 
+    def account_of_all(self, caller: Caller) -> Account:
+        """All of its tenant's callers together."""
+        return self.limiter.accounts(caller)[1][0]
+
     def level(self, caller: Caller, now: float) -> tuple[float | None, float | None]:
         """Requests and tokens of the caller's own that are left."""
         account, limits, _ = self.limiter.accounts(caller)[0]
@@ -304,7 +308,12 @@ def test_what_was_overtaken_says_nothing_of_what_runs() -> None:
 
 
 def test_a_life_that_is_over_is_not_heard_of_again() -> None:
-    said = [entry(running=1, requests=3), entry(ended=True), entry(life=2, requests=1), entry(caller="l", running=1)]
+    said = [
+        entry(running=1, requests=3, requests_per_minute=60.0),
+        entry(ended=True),
+        entry(life=2, requests=1),
+        entry(caller="l", running=1),
+    ]
     one = Ingress("me")
     for seq, at in ((1, 0), (3, 1), (2, 0), (4, 2), (2, 0)):
         one.hear(codec.encode(UsageReport("p", "e", seq, (said[at],))), 0.0)
@@ -651,8 +660,47 @@ def test_limits_that_are_gone_are_told_of_no_more() -> None:
     assert one.admits(BUSY)
     two.hear(*one.reports(0.25), 0.25)
     free = Caller("k", "t")
-    one.limiter.accounts(free)
+    assert one.admits(free, 1.0)
+    one.limiter.release(free)
     two.hear(*one.reports(1.5), 1.5)
+    assert two.account_of_all(BUSY).running_elsewhere == 1, "it runs on, and there the limit may still be"
+    one.limiter.release(BUSY)
+    two.hear(*one.reports(2.0), 2.0)
     assert one.reports(5.0) == []
     assert two.usage._heard_accounts == 0
+
+
+def test_a_stream_that_began_before_a_limit_does_not_bring_its_bucket_back_full() -> None:
+    """The keys are reloaded while it runs: the limit is new, and it is the old stream that ends."""
+    one = Ingress("i1")
+    free, bound = Caller("k", "t"), Caller("k", "t", limits=Limits(tokens_per_minute=1000))
+    assert one.admits(free)
+    old = one.limiter.tab(free)
+    assert one.admits(bound, 1.0)
+    assert one.charges(bound, 1000, 1.0)
     one.limiter.release(free)
+    one.reports(1.25)
+    assert one.admits(bound, 1.3)
+    assert not one.charges(bound, 1000, 1.3)
+    with pytest.raises(LimitExceeded):
+        one.limiter.charge(old, 1000, 1.3, NOON)
+    assert not one.charges(bound, 1000, 1.3), "nor did the old tab, which is charged by the limits in force"
+
+
+def test_an_account_where_something_runs_has_not_ended() -> None:
+    """Whatever becomes of its limits: the others would forget what runs."""
+    one, two = Ingress("i1"), Ingress("i2")
+    assert one.admits(RATE)
+    two.hear(*one.reports(0.25), 0.25)
+    assert one.admits(Caller("k", "t"), 1.0)
+    for now in (1.25, 2.5, 3.75):
+        (report,) = one.reports(now)
+        (told,) = codec.decode(UsageReport, report).accounts
+        assert (told.running, told.ended) == (2, False)
+        two.hear(report, now)
+        assert two.account(RATE).running_elsewhere == 2
+    for _ in range(2):
+        one.limiter.release(RATE)
+    (report,) = one.reports(4.0)
+    assert [(told.running, told.ended) for told in codec.decode(UsageReport, report).accounts] == [(0, True)]
+    assert one.reports(5.5) == []

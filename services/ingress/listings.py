@@ -1,0 +1,60 @@
+"""Loop: lists of decisions, which cost placement and this process milliseconds each, however often they are asked for.
+
+    question (whose, of what model, how many) ──▶ runs ──▶ answered: shared for KEPT_S ──▶ forgotten
+             └── no place is free: 429
+
+Whoever asks what somebody asks already, or just asked, gets the same answer. A question has its place until its answer
+is forgotten, so the places bound how many run at once, and how many begin in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from kvproto.errors import LimitExceeded
+from kvproto.tasks import end
+
+KEPT_S = 0.5
+MOST = 8
+MOST_OF_ONE = 3  # tenant; and all who may list everybody's together
+RETRY_S = 1.0
+
+Question = tuple[str | None, str | None, int]  # tenant, None: all; model, None: any; how many at most
+
+
+class Listings:
+    """Owned by the event loop. `answer` is run in a task for each question, which no asker's going ends."""
+
+    def __init__(self, answer: Callable[[Question], Coroutine[Any, Any, bytes]]) -> None:
+        self._answer = answer
+        self._places: dict[Question, asyncio.Task[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    async def ask(self, question: Question) -> bytes:
+        """Raises LimitExceeded, and what `answer` does: a failure is shared by those who wait for it, and not kept."""
+        task = self._places.get(question)
+        if task is None:
+            of_one = sum(tenant == question[0] for tenant, _, _ in self._places)
+            if len(self._places) >= MOST or of_one >= MOST_OF_ONE:
+                raise LimitExceeded(
+                    "too many different lists of placements are asked for at once", retry_after_s=RETRY_S
+                )
+            task = self._places[question] = asyncio.create_task(self._answer(question))
+            task.add_done_callback(partial(self._answered, question))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Whoever waits yet is cancelled."""
+        await end(list(self._places.values()))
+        self._places.clear()
+
+    def _answered(self, question: Question, task: asyncio.Task[bytes]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._places.pop(question, None)
+        else:
+            task.get_loop().call_later(KEPT_S, self._places.pop, question, None)
