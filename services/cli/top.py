@@ -90,7 +90,7 @@ class Fleet:
         try:
             placements = self._get(f"/v1/placements?limit={LEDGER_LINES}")["placements"]
         except Refused as error:
-            if error.status != 503:
+            if error.status not in (429, 503):
                 raise
             notes.append(f"no ledger: {error}")
         rates = self._rates

@@ -98,7 +98,7 @@ class Page {
       const model = chosen ? `&model=${encodeURIComponent(chosen)}` : '';
       this.#ledger.fill((await ask(`v1/placements?limit=${LEDGER_LENGTH}${model}`)).placements);
     } catch (error) {
-      if (!(error instanceof Refused) || error.status !== 503) throw error;
+      if (!(error instanceof Refused) || ![429, 503].includes(error.status)) throw error;
       unplaced = error.message; // the rest of the fleet is there
     }
     this.#show(stats, models, unplaced);

@@ -112,8 +112,9 @@ def test_explain(url: str) -> None:
     assert json.loads(as_json.stdout)["attempts"] == [PLACEMENT], "as it was said"
 
 
-def test_top(url: str) -> None:
-    Handler.answers = {"/stats": (403, ERROR), "/health": (200, HEALTH), "/v1/placements": (503, ERROR)}
+@pytest.mark.parametrize("no_ledger", [429, 503])
+def test_top(url: str, no_ledger: int) -> None:
+    Handler.answers = {"/stats": (403, ERROR), "/health": (200, HEALTH), "/v1/placements": (no_ledger, ERROR)}
     command = ("top", f"--url={url}", "--interval=0.1", "--once")
     ran = run(*command)
     assert (ran.exit_code, ran.stdout.count(SHOWN)) == (0, 3)

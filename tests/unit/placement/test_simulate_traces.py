@@ -95,7 +95,9 @@ class TestWhatIsNoTrace:
             parse_trace(["", "\n"])
 
     @pytest.mark.parametrize(
-        "data", [b"not packed at all", gzip.compress(b"x" * 9999)[:40], gzip.compress(b"\xff\xfe\x00")]
+        "data",
+        [b"not packed at all", gzip.compress(b"x" * 9999)[:40], gzip.compress(b"\xff\xfe\x00")],
+        ids=["plain", "cut short", "no text"],  # gzip writes the time
     )
     def test_other_bytes(self, tmp_path: Path, data: bytes) -> None:
         path = tmp_path / "t.jsonl.gz"
