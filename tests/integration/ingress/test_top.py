@@ -114,13 +114,14 @@ class Terminal:
         self.ours, self.theirs = pty.openpty()
         self.resize(columns, lines)
         self.mode = termios.tcgetattr(self.theirs)
+        given = {name: said for name, said in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             command,
             stdin=self.theirs,
             stdout=self.theirs,
             stderr=self.theirs,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env=given | {"TERM": "xterm-256color"},
         )
         self.text = ""
 
