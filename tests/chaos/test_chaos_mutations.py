@@ -30,6 +30,11 @@ CASE = Case(
 STREAMS = 2
 ENDS_WITHIN_S = 4.0
 
+pytestmark = [
+    pytest.mark.usefixtures("sockets_of_nats_py"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+
 
 Scene = Callable[["Stage"], Awaitable[None]]
 
@@ -99,14 +104,18 @@ class Stage:
         return some
 
     async def frames_of_old_attempts(self) -> None:
-        """Its worker, sick by now, is taken for dead, as placement says it; the cancel is lost, and it goes on."""
+        """Its worker is taken for dead, as placement says it; the cancel is lost, and it goes on, and falls sick."""
         old, other = self.serving, next(name for name in self.worker_ways if name != self.serving)
         self.worker_ways[old].mangling = Mangling(("kvf.worker.*.cancel", "kvf.worker.*.cancel.*"), lost=1.0)
         self.worker_ways[other].latency_s = 0.1
+        await self._members.delete(member_key("worker", old))
+        async with asyncio.timeout(5):
+            while self.client.members.view.is_alive(old):
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)  # what was right until then may have been read
         runner = next(fleet.workers[old] for fleet in self._fleets if old in fleet.workers).thread._engine.runner
         healthy = runner._hashed
         runner._hashed = lambda seen: healthy(seen) ^ 1
-        await self._members.delete(member_key("worker", old))
         await asyncio.sleep(1.0)
         runner._hashed = healthy
         self.worker_ways[old].mangling = None

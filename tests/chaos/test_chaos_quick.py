@@ -6,9 +6,6 @@ were not kept and the requests' histories.
 
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +18,9 @@ from tests.chaos.timeline import timeline
 QUICK = Plan(seed=24, duration_s=30.0, faults=20, cases=(8, 16), users=(3, 7))
 
 
-@pytest.fixture(autouse=True)
-def sockets_of_nats_py() -> Iterator[None]:
-    """nats-py forgets the socket of a server that ends before it has said INFO; whoever collects it would be blamed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        yield
-        gc.collect()
-
-
 @pytest.mark.last
+@pytest.mark.usefixtures("sockets_of_nats_py")
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 async def test_every_promise_is_kept(tmp_path: Path) -> None:
     outcome = await run(QUICK, tmp_path)
     assert not outcome.verdict.violations, tell(outcome)

@@ -184,12 +184,15 @@ class NatsProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, from_client: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        await self._passing.wait()
         try:
+            await self._passing.wait()
             from_server, server = await asyncio.open_connection(*self._target)
         except OSError:  # the server is down: so it looks from the other side
             client.transport.abort()
             return
+        except asyncio.CancelledError:
+            client.transport.abort()
+            raise
         link = _Link(client, server)
         self._links.add(link)
         up = asyncio.create_task(self._pass_up(from_client, link), name="nats-proxy-up")
