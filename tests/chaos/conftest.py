@@ -12,7 +12,7 @@ import pytest
 def sockets_of_nats_py() -> Iterator[None]:
     """nats-py forgets the socket of a server that ends before it has said INFO: collected here, not in a later test.
 
-    Goes with the mark `filterwarnings("ignore:unclosed:ResourceWarning")`, which holds while this ends too.
+    Goes with the mark `filterwarnings("ignore::ResourceWarning")`, which holds while this ends too.
     """
     yield
     gc.collect()

@@ -32,7 +32,7 @@ ENDS_WITHIN_S = 4.0
 
 pytestmark = [
     pytest.mark.usefixtures("sockets_of_nats_py"),
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 

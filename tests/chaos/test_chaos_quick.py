@@ -20,7 +20,7 @@ QUICK = Plan(seed=24, duration_s=30.0, faults=20, cases=(8, 16), users=(3, 7))
 
 @pytest.mark.last
 @pytest.mark.usefixtures("sockets_of_nats_py")
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_every_promise_is_kept(tmp_path: Path) -> None:
     outcome = await run(QUICK, tmp_path)
     assert not outcome.verdict.violations, tell(outcome)
