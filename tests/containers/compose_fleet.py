@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 
 from kvproto.testing.docker_daemon import client
+from tests.support.native_stream import native_stream
 
 SERVICE = "com.docker.compose.service"
 PROJECT = "com.docker.compose.project"
@@ -69,20 +69,5 @@ def greedy(
 ) -> tuple[list[int], dict[str, Any]]:
     """A greedy `/generate` stream: token ids and the terminal event. `on_token(worker, tokens so far)`."""
     body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-    ids: list[int] = []
-    worker = ""
-    with httpx.stream("POST", f"{base}/generate", json=body, headers=headers or {}, timeout=120) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            event = json.loads(line[6:])
-            if event["type"] == "start":
-                worker = event["worker_id"]
-            elif event["type"] == "token":
-                ids.append(event["token_id"])
-                if on_token is not None:
-                    on_token(worker, len(ids))
-            else:
-                return ids, event
-    raise AssertionError("no terminal event")
+    came = native_stream(base, body, headers, on_token, timeout_s=120)
+    return came.ids, came.end

@@ -21,6 +21,7 @@ from kvproto.client import Client, Generation
 from kvproto.errors import KvfleetError
 from kvproto.messages import Finished, Sampling, Tokens
 from kvproto.testing.fixtures import ConfiguredNats
+from tests.support.native_stream import Streamed, native_stream
 from tests.support.processes import Deployment
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
@@ -60,27 +61,8 @@ def fleet(nats_with_config: ConfiguredNats, tmp_path_factory: pytest.TempPathFac
         fleet.stop()
 
 
-def stream(
-    fleet: Deployment, body: dict[str, Any], on_token: Any = None
-) -> tuple[list[int], list[float], dict[str, Any]]:
-    ids: list[int] = []
-    times: list[float] = []
-    with httpx.stream("POST", f"{fleet.base}/generate", json=body, headers=AUTH, timeout=30) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            event = json.loads(line[6:])
-            if event["type"] == "start":
-                worker = event["worker_id"]
-            elif event["type"] == "token":
-                ids.append(event["token_id"])
-                times.append(time.monotonic())
-                if on_token is not None:
-                    on_token(worker, len(ids))
-            else:
-                return ids, times, event
-    raise AssertionError("no terminal event")
+def stream(fleet: Deployment, body: dict[str, Any], on_token: Any = None) -> Streamed:
+    return native_stream(fleet.base, body, AUTH, on_token)
 
 
 def asked(prompt: str, count: int = 100) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgpack
@@ -43,6 +43,18 @@ async def ask(client: Client, prompt: tuple[int, ...] = PROMPT, **changes: objec
             elif isinstance(event, Finished):
                 worker = str(stream.worker)
     return worker, ids
+
+
+async def ask_and_then(client: Client, then: Callable[[], Awaitable[None]]) -> tuple[str, list[int]]:
+    """As `ask`; `then` once five tokens are there."""
+    ids: list[int] = []
+    async with client.generate(Generation("demo", SAMPLING, prompt_ids=PROMPT)) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                ids += event.ids
+                if len(ids) == 5:
+                    await then()
+    return str(stream.worker), ids
 
 
 def cut_off(region: Region) -> None:
@@ -127,15 +139,13 @@ async def test_a_stream_in_another_region_survives_its_worker(regions: TwoRegion
     first = await regions.eu.worker("w7", fake_tokens_per_s=100)
     client = await regions.us.client()
     await hears_of(regions)
-    ids: list[int] = []
-    async with client.generate(Generation("demo", SAMPLING, prompt_ids=PROMPT)) as stream:
-        async for event in stream:
-            if isinstance(event, Tokens):
-                ids += event.ids
-                if len(ids) == 5:
-                    await regions.eu.worker("w8")
-                    await first.kill()
-    assert stream.worker == "eu.w8"
+
+    async def another_takes_over() -> None:
+        await regions.eu.worker("w8")
+        await first.kill()
+
+    worker, ids = await ask_and_then(client, another_takes_over)
+    assert worker == "eu.w8"
     other = await regions.eu.client()
     _, expected = await ask(other)
     assert ids == expected
@@ -166,16 +176,14 @@ async def test_a_link_that_breaks_costs_no_token(regions: TwoRegions) -> None:
     await regions.eu.worker("w7", fake_tokens_per_s=60)
     client = await regions.us.client()
     await hears_of(regions)
-    ids: list[int] = []
-    async with client.generate(Generation("demo", SAMPLING, prompt_ids=PROMPT)) as stream:
-        async for event in stream:
-            if isinstance(event, Tokens):
-                ids += event.ids
-                if len(ids) == 5:
-                    await regions.us.worker("w0")
-                    await until(lambda: ready(client) == 1)
-                    regions.link.cut()
-    assert stream.worker == "w0"
+
+    async def the_link_breaks() -> None:
+        await regions.us.worker("w0")
+        await until(lambda: ready(client) == 1)
+        regions.link.cut()
+
+    at, ids = await ask_and_then(client, the_link_breaks)
+    assert at == "w0"
     assert await ask(client) == ("w0", ids)
     eu = regions.eu.fleet.workers["w7"].loop
     await until(lambda: not list(eu.frames.running))  # nobody reads there any more, so nothing runs on
@@ -274,21 +282,20 @@ async def test_a_begun_stream_waits_for_a_model_that_is_only_abroad(regions: Two
     worker = await regions.eu.worker("w7", fake_tokens_per_s=100)
     client = await regions.us.client()
     await hears_of(regions)
-    ids: list[int] = []
-    async with client.generate(Generation("demo", SAMPLING, prompt_ids=PROMPT)) as stream:
-        async for event in stream:
-            if isinstance(event, Tokens):
-                ids += event.ids
-                if len(ids) == 5:
-                    loop, connection = regions.us.placements.pop()
-                    await loop.stop(grace_s=0)
-                    await connection.close()
-                    await worker.kill()
-                    await regions.eu.worker("w8")
-                    back = asyncio.create_task(regions.us.start_placement("p-us2"))
-    await back
+    back: list[asyncio.Task[Any]] = []
+
+    async def placement_is_another() -> None:
+        loop, connection = regions.us.placements.pop()
+        await loop.stop(grace_s=0)
+        await connection.close()
+        await worker.kill()
+        await regions.eu.worker("w8")
+        back.append(asyncio.create_task(regions.us.start_placement("p-us2")))
+
+    at, ids = await ask_and_then(client, placement_is_another)
+    await back[0]
     assert len(ids) == 40
-    assert stream.worker == "eu.w8"
+    assert at == "eu.w8"
 
 
 async def test_nothing_else_of_a_fleet_crosses(regions: TwoRegions) -> None:

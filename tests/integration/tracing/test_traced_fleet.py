@@ -185,16 +185,21 @@ async def test_a_bare_producers_trace_goes_on(traced_fleet: Up, collector: Colle
     assert decide.attributes["kvfleet.placement.candidates"] == 2
 
 
-def test_a_killed_worker_is_two_attempts_in_one_trace(traced_fleet: Up, collector: Collector, caller: Caller) -> None:
-    body = {"model": "demo", "prompt": "go on", "max_tokens": 150, "ignore_eos": True, "stream": True} | at("w0")
+def stream_and_signal(
+    fleet: Up, body: dict[str, Any], headers: dict[str, str], worker: str, number: signal.Signals
+) -> None:
+    """A stream to its end; the worker gets the signal after ten events."""
     events = 0
-    with httpx.stream(
-        "POST", f"{traced_fleet.base}/v1/completions", json=body, headers=caller.headers, timeout=30
-    ) as answer:
+    with httpx.stream("POST", f"{fleet.base}/v1/completions", json=body, headers=headers, timeout=30) as answer:
         for line in answer.iter_lines():
             events += line.startswith("data: ")
             if events == 10 and line.startswith("data: "):
-                os.kill(pid_of(traced_fleet, "w0"), signal.SIGKILL)
+                os.kill(pid_of(fleet, worker), number)
+
+
+def test_a_killed_worker_is_two_attempts_in_one_trace(traced_fleet: Up, collector: Collector, caller: Caller) -> None:
+    body = {"model": "demo", "prompt": "go on", "max_tokens": 150, "ignore_eos": True, "stream": True} | at("w0")
+    stream_and_signal(traced_fleet, body, caller.headers, "w0", signal.SIGKILL)
     spans = collector.trace(caller.trace, "POST /v1/completions", "attempt", "attempt", "place", "place", "generate")
     lost, went_on = spans["attempt"]
     (stream,) = spans["stream"]
@@ -229,14 +234,7 @@ def test_a_drained_worker_hands_over_within_the_trace(traced_fleet: Up, collecto
     body = {"model": "demo", "prompt": f"{SECRET} {LONG}", "max_tokens": 600, "ignore_eos": True, "stream": True} | at(
         "w1"
     )
-    events = 0
-    with httpx.stream(
-        "POST", f"{traced_fleet.base}/v1/completions", json=body, headers=caller.headers, timeout=30
-    ) as answer:
-        for line in answer.iter_lines():
-            events += line.startswith("data: ")
-            if events == 10 and line.startswith("data: "):
-                os.kill(pid_of(traced_fleet, "w1"), signal.SIGTERM)
+    stream_and_signal(traced_fleet, body, caller.headers, "w1", signal.SIGTERM)
     spans = collector.trace(
         caller.trace,
         "POST /v1/completions",
