@@ -50,7 +50,7 @@ class VLLM:
         for index, prompt in enumerate(prompts):
             request = str(next(self._numbers))
             owners[request] = index
-            self._engine.add_request(request, {"prompt_token_ids": prompt}, self._sampling(max_tokens))
+            self._engine.add_request(request, {"prompt_token_ids": prompt}, self._sampling(max_tokens))  # type: ignore[no-untyped-call]
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 run.add(owners[output.request_id], list(output.outputs[0].token_ids))

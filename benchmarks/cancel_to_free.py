@@ -67,10 +67,10 @@ class Desk:
 
     async def cancel(self, name: str) -> float:
         """Returns the seconds until its blocks were free."""
-        before = self.thread.cancel_to_free.sum_s
+        before = self.thread.cancel_to_free.sum
         self.thread.cancel(name, 0)
         await self.end(name)
-        return self.thread.cancel_to_free.sum_s - before
+        return self.thread.cancel_to_free.sum - before
 
 
 async def prefills(desk: Desk, prompts: list[list[int]], chance: Random) -> list[float]:

@@ -58,7 +58,7 @@ def blocks_of(model: str, dtype: torch.dtype) -> Blocks:
 
 
 def view(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def in_threads(count: int, threads: int, work: Callable[[int], None]) -> float:

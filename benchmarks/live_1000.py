@@ -95,13 +95,14 @@ class Reader(asyncio.Protocol):
 
 async def keep_one_running(slot: int, base: str, arrivals: Arrivals, until: asyncio.Event) -> None:
     where = urlsplit(base)
+    host, port = where.hostname or "", where.port or 80
     loop = asyncio.get_running_loop()
     await asyncio.sleep(slot * 8 / STREAMS)  # they do not begin, nor end, in one moment
     round_ = 0
     while not until.is_set():
         ended: asyncio.Future[None] = loop.create_future()
         number = slot + STREAMS * round_
-        await loop.create_connection(lambda n=number, e=ended: Reader(n, arrivals, e), where.hostname, where.port)  # type: ignore[misc]
+        await loop.create_connection(lambda n=number, e=ended: Reader(n, arrivals, e), host, port)  # type: ignore[misc]
         await ended
         round_ += 1
 

@@ -55,7 +55,8 @@ class Streams:
             result = self.ours.turn()
             if result is not None and result.sequences == STREAMS and not result.prefill_tokens:
                 taken.append(time.perf_counter() - began)
-            assert not any(isinstance(output, SequenceFinished) for output in result.outputs if result)
+            outputs = result.outputs if result is not None else ()
+            assert not any(isinstance(output, SequenceFinished) for output in outputs)
         return taken
 
 

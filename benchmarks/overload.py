@@ -93,7 +93,7 @@ class Producers:
 
     def _take(self, name: str, data: bytes) -> None:
         one = self.asked[name]
-        frame = msgpack.unpackb(data) if data else {"type": "failed", "code": "nobody_listens"}
+        frame: dict[str, Any] = msgpack.unpackb(data) if data else {"type": "failed", "code": "nobody_listens"}
         if frame["type"] == "tokens" and one.first_at is None:
             one.first_at = _now()
         if frame["type"] in ("finished", "failed"):

@@ -130,7 +130,7 @@ def main() -> None:
             fleet.stop()
     told, control = auc(times["after_a"], times["cold"]), auc(times["warm"], times["cold"])
     noise = 3 * math.sqrt((2 * rounds + 1) / (12 * rounds * rounds))  # three deviations of what tells nothing
-    medians = {f"{kind}_ttft_ms": round(1000 * statistics.median(taken), 2) for kind, taken in times.items()}
+    medians: dict[str, Any] = {f"{kind}_ttft_ms": round(1000 * statistics.median(taken), 2) for kind, taken in times.items()}
     spread = max(counts.values()) - min(counts.values())
     finish(
         "tenant_timing",

@@ -32,8 +32,8 @@ def main() -> None:
     chance = Random(0)
     ratios = []
     with Vault(2 << 30) as vault:
-        plain = TieredOurs(folder, "bfloat16", **shape)  # type: ignore[arg-type]
-        tiered = TieredOurs(folder, "bfloat16", host_blocks=4 * blocks, vault=vault, **shape)  # type: ignore[arg-type]
+        plain = TieredOurs(folder, "bfloat16", **shape)
+        tiered = TieredOurs(folder, "bfloat16", host_blocks=4 * blocks, vault=vault, **shape)
         for ours in (plain, tiered):
             ours.generate(fresh_prompts(chance, PROMPTS, PROMPT, ours.vocab_size), 4)
         for number in range(4 if options.quick else 12):

@@ -118,7 +118,7 @@ def die(line: str, code: int = 1) -> NoReturn:
 def load(kind: type[T], argv: Sequence[str], program: str) -> T:
     """Read flags and environment into `kind`. Ends the process with a line that names the setting on a wrong value."""
     try:
-        settings = kind(_cli_parse_args=list(argv), _cli_prog_name=program)  # type: ignore[call-arg]
+        settings = kind(_cli_parse_args=list(argv), _cli_prog_name=program)
         # Drawn here, so that logs, connection and record call the process the same.
         drawn = f"{program.split()[-1][0]}-{new_process_id()}"
         update = {"id": settings.id or drawn} | read_secrets(settings)
