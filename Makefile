@@ -2,6 +2,7 @@
 #
 #   make run                     an embedded fleet on the bundled demo model (FLAGS="--port 9000" adds flags)
 #   make test                    installs and passes the tests
+#   make check-all               the slow ones that it leaves out: a fleet broken for half a minute, every model, manifests
 #   make check                   ruff, mypy --strict, unit tests with warnings as errors
 #   make chaos                   breaks a fleet on purpose, 200 times in 10 minutes; writes docs/reliability.md (SEED=N)
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
@@ -19,7 +20,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
-.PHONY: install run test check chaos bench format clean deploy-tools deploy-check container-check
+.PHONY: install run test check-all check chaos bench format clean deploy-tools deploy-check container-check
 
 install: $(VENV)/.dev
 
@@ -50,7 +51,10 @@ run: $(VENV)/.run
 	@exec $(BIN)/kvfleet up $(FLAGS)
 
 test: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --part quick
+
+check-all: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --part slow
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -74,10 +78,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-BENCHMARKS := engine_throughput engine_vs_vllm engine_vs_llamacpp decode_step prefill single_stream ttft_reuse \
+BENCHMARKS := start engine_throughput engine_vs_vllm engine_vs_llamacpp decode_step prefill single_stream ttft_reuse \
               itl_under_prefill cancel_to_free attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance \
-              find_matches index_events placement_vs_dynamo placement_decisions placement_scale token_fan_in \
-              trace_hits shared_prompt low_load churn herd overload \
+              find_matches index_events placement_vs_dynamo placement_decisions placement_overload placement_scale \
+              token_fan_in trace_hits trace_shapes shared_prompt low_load churn herd overload \
               data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl \
               resume_gap nats_outage rolling_restart live_1000 tenant_timing
 bench: $(VENV)/.dev

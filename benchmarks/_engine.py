@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks._yardstick_machine import Machine
 from kvproto.messages import Sampling
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import IdDetokenizer
@@ -62,6 +65,31 @@ class Step:
     fed_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Numbers that a step of a dense model multiplies with: of each token, and of those whose logits are wanted."""
+
+    body: int
+    head: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: Any) -> Weights:
+        head = model.get_output_embeddings().weight
+        looked_up = {id(one.weight): one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+        parameters = {id(one): one for one in model.parameters()}
+        body = [one for key, one in parameters.items() if key not in looked_up and one is not head]
+        return cls(sum(one.numel() for one in body), head.numel(), head.dtype)
+
+    def bound_s(self, machine: Machine, steps: Iterable[Step], cached_bytes: int = 0) -> float:
+        """Seconds that steps take at least: each reads all weights, and `cached_bytes` of K and V, and multiplies."""
+        read = (self.body + self.head) * self.dtype.itemsize + cached_bytes
+        return sum(
+            machine.bound_s(read, 2 * (self.body * step.fed_tokens + self.head * step.sequences), self.dtype)
+            for step in steps
+        )
+
+
 @dataclass(slots=True)
 class OurRun(Measured):
     """`cached` is of each prompt."""
@@ -99,6 +127,7 @@ class Ours:
         disable_progress_bar()
         torch.set_num_threads(threads)
         loaded = load_model(folder, dtype=dtype, device="cpu", load_format=load_format)
+        self.weights = Weights.of(loaded.model)
         loaded = with_kv_dtype(loaded, kv_dtype, BLOCK)
         blocks = blocks or 2 * sequences * -(-(context or loaded.context_length) // BLOCK)
         self.runner = build_runner(loaded, blocks, BLOCK)

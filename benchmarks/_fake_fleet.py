@@ -1,11 +1,12 @@
-"""Many workers in one process and on one connection: all that placement hears of a worker, and no engine.
+"""Many workers in one process and on one NATS connection: all that a fleet hears of a worker, and no engine.
 
     python -m benchmarks._fake_fleet NATS_URL SOURCE FIRST WORKERS BLOCKS
 
 Each has a record in the members bucket that is renewed every second, heartbeats twice a second with the digest and the
-number of its last event, block events (16 blocks stored, the 16 oldest removed) at a rate that `bench.fleet.<SOURCE>`
-sets, snapshots, and milestones of what `bench.placed.<worker>` tells it that it was given. What needs no answer is
-published without waiting for one, records too: a fleet of a thousand must cost less than what it loads.
+number of its last event, a watch of vaults and one of keys, three connections to each vault, block events (16 blocks
+stored, the 16 oldest removed) at a rate that `bench.fleet.<SOURCE>` sets, snapshots, and milestones of what
+`bench.placed.<worker>` tells it that it was given. What needs no answer is published without waiting for one, records
+too: a fleet of a thousand must cost less than what it loads.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import reduce
 from itertools import cycle
+from operator import xor
 
 import msgpack
 import uvloop
 
 from benchmarks import _fleet_prompts as prompts
+from benchmarks._fake_data_plane import FakeDataPlane
 from benchmarks._processes import cpu_seconds
 from kvproto import codec
+from kvproto.block_hash import digest_term
 from kvproto.connection import Connection, Message
 from kvproto.ids import new_epoch
 from kvproto.messages import (
@@ -55,7 +61,6 @@ class FakeWorker:
         self.name = prompts.name_of(number)
         self.epoch = new_epoch()
         self.seq = 1
-        self.digest = 0
         self.milestones: list[Milestone] = []
         self.milestones_at = 0.0
         self._number = number
@@ -66,6 +71,9 @@ class FakeWorker:
         self._growth = own[half:]
         rest = os.urandom(16 * max(RUN, blocks - len(self._kept) - half))
         self._old = deque(rest[at : at + 16 * RUN] for at in range(0, len(rest) - 16 * RUN + 1, 16 * RUN))
+        self._kept = list(dict.fromkeys(self._kept))  # prompts may begin alike, and a block is stored once
+        self.digest = reduce(xor, (digest_term(one) for held in self._old for one in _split(held)), 0)
+        self.digest ^= reduce(xor, map(digest_term, self._kept), 0)
 
     def record(self) -> bytes:
         return codec.encode(
@@ -80,7 +88,7 @@ class FakeWorker:
         load = Load(running=self._number % 7, slots=64, queued_prefill_tokens=200 * (self._number % 11))
         rates = Rates(8_000.0 + 50 * (self._number % 64), 20.0, 1_000.0, {"host": 8e9})
         beat = Heartbeat(self.name, self.epoch, State.READY, load, rates, self.seq, self.digest)
-        return codec.encode(beat)
+        return codec.encode(replace(beat, tier_digest=self.digest))  # all on the device: both are the same
 
     def event(self) -> bytes:
         """Sixteen new blocks take the place of the oldest ones."""
@@ -98,14 +106,14 @@ class FakeWorker:
         step = 16 * HASHES_PER_PART
         parts = [held[at : at + step] for at in range(0, len(held), step)]
         return [
-            codec.encode(Snapshot(self.epoch, self.seq, Tier.DEVICE, part, len(parts), self.digest, raw))
+            codec.encode(Snapshot(self.epoch, self.seq, Tier.DEVICE, part, len(parts), self.digest, raw, self.digest))
             for part, raw in enumerate(parts)
         ]
 
     def _changed(self, removed: list[bytes], stored: list[bytes]) -> bytes:
         self.seq += 1
         for one in (*removed, *stored):
-            self.digest ^= int.from_bytes(one[:8], "little")
+            self.digest ^= digest_term(one)
         changes = [TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(removed)),))] if removed else []
         changes.append(TierEvents(Tier.DEVICE, False, (BlockRun(b"\0" * 16, tuple(stored)),)))
         return codec.encode_events(KvEvents(self.epoch, self.seq, tuple(changes)))
@@ -128,6 +136,7 @@ class Source:
         self._events = self._snapshots = self._milestones = 0
         self._served: deque[tuple[float, FakeWorker, Milestone, Milestone]] = deque()
         self._talking: set[str] = set()  # those with milestones to tell
+        self._data_plane = FakeDataPlane(connection, list(self.workers))
 
     async def start(self) -> None:
         subscribe, subjects = self._connection.subscribe, self._subjects
@@ -138,6 +147,7 @@ class Source:
         for worker in self.workers.values():
             await self._renew(worker)
         await self._connection.synced()
+        await self._data_plane.start()
 
     async def run(self) -> None:
         turn = cycle(self.workers.values())
@@ -229,6 +239,8 @@ class Source:
             "events": self._events,
             "snapshots": self._snapshots,
             "milestones": self._milestones,
+            "records_heard": self._data_plane.heard,
+            "vault_connections": self._data_plane.connected,
             "cpu_s": cpu_seconds(os.getpid()),
         }
         await self._connection.publish(message.reply, json.dumps(answer).encode())

@@ -23,7 +23,7 @@ class Connection:
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=2**20)
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         began = time.perf_counter()
         self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         status = await self._reader.readuntil(b"\r\n\r\n")

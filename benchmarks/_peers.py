@@ -46,11 +46,14 @@ _WARM_UP = [list(range(1, 40)), list(range(2, 60))]
 
 
 class PeerAbsent(Exception):
-    """The peer is not installed here: the benchmark is skipped, not failed."""
+    """The peer is not installed here."""
 
 
 class PeerFailed(Exception):
-    """The peer died or answered with an error."""
+    """The peer died or answered with an error; its last words."""
+
+
+NOT_OURS = (PeerAbsent, PeerFailed)  # the comparison is skipped, not failed
 
 
 class Peer:
@@ -107,8 +110,11 @@ class Peer:
         if any(state == "T" for _, state in self._members()):
             raise PeerFailed(f"{self.name} is paused")
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerFailed(f"{self.name} ended:\n{self._last_words()}") from None
         return self._answer(timeout_s)
 
     def pause(self) -> None:
@@ -147,7 +153,10 @@ class Peer:
         watchdog.cancel()
         if not line:
             raise PeerFailed(f"{self.name} ended:\n{self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:  # cut off
+            raise PeerFailed(f"{self.name} ended:\n{self._last_words()}") from None
         if "error" in answer:
             raise PeerFailed(f"{self.name}: {answer['error']}")
         return answer

@@ -6,6 +6,8 @@ An untouched copy of the model, SDPA, `inference_mode`; our engine changes the c
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,31 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks._engine import Measured
+from benchmarks._peers import PeerFailed
 
 VERSION = f"transformers {transformers.__version__}"
 
 
-class Plain:
-    """One model. Uses as many threads as torch has."""
+@contextmanager
+def _its_own_fault() -> Iterator[None]:
+    """What it raises ends the comparison, not the benchmark."""
+    try:
+        yield
+    except Exception as error:
+        raise PeerFailed(f"{VERSION}: {type(error).__name__}: {error}") from error
 
+
+class Plain:
+    """One model. Uses as many threads as torch has. All of it raises PeerFailed."""
+
+    @_its_own_fault()
     def __init__(self, folder: Path, dtype: str) -> None:
         transformers.logging.set_verbosity_error()
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
 
+    @_its_own_fault()
     def prefill(self, prompt: list[int]) -> Measured:
         """One forward pass up to the first token."""
         ids = torch.tensor([prompt])
@@ -37,6 +51,7 @@ class Plain:
         seconds = time.perf_counter() - began
         return Measured(seconds, [[token]], [seconds])
 
+    @_its_own_fault()
     def generate(self, prompts: list[list[int]], max_tokens: int, cache: Any = None) -> tuple[Measured, list[float]]:
         """`generate` on prompts of one length, going on from `cache` if given; also the seconds of each step."""
         ids = torch.tensor(prompts)
@@ -63,6 +78,7 @@ class Plain:
         tokens = made[:, ids.shape[1] :].tolist()
         return Measured(seconds, tokens, [ended[0] - began] * len(prompts)), steps
 
+    @_its_own_fault()
     def filled_cache(self, prompts: list[list[int]]) -> Any:
         """A DynamicCache with all but the last token of prompts of one length."""
         cache = DynamicCache(config=self.model.config)

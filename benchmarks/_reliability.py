@@ -162,7 +162,7 @@ async def sse(base: str, path: str, body: dict[str, Any]) -> AsyncIterator[dict[
     reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=2**20)
     try:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         status = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in status.split(b"\r\n", 1)[0]:

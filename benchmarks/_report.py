@@ -2,8 +2,9 @@
 
     {"name", "value", "unit", "floor", "peer", "ok", ...}
 
-`ok` is whether the promise is kept; null with `skipped` where the peer to compare with is absent. The exit code is 0
-only if `ok`, 1 if not, 75 (EX_TEMPFAIL) if skipped. The README's table is made of these lines.
+`ok` is whether the promise is kept; null with `skipped` where the peer to compare with is absent or gave up, which is
+no fault of ours. The exit code is 0 only if `ok`, 1 if not, 75 (EX_TEMPFAIL) if skipped. The README's table is made
+of these lines.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def finish(
     sys.exit(0 if ok else 1)
 
 
-def skip(name: str, unit: str, *, floor: float, peer: str, why: str) -> NoReturn:
-    """The peer is absent: nothing was measured, nothing is claimed."""
-    _print(name=name, value=None, unit=unit, floor=floor, peer=peer, ok=None, skipped=why)
+def skip(name: str, unit: str, *, floor: float, peer: str, why: str, **details: Any) -> NoReturn:
+    """The peer is absent or gave up: of the whole nothing is claimed. `details` may tell of parts of it."""
+    _print(name=name, value=None, unit=unit, floor=floor, peer=peer, ok=None, skipped=why, **details)
     sys.exit(SKIPPED)
 
 

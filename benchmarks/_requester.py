@@ -2,13 +2,14 @@
 
 Bodies are encoded beforehand, answers are unpacked and not checked, so that asking costs less than answering. Pacing is
 open: what is due is sent whether or not earlier answers have come. The time is from handing a request to the connection
-to its answer's callback.
+to its answer's callback. With a deadline requests say how long their asker waits, as a Client's do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import struct
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ class Asked:
 
     sent: int = 0
     seconds: list[float] = field(default_factory=list)
+    sent_at: list[float] = field(default_factory=list)  # of those that were answered
+    asked_at: list[float] = field(default_factory=list)  # of all
     by_replica: Counter[str] = field(default_factory=Counter)
     workers: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -51,6 +54,9 @@ class Asked:
     @property
     def rate(self) -> float:
         return len(self.seconds) / self.took_s
+
+    def useful(self, within_s: float) -> int:
+        return sum(seconds <= within_s for seconds in self.seconds)
 
     def percentile_ms(self, share: int) -> float:
         return round(quantiles(self.seconds, n=100)[share - 1] * 1e3, 3) if len(self.seconds) > 1 else float("inf")
@@ -71,23 +77,24 @@ class Asked:
 class Requester:
     """One connection; `open` first. `tells` workers what they were given."""
 
-    def __init__(self, connection: Connection, *, tells: bool = True) -> None:
+    def __init__(self, connection: Connection, *, tells: bool = True, deadline_s: float | None = None) -> None:
         self._connection = connection
         self._tells = tells
+        self._deadline_ms = None if deadline_s is None else round(deadline_s * 1000)
         self._number = 0
         self._sent: dict[str, tuple[float, bool, asyncio.Future[dict[str, Any] | None] | None]] = {}
         self._asked = Asked()
         self._room: asyncio.Semaphore | None = None
         self._chance = Random(7)
-        held = [_body(prompts.prompt_ids(number)) for number in range(prompts.PROMPTS)]
-        new = [_body(prompts.ids(f"new {number}")) for number in range(NEW_PROMPTS)]
+        held = [self._body(prompts.prompt_ids(number)) for number in range(prompts.PROMPTS)]
+        new = [self._body(prompts.ids(f"new {number}")) for number in range(NEW_PROMPTS)]
         self._held, self._new, self._next_new = held, new, 0
         self._own: dict[int, bytes] = {}
 
     @classmethod
-    async def open(cls, url: str, *, tells: bool = True) -> Requester:
+    async def open(cls, url: str, *, tells: bool = True, deadline_s: float | None = None) -> Requester:
         connection = await Connection.open(url, name="bench-requester", inbox_prefix=INBOX)
-        self = cls(connection, tells=tells)
+        self = cls(connection, tells=tells, deadline_s=deadline_s)
         await connection.subscribe(f"{INBOX}.a.*", self._on_answer)
         await connection.synced()
         gc.collect()
@@ -103,8 +110,8 @@ class Requester:
 
     # ------------------------------------------------------------------ many
 
-    async def paced(self, rate: float, seconds: float) -> Asked:
-        """So many a second for so long."""
+    async def paced(self, rate: float, seconds: float, *, answers_s: float = ANSWER_S) -> Asked:
+        """So many a second for so long. What has no answer so much later has none."""
         self._asked = asked = Asked()
         began, owed = time.perf_counter(), 0.0
         before = began
@@ -116,7 +123,7 @@ class Requester:
                 owed -= 1
                 await self._ask_any()
         asked.took_s = time.perf_counter() - began
-        end = time.perf_counter() + ANSWER_S
+        end = time.perf_counter() + answers_s
         while self._sent and time.perf_counter() < end:
             await asyncio.sleep(0.01)
         self._sent.clear()
@@ -156,6 +163,12 @@ class Requester:
 
     # ------------------------------------------------------------------ inside
 
+    def _body(self, ids: tuple[int, ...]) -> bytes:
+        ask = PlaceRequest("0" * NUMBER, prompts.MODEL, ids, max_tokens=50)
+        if self._deadline_ms is not None:
+            ask = replace(ask, deadline_ms=self._deadline_ms, expires_unix_ms=2**52)
+        return codec.encode(ask)
+
     async def _ask_any(self) -> None:
         hits = self._number % MISSES != 0
         if hits:
@@ -170,7 +183,11 @@ class Requester:
         self._number += 1
         request = f"{self._number:0{NUMBER}}"
         data = body.replace(b"0" * NUMBER, request.encode(), 1)
-        self._sent[request] = time.perf_counter(), hits, answered
+        if self._deadline_ms is not None:  # what is written last, eight bytes
+            data = data[:-8] + struct.pack(">Q", int(time.time() * 1000) + self._deadline_ms)
+        now = time.perf_counter()
+        self._sent[request] = now, hits, answered
+        self._asked.asked_at.append(now)
         await self._connection.publish(SUBJECT, data, reply=f"{INBOX}.a.{request}")
 
     async def _on_answer(self, message: Message) -> None:
@@ -195,6 +212,7 @@ class Requester:
         else:
             asked = self._asked
             asked.seconds.append(now - sent_at)
+            asked.sent_at.append(sent_at)
             asked.by_replica[answer["placement"]] += 1
             asked.workers[answer["worker"]] += 1
             found = answer.get("expected_hit", {})
@@ -204,7 +222,3 @@ class Requester:
         if self._tells and isinstance(answer, dict):
             told = msgpack.packb([answer["request"], TOKENS, answer.get("expected_hit", {})])
             await self._connection.publish(f"bench.placed.{answer['worker']}", told)
-
-
-def _body(ids: tuple[int, ...]) -> bytes:
-    return codec.encode(PlaceRequest("0" * NUMBER, prompts.MODEL, ids, max_tokens=50))

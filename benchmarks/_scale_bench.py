@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,12 +21,16 @@ from benchmarks import _fleet_prompts as prompts
 from benchmarks._processes import cpu_seconds
 from benchmarks._requester import Requester
 from kvproto import codec
-from kvproto.messages import PlacementStats
+from kvproto.connection import Connection
+from kvproto.members import Members
+from kvproto.messages import PlacementStats, Role
 from kvproto.subjects import Subjects
+from kvservice import launch
 from services.cli import embedded_nats
 from services.cli.init import create_buckets
 
 PER_SOURCE = 500  # workers of one process
+VAULT_BYTES = 64 * 1024 * 1024  # nothing is put there
 START_S = 60.0
 
 
@@ -35,9 +40,14 @@ def rss_mb(pid: int) -> int:
     return round(int(line.split()[1]) / 1024)
 
 
+def threads(pid: int) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Threads"))
+    return int(line.split()[1])
+
+
 @dataclass
 class ScaleBench:
-    """What runs. Replicas are named p0, p1...; sources of workers f0, f1..."""
+    """What runs. Replicas are named p0, p1...; sources of workers f0, f1...; the vault v0."""
 
     url: str
     nats_pid: int
@@ -48,7 +58,25 @@ class ScaleBench:
 
     # ------------------------------------------------------------------ processes
 
+    async def start_vault(self) -> None:
+        """That every worker connects to: a real one."""
+        flags = [f"--nats-url={self.url}", "--id=v0", f"--max-bytes={VAULT_BYTES}", "--log-level=warning"]
+        with (self.logs / "v0.log").open("ab") as log:
+            command = [sys.executable, "-m", "services.vault.main", *flags]
+            self.processes["v0"] = subprocess.Popen(command, stderr=log, text=True)
+        connection = await Connection.open(self.url, name="bench-vault", inbox_prefix="_adm.bench")
+        members = Members(connection, Subjects(), hears=False, role=Role.VAULT)
+        await members.start()
+        end = time.monotonic() + START_S
+        while not members.view.members:
+            if time.monotonic() > end:
+                raise SystemExit("the vault did not start")
+            await asyncio.sleep(0.05)
+        await members.stop()
+        await connection.close()
+
     async def start_fleet(self) -> None:
+        await self.start_vault()
         for first in range(0, self.workers, PER_SOURCE):
             count = min(PER_SOURCE, self.workers - first)
             name = f"f{first // PER_SOURCE}"
@@ -66,7 +94,7 @@ class ScaleBench:
         flags = [f"--nats-url={self.url}", f"--id={name}", f"--fleet-key={prompts.FLEET_KEY}", "--log-level=warning"]
         if room is not None:
             flags += [f"--max-workers={room[0]}", f"--index-blocks={room[1]}"]
-        command = [sys.executable, "-m", "services.placement.main", *flags]
+        command = launch.command("services.placement.main", *flags)
         began = time.perf_counter()
         with (self.logs / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(command, stderr=log, text=True)
@@ -190,5 +218,5 @@ async def scale_bench(workers: int, blocks: int) -> AsyncIterator[ScaleBench]:
         finally:
             for name in list(bench.processes):
                 bench.end(name)
-            nats.child.process.terminate()
+            nats.child.signal(signal.SIGTERM)
             nats.child.process.wait(10)

@@ -18,9 +18,9 @@ from random import Random
 from benchmarks._engine import Ours, fresh_prompts
 from benchmarks._engine_models import Dtype, Name, model_folder
 from benchmarks._exact import Referee
-from benchmarks._peers import PeerAbsent, interpreter
-from benchmarks._report import skip
-from benchmarks._versus import Part, Rival, conclude, label, options_of, per_token, race
+from benchmarks._peers import interpreter
+from benchmarks._versus import Part, Rival, Trials, conclude, label, options_of, per_token, race
+from benchmarks._yardstick_machine import Machine, measure_machine
 
 NAME, UNIT = "engine_vs_llamacpp", "times as fast"
 FLOOR_SINGLE, FLOOR_MANY = 0.9, 1.2
@@ -28,8 +28,9 @@ STREAMS, PROMPT, OUTPUT = 16, 128, 64
 DTYPES: dict[Name, list[Dtype]] = {"gpt2": ["float32", "bfloat16"], "qwen2-0.5b": ["bfloat16"]}
 
 
-def measure(model: Name, dtype: Dtype, threads: int, itl_target_s: float, *, quick: bool) -> tuple[list[Part], str]:
-    folder = model_folder(model, dtype)
+def measure(model: Name, dtype: Dtype, machine: Machine, itl_target_s: float, *, quick: bool) -> tuple[list[Part], str]:
+    folder, threads = model_folder(model, dtype), machine.threads
+    interpreter("llamacpp")  # nothing is loaded where it is absent
     referee = Referee(folder, dtype)
     chance = Random(3)
     ours = Ours(folder, dtype, threads=threads, sequences=STREAMS, context=PROMPT + OUTPUT, itl_target_s=itl_target_s)
@@ -44,28 +45,27 @@ def measure(model: Name, dtype: Dtype, threads: int, itl_target_s: float, *, qui
         name = label(model, dtype)
         single, many = works(3 if quick else 7, 1), works(1 if quick else 4, STREAMS)
         parts = [
-            race(f"{name} single", FLOOR_SINGLE, ours, rival, single, OUTPUT, referee, per_token),
-            race(f"{name} {STREAMS}", FLOOR_MANY, ours, rival, many, OUTPUT, referee),
+            race(f"{name} single", FLOOR_SINGLE, ours, rival, single, OUTPUT, referee, per_token, machine=machine),
+            race(f"{name} {STREAMS}", FLOOR_MANY, ours, rival, many, OUTPUT, referee, machine=machine),
         ]
         return parts, rival.engine
 
 
 def main() -> None:
     options = options_of(__doc__, batch=True)
-    try:
-        interpreter("llamacpp")
-    except PeerAbsent as absent:
-        skip(NAME, UNIT, floor=FLOOR_SINGLE, peer="llama.cpp", why=str(absent))
-    parts: list[Part] = []
+    machine, trials, version = measure_machine(options.threads), Trials(), "llama.cpp"
     for model in options.models:
         for dtype in DTYPES[model]:
-            measured, version = measure(model, dtype, options.threads, options.itl_target_s, quick=options.quick)
-            parts += measured
+            with trials.of(label(model, dtype)):
+                measured, version = measure(model, dtype, machine, options.itl_target_s, quick=options.quick)
+                trials.parts += measured
     conclude(
         NAME,
         UNIT,
-        parts,
+        trials,
+        floor=FLOOR_SINGLE,
         peer=version,
+        machine=machine.report(),
         prompt_tokens=PROMPT,
         output_tokens=OUTPUT,
         threads=options.threads,

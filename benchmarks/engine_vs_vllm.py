@@ -27,18 +27,20 @@ from statistics import median
 from benchmarks._engine import Ours, fresh_prompts
 from benchmarks._engine_models import NATIVE, Name, model_folder
 from benchmarks._exact import Referee
-from benchmarks._peers import Peer, PeerAbsent, interpreter
-from benchmarks._report import progress, skip
+from benchmarks._peers import Peer, interpreter
+from benchmarks._report import progress
 from benchmarks._start import seconds_to_start
-from benchmarks._versus import Part, Rival, compare, conclude, first_token, label, options_of, race, total
+from benchmarks._versus import Part, Rival, Trials, compare, conclude, first_token, label, options_of, race, total
+from benchmarks._yardstick_machine import Machine, measure_machine
 
 NAME, UNIT, FLOOR = "engine_vs_vllm", "times as fast", 0.9
 STREAMS, PROMPT, OUTPUT = 16, 128, 64
 LONG, KNOWN, NEW = 1_000, 768, 128
 
 
-def measure(model: Name, threads: int, itl_target_s: float, *, quick: bool) -> tuple[list[Part], str]:
-    folder, dtype = model_folder(model), NATIVE[model]
+def measure(model: Name, machine: Machine, itl_target_s: float, *, quick: bool) -> tuple[list[Part], str]:
+    folder, dtype, threads = model_folder(model), NATIVE[model], machine.threads
+    interpreter("vllm")  # nothing is loaded where it is absent
     referee = Referee(folder, dtype)
     chance = Random(2)
     ours = Ours(folder, dtype, threads=threads, sequences=STREAMS, itl_target_s=itl_target_s)
@@ -49,7 +51,8 @@ def measure(model: Name, threads: int, itl_target_s: float, *, quick: bool) -> t
 
         def part(what: str, works: list[list[list[int]]], tokens: int, known: int = 0) -> Part:
             seconds = total if tokens > 1 else first_token
-            return race(f"{label(model)} {what}", FLOOR, ours, rival, works, tokens, referee, seconds, known)
+            name = f"{label(model)} {what}"
+            return race(name, FLOOR, ours, rival, works, tokens, referee, seconds, known, machine)
 
         def on_known() -> list[list[int]]:
             known = fresh(1, KNOWN)[0]
@@ -72,6 +75,7 @@ def measure(model: Name, threads: int, itl_target_s: float, *, quick: bool) -> t
 def start(model: Name, threads: int, *, quick: bool) -> Part:
     """Both start again and again, in turn, one process at a time."""
     folder, dtype = model_folder(model), NATIVE[model]
+    interpreter("vllm")
 
     def peer_start() -> float:
         began = time.perf_counter()
@@ -109,21 +113,22 @@ def nothing_compiled() -> Iterator[None]:
 
 def main() -> None:
     options = options_of(__doc__, batch=True)
-    try:
-        interpreter("vllm")
-    except PeerAbsent as absent:
-        skip(NAME, UNIT, floor=FLOOR, peer="vllm", why=str(absent))
-    parts: list[Part] = []
+    machine, trials, version = measure_machine(options.threads), Trials(), "vllm"
     for model in options.models:
-        measured, version = measure(model, options.threads, options.itl_target_s, quick=options.quick)
-        parts += [*measured, start(model, options.threads, quick=options.quick)]
-    middle = median(part.ratio for part in parts)
+        with trials.of(label(model)):
+            measured, version = measure(model, machine, options.itl_target_s, quick=options.quick)
+            trials.parts += measured
+        with trials.of(f"{label(model)} start"):
+            trials.parts.append(start(model, options.threads, quick=options.quick))
+    middle = {"median": round(median(part.ratio for part in trials.parts), 3)} if trials.parts else {}
     conclude(
         NAME,
         UNIT,
-        parts,
+        trials,
+        floor=FLOOR,
         peer=version,
-        median=round(middle, 3),
+        **middle,
+        machine=machine.report(),
         threads=options.threads,
         itl_target_s=options.itl_target_s,
     )

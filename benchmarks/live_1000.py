@@ -60,7 +60,7 @@ class Reader(asyncio.Protocol):
         text = f"{self._number} what light through yonder window breaks?"
         body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         data = json.dumps(body).encode()
-        head = "POST /generate HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         cast("asyncio.Transport", transport).write(  # uvloop's is no subclass
             f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
         )

@@ -13,6 +13,7 @@ from random import Random
 from benchmarks._engine import CORES, NO_HURRY, Ours, fresh_prompts
 from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress, spread
+from services.worker.pool_integrity import check_integrity
 
 FEW, MANY, PROMPT, OUTPUT, FLOOR = 16, 256, 32, 32, 1.0
 
@@ -32,7 +33,7 @@ def main() -> None:
             run = ours.generate(fresh_prompts(chance, load, PROMPT, ours.vocab_size), OUTPUT)
             seen.append(run.tokens_per_s)
             most = max(most, *(step.sequences for step in run.steps))
-        ours.engine.pool.check_integrity([])
+        check_integrity(ours.engine.pool, [])
         progress(f"round {turn + 1}: {rates[FEW][-1]:.0f} tokens/s at {FEW}, {rates[MANY][-1]:.0f} at {MANY}")
     few, many = spread(rates[FEW]), spread(rates[MANY])
     ratio = many["median"] / few["median"]

@@ -100,7 +100,7 @@ def main() -> None:
             if offloader.has_work:
                 return
             for prompt, hashes in zip(prompts, chains, strict=True):
-                host.erase(ROOT, hashes, prompt)
+                host.erase(ROOT, hashes, prompt, 0)
                 offloader.missed(hashes)
                 offloader.offer_chain(Chain(ROOT, hashes, len(hashes)))
             sent += 1

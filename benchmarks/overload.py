@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
-import sys
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -29,6 +28,7 @@ import nats
 from benchmarks._report import finish, parse_quick, progress, spread
 from benchmarks.token_fan_in import Processes, running
 from kvproto.subjects import Subjects
+from kvservice import launch
 
 NAME, UNIT = "overload", "goodput at 3x capacity over goodput at capacity"
 FLOOR = 0.9
@@ -163,7 +163,7 @@ def start_fleet(processes: Processes) -> None:
         for number in range(WORKERS)
     ]  # fmt: skip
     for module, *flags in (placement, *workers):
-        processes.add(subprocess.Popen([sys.executable, "-m", module, *flags, *common], text=True))
+        processes.add(subprocess.Popen(launch.command(module, *flags, *common), text=True))
 
 
 def figures(asked: list[Asked], seconds: float) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 * start: 64 workers of 16,384 blocks, and a fresh replica while requests keep coming: seconds until it knows everybody's
   blocks, and how it answered meanwhile;
-* base: records each second, heartbeats twice a second, nothing asked, no events: cores and memory;
+* base: records each second, heartbeats twice a second, nothing asked, no events: cores and memory, what watches bring
+  to each worker, and the vault's connections and threads;
 * events: 16 blocks stored and 16 removed each, at growing rates, 100 requests/s beside them: cores, latency, snapshots
   that had to be pulled;
 * decisions: as many requests as are answered, 32 at a time;
@@ -27,7 +28,7 @@ import uvloop
 
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._requester import Requester
-from benchmarks._scale_bench import ScaleBench, rss_mb, scale_bench
+from benchmarks._scale_bench import ScaleBench, rss_mb, scale_bench, threads
 from kvproto.hash_ring import HashRing
 from services.placement.index.kv_indexer import KvIndexer
 
@@ -66,10 +67,18 @@ async def start(bench: ScaleBench, requester: Requester) -> dict[str, Any]:
     return report
 
 
-async def base(bench: ScaleBench, seconds: float) -> dict[str, Any]:
-    meter = bench.meter()
+async def base(bench: ScaleBench, requester: Requester, seconds: float) -> dict[str, Any]:
+    meter, before = bench.meter(), await bench.tell_fleet(requester)
     await asyncio.sleep(seconds)
     report = {"cores": meter.cores(), "rss_mb": rss_mb(bench.processes["p0"].pid)}
+    after = await bench.tell_fleet(requester)
+    vault = bench.processes["v0"].pid
+    report |= {
+        "records_heard_per_worker_s": round(
+            (after["records_heard"] - before["records_heard"]) / seconds / bench.workers, 2
+        ),
+        "vault": {"connections": after["vault_connections"], "threads": threads(vault), "rss_mb": rss_mb(vault)},
+    }
     progress(f"{bench.workers} workers, base: {report}")
     return report
 
@@ -145,7 +154,7 @@ async def fleet(
             await bench.until_ready(requester)
             found["complete_s"] = round(await bench.until_known(requester, HALF, some(workers)) - began, 2)
         await requester.paced(ASIDE, 2.0)
-        found["base"] = await base(bench, seconds)
+        found["base"] = await base(bench, requester, seconds)
         paced = await requester.paced(500.0, seconds)
         found["paced_500"] = paced.report()
         progress(f"{workers} workers, 500 requests/s: {found['paced_500']}")
@@ -173,10 +182,17 @@ async def as_it_comes(workers: int, blocks: int) -> dict[str, Any]:
     return report
 
 
-def index_mb() -> dict[str, int]:
-    """Of an index of a million blocks, by the workers it has room for; three tiers."""
-    rooms = (64, 256, 1_000, 10_000)
-    return {str(workers): round(KvIndexer(1_000_000, workers).index.nbytes / 1e6) for workers in rooms}
+def index_mb() -> dict[str, dict[str, int]]:
+    """Of an index of a million blocks, by the workers it has room for; three tiers. Of blocks that few hold, where one
+    in fourteen is held by many, and where all are."""
+    found = {}
+    for workers in (64, 256, 1_000, 10_000):
+        index = KvIndexer(1_000_000, workers).index
+        shares = {"few": 0.0, "a 14th by many": 1 / 14, "all by many": 1.0}
+        found[str(workers)] = {
+            held: round((index.nbytes + share * 1_000_000 * index.bytes_if_hot) / 1e6) for held, share in shares.items()
+        }
+    return found
 
 
 def ring_s() -> dict[str, float]:

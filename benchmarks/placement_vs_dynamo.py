@@ -29,11 +29,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from benchmarks._index_load import DISTINCT, LENGTHS, Load, p50
 from benchmarks._index_ours import Ours
-from benchmarks._peers import ROOT, PeerAbsent, PeerFailed, interpreter
+from benchmarks._peers import NOT_OURS, ROOT, PeerFailed, interpreter
 from benchmarks._report import finish, parse_quick, progress, skip, spread
 
 NAME, UNIT, FLOOR = "placement_vs_dynamo", "times as fast, least of all parts", 1.0
@@ -82,12 +82,7 @@ def running(python: str) -> Iterator[Dynamo]:
             process.kill()
 
 
-def main() -> None:
-    quick = parse_quick(__doc__)
-    try:
-        python = interpreter("dynamo")
-    except PeerAbsent as absent:
-        skip(NAME, UNIT, floor=FLOOR, peer="dynamo", why=str(absent))
+def compare(python: str, *, quick: bool) -> NoReturn:
     rounds, prompts = (3, 100) if quick else (9, 300)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the peer's process inherits it
     load = Load()
@@ -122,6 +117,14 @@ def main() -> None:
         progress(f"{name}: {part['ratio']} times")
     least = min(part["ratio"] for part in parts.values())
     finish(NAME, least, UNIT, floor=FLOOR, ok=least > FLOOR, peer=f"ai-dynamo-runtime {version}", parts=parts)
+
+
+def main() -> None:
+    quick = parse_quick(__doc__)
+    try:
+        compare(interpreter("dynamo"), quick=quick)
+    except NOT_OURS as error:
+        skip(NAME, UNIT, floor=FLOOR, peer="dynamo", why=str(error))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from benchmarks._report import finish, parse_quick, progress
+from tests.support import sse
 from tests.support.up import Up
 
 KEYS = {"a": "sk-tenant-a", "b": "sk-tenant-b"}
@@ -54,7 +55,7 @@ def timed(http: httpx.Client, tenant: str, prompt: str) -> tuple[float, dict[str
     with http.stream("POST", "/generate", json=body, headers=headers) as answer:
         if answer.status_code != 200:
             raise RuntimeError(answer.read().decode())
-        for line in answer.iter_lines():
+        for line in sse.lines(answer):
             if not line.startswith("data: "):
                 continue
             event = json.loads(line[6:])
@@ -130,7 +131,9 @@ def main() -> None:
             fleet.stop()
     told, control = auc(times["after_a"], times["cold"]), auc(times["warm"], times["cold"])
     noise = 3 * math.sqrt((2 * rounds + 1) / (12 * rounds * rounds))  # three deviations of what tells nothing
-    medians: dict[str, Any] = {f"{kind}_ttft_ms": round(1000 * statistics.median(taken), 2) for kind, taken in times.items()}
+    medians: dict[str, Any] = {
+        f"{kind}_ttft_ms": round(1000 * statistics.median(taken), 2) for kind, taken in times.items()
+    }
     spread = max(counts.values()) - min(counts.values())
     finish(
         "tenant_timing",

@@ -5,6 +5,9 @@ runs in between.
 
 `make test` runs two lanes beside each other, since half of the time is waiting: one process has whole fleets, the other
 computes. What must not run beside each other is in one lane, in its old order.
+
+What takes long and seldom tells anything that the rest does not is left to `make check-all` (`SLOW`), which CI runs
+too. Without `--part` everything that is named runs.
 """
 
 from __future__ import annotations
@@ -22,8 +25,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "last: judges it, after all other tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=("quick", "slow"), help="what `make test` or `make check-all` runs")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (part := config.getoption("--part")) is not None:
+        left_out = [item for item in items if item.nodeid.startswith(SLOW) != (part == "slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("first") is not None:
             return 0
@@ -31,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
 
+
+# Models, codecs, manifests and Terraform have failed at their own changes alone; the chaos has found more, rarely.
+SLOW = (
+    "tests/chaos/test_chaos_quick.py", "tests/deploy/", "tests/containers/",
+    "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
+)  # fmt: skip
 
 # Of about the same length. Whatever is not named here is of the other lane.
 FLEETS = (

@@ -15,8 +15,9 @@ from kvproto.ids import new_request_id
 from kvproto.messages import AdminReply, AdminRequest
 from kvproto.subjects import Subjects
 
-HEADROOM_BYTES = 4096  # of a message, for all but the ids
+HEADROOM_BYTES = 4096  # of a message, for all but ids
 ID_BYTES = 4
+STRAY_BYTES = 32  # besides its ids
 
 
 class Administration:
@@ -42,14 +43,15 @@ class Administration:
 
     async def _told(self, worker: str, request: AdminRequest, timeout_s: float) -> AdminRequest:
         """The question as it fits a message, the worker knowing the ids that it leaves out."""
-        room = (min(self._connection.max_payload, codec.MAX_MESSAGE_BYTES) - HEADROOM_BYTES) // ID_BYTES
+        strays = sum(len(one.ids) * ID_BYTES + STRAY_BYTES for one in request.strays)
+        room = (min(self._connection.max_payload, codec.MAX_MESSAGE_BYTES) - HEADROOM_BYTES - strays) // ID_BYTES
         ids = request.ids
         if len(ids) <= room:
             return request
         question = new_request_id()
         for start in range(0, len(ids), room):
             some = replace(request, ids=ids[start : start + room], question=question, ids_before=start, more_ids=True)
-            await self._exchange(worker, some, timeout_s)
+            await self._exchange(worker, replace(some, strays=()), timeout_s)
         return replace(request, ids=(), question=question, ids_before=len(ids))
 
     async def _exchange(self, worker: str, request: AdminRequest, timeout_s: float) -> AdminReply:

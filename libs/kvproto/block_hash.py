@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgpack
 
 HASH_BYTES = 16
+TURN = 21  # bits, for each tier further down
 LAYOUT_VERSION = 1  # of the block's bytes: [layers, 2, kv_heads, block_size, head_dim]
 
 
@@ -56,6 +57,25 @@ def parent_of(root: Root, hashes: Sequence[bytes], index: int) -> bytes:
         before = hashes[index - 1] if index else root.public
         return hashlib.blake2b(before + root.own, digest_size=HASH_BYTES).digest()
     return hashes[index - 1] if index else root.public
+
+
+def before(root: Root, hashes: Sequence[bytes], index: int) -> bytes:
+    """The block before the `index`-th of a chain, the first root where there is none: `parent_of`, but at a fork."""
+    if index:
+        return hashes[index - 1]
+    return root if isinstance(root, bytes) else root.public
+
+
+def own_root(root: Root) -> bytes:
+    """The tenant's."""
+    return root.own if isinstance(root, ForkedRoot) else root
+
+
+def root_at(root: Root, index: int) -> bytes:
+    """What the `index`-th block of a chain is kept under."""
+    if isinstance(root, ForkedRoot):
+        return root.public if index < root.blocks else root.own
+    return root
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -97,5 +117,13 @@ def chain(root: Root, ids: Sequence[int], block_size: int) -> list[bytes]:
 
 
 def digest_term(block_hash: bytes) -> int:
-    """What one stored or removed operation contributes (by XOR) to a worker's digest: the first 8 bytes, u64le."""
+    """What one stored or removed operation contributes (by XOR) to a digest of one tier: the first 8 bytes, u64le."""
     return int.from_bytes(block_hash[:8], "little")
+
+
+def in_tier(digest: int, tier: int) -> int:
+    """A tier's digest, or one block's term, as it is part (by XOR) of that of all tiers: turned, so that one block in
+    two tiers is not nothing. Storing and removing one block in one tier cancel out, so equal digests are of equal
+    holdings. `tier`: its number, the device's being 0."""
+    turned = TURN * tier % 64
+    return (digest << turned | digest >> 64 - turned) & 0xFFFF_FFFF_FFFF_FFFF

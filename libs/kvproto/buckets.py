@@ -7,6 +7,7 @@ fails over such a marker; here a marker is simply an absent key.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from kvproto.subjects import Subjects
 
 MEMBER_TTL_S = 3.0
 MARKER_TTL_S = 60.0
+MAX_WATCHES = 100_000  # of a bucket
 
 
 class StaleRevision(KvfleetError):
@@ -110,7 +112,7 @@ class Bucket:
         try:
             return Watch(await self._kv.watch(pattern))
         except _BUSY as error:
-            raise Unavailable(f"cannot watch {self.name}: {type(error).__name__}") from None
+            raise Unavailable(f"cannot watch {self.name}: {type(error).__name__} {error}") from None
 
 
 class Watch:
@@ -166,6 +168,7 @@ async def ensure_buckets(
     differences = []
     for config in wanted:
         existing = await _find_or_create(jetstream, config, patience_s)
+        differences += await _let_all_watch(connection, config.bucket)
         if existing is None:
             continue
         status = await existing.status()
@@ -178,6 +181,23 @@ async def ensure_buckets(
             if have != want:
                 differences.append(f"bucket {config.bucket}: {what} is {have}, the configuration says {want}")
     return differences
+
+
+async def _let_all_watch(connection: Connection, bucket: str) -> list[str]:
+    """Each worker has a watch of it, which is a consumer, and nats-server from 2.15 on refuses more than 1,000 of a
+    stream that does not say how many it may have. Returns a line if that cannot be said; older servers refuse none."""
+    stream = f"KV_{bucket}"
+    try:
+        told = await connection.request(f"$JS.API.STREAM.INFO.{stream}", b"", 5.0)
+        config = json.loads(told.data)["config"]
+        if config["max_consumers"] >= MAX_WATCHES:
+            return []
+        wanted = json.dumps(config | {"max_consumers": MAX_WATCHES}).encode()
+        answer = json.loads((await connection.request(f"$JS.API.STREAM.UPDATE.{stream}", wanted, 5.0)).data)
+        why = answer.get("error", {}).get("description", "")
+    except (KvfleetError, TimeoutError, ValueError, KeyError) as error:
+        why = f"{type(error).__name__} {error}"
+    return [f"bucket {bucket}: it may refuse watches beyond 1,000 ({why})"] if why else []
 
 
 async def _find_or_create(jetstream: Any, config: KeyValueConfig, patience_s: float) -> Any:

@@ -71,6 +71,15 @@ def decode(kind: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
     return read_map(kind, _open(data, limit))
 
 
+def open_map(data: bytes) -> dict[str, Any]:
+    """The fields of one message in wire form, unchecked: for who looks at one of them before all are worth reading.
+    Raises CodecError."""
+    value = _open(data)
+    if not isinstance(value, dict):
+        raise type_error("message", "map", value)
+    return value
+
+
 def common_version(versions: tuple[int, ...]) -> int:
     """The version to write to a member that carries `[min, max]`. Raises VersionMismatch if there is none."""
     low, high = (versions[0], versions[-1]) if versions else (1, 1)
@@ -304,6 +313,7 @@ __all__ = [
     "encode_plain_frame",
     "from_map",
     "open_events",
+    "open_map",
     "supported_versions",
     "to_map",
 ]

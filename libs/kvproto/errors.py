@@ -11,9 +11,11 @@ KvfleetError
 ├── NotFound                  404
 │   ├── ModelNotFound         404
 │   └── SessionNotFound       404
+├── RequestTimeout            408  the request's body did not come in time
 ├── SessionBusy               409  another turn of this session is running
 ├── PromptChanged             409  a stream that was begun from another prompt: it cannot be gone on with here
 ├── PayloadTooLarge           413
+├── MisdirectedRequest        421  a host name that this ingress does not serve
 ├── RequestMismatch           422  a request id or Idempotency-Key that was used for another request
 ├── LimitExceeded             429  a tenant's own limit; Retry-After says when
 ├── Cancelled                 499  the client asked for it or left
@@ -99,6 +101,11 @@ class SessionNotFound(NotFound):
     code = "session_not_found"
 
 
+class RequestTimeout(KvfleetError):
+    code = "request_timeout"
+    http_status = 408
+
+
 class SessionBusy(KvfleetError):
     code = "session_busy"
     http_status = 409
@@ -112,6 +119,11 @@ class PromptChanged(KvfleetError):
 class PayloadTooLarge(KvfleetError):
     code = "payload_too_large"
     http_status = 413
+
+
+class MisdirectedRequest(KvfleetError):
+    code = "misdirected_request"
+    http_status = 421
 
 
 class RequestMismatch(KvfleetError):

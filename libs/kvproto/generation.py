@@ -38,6 +38,7 @@ class Counters:
     requests_total: int = 0
     placed_total: int = 0
     fallback_total: int = 0  # placed by the ring because placement did not answer in time
+    unasked_total: int = 0  # of them, those that did not even wait, as it had not answered for a while
     lost_total: int = 0  # attempts that ended because their worker was lost
     resends_total: int = 0
     spilled_total: int = 0  # placed in another region

@@ -54,9 +54,15 @@ def session_key(tenant: str, seq_id: str) -> str:
     return f"{tenant}.{base32(hashlib.blake2b(seq_id.encode(), digest_size=16).digest())}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
+def tenant_of(key: str) -> str:
+    """Whose session's key this is."""
+    return key.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Epoch:
-    """One life of a process: scopes blocks, events and data plane. Later lives of one worker compare greater."""
+    """One life of a process: scopes blocks, events and data plane. Clocks differ between hosts, so which life is the
+    later one is told by the revisions at which they registered (`members.Lease`), never by this."""
 
     started_ms: int  # unix time
     nonce: int  # 64 random bits
@@ -66,5 +72,5 @@ class Epoch:
 
 
 def new_epoch() -> str:
-    """A fresh epoch in its wire form; string order is start order."""
+    """A fresh epoch in its wire form."""
     return str(Epoch(int(time.time() * 1000), int.from_bytes(os.urandom(8), "little")))

@@ -1,10 +1,11 @@
 """Adapter: membership over NATS. `Lease` keeps one record; `Members` feeds a `FleetView` from watch and heartbeats.
 
 A lease is fenced by compare-and-set: a process that was expired takes a new lease under its old epoch (its blocks are
-still there); a process that finds a later epoch under its id has been replaced and must end (`Fenced`).
+still there); a process that finds a later life under its id has been replaced and must end (`Fenced`). Of two lives the
+later one is that which registered first at the higher revision of the bucket: clocks of hosts may differ.
 
     register ──put/s──▶ held ──record gone──▶ register again (new lease, same epoch)
-                          └──later epoch under this id──▶ Fenced
+                          └──later life under this id──▶ Fenced
 """
 
 from __future__ import annotations
@@ -54,19 +55,26 @@ class Lease:
         role = Role.WORKER if isinstance(record, WorkerRecord) else record.role
         self._key = member_key(role.value, record.id)
         self._revision: int | None = None
+        self._born = 0  # revision of this life's first record
         self._lock = asyncio.Lock()
         self._released = False
 
     async def register(self) -> None:
-        """Take the record over whatever is there. Raises Fenced (a later epoch holds it) or Unavailable."""
+        """Take the record over whatever is there; the first time that is of an earlier life in any case. What is there
+        under this lease is a write of ours whose answer came too late: nothing was lost. Raises Fenced (a later life
+        holds it) or Unavailable."""
         entry = await self._bucket.get(self._key)
-        if entry.value is not None:
+        held: WorkerRecord | MemberRecord | None = None
+        if entry.value is not None and self._born:
             with contextlib.suppress(CodecError):
                 held = codec.decode(type(self.record), entry.value)
-                if held.epoch > self.record.epoch:
+                if held.epoch != self.record.epoch and (held.born or entry.revision) > self._born:
                     raise Fenced(f"{self._key} is held by a later process (pid {held.pid} on {held.host})")
-        self.record = replace(self.record, lease=new_process_id())
+        if held is None or not held.lease or held.lease != self.record.lease:
+            self.record = replace(self.record, lease=new_process_id())
         self._revision = await self._bucket.update(self._key, codec.encode(self.record), entry.revision)
+        self._born = self._born or self._revision
+        self.record = replace(self.record, born=self._born)
 
     async def renew(self) -> None:
         """Write the record again. Raises Fenced, or Unavailable while JetStream is away (try again later)."""
@@ -78,18 +86,20 @@ class Lease:
                     self._revision = await self._bucket.update(self._key, codec.encode(self.record), self._revision)
                     return
                 except StaleRevision:
-                    log.warning("lease on %s lost, registering again", self._key)
                     self._revision = None
+            before = self.record.lease
             for _ in range(5):
                 try:
                     await self.register()
+                    if before and self.record.lease != before:
+                        log.warning("lease on %s was lost, registered again", self._key)
                     return
                 except StaleRevision:
                     continue  # somebody wrote in between: look again
 
     async def set(self, record: WorkerRecord | MemberRecord) -> None:
         """Replace the record (keeping the lease) and write it."""
-        self.record = replace(record, lease=self.record.lease)
+        self.record = replace(record, lease=self.record.lease, born=self.record.born)
         await self.renew()
 
     async def run(self, on_fenced: Callable[[Fenced], None]) -> None:
@@ -132,14 +142,16 @@ class Members:
         *,
         on_heartbeat: Callable[[Heartbeat], None] | None = None,
         hears: bool = True,
+        role: Role | None = None,
     ) -> None:
         """Without `hears` records alone say who is alive, which is enough for who does not send requests: each worker
-        of a large fleet would else read the heartbeats of all others."""
+        of a large fleet would else read the heartbeats of all others. With a `role` it is those members' records."""
         self.view = FleetView(hears=hears)
         self.listeners: list[Listener] = []
         self.member_listeners: list[MemberListener] = []
         self._on_heartbeat = on_heartbeat
         self._hears = hears
+        self._pattern = ">" if role is None else f"{role.value}.>"
         self._connection = connection
         self._subjects = subjects
         self._watch: Watch | None = None
@@ -240,7 +252,7 @@ class Members:
         while True:
             try:
                 bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
-                watch = self._watch = await bucket.watch()
+                watch = self._watch = await bucket.watch(self._pattern)
                 try:
                     async for entry in watch.entries():
                         if entry is None:

@@ -52,6 +52,11 @@ class Tier(StrEnum):
     VAULT = "vault"
     PEER = "peer"
 
+    @property
+    def number(self) -> int:
+        """Among tiers, the device's being 0."""
+        return tuple(Tier).index(self)
+
 
 class Encoding(StrEnum):
     """How a worker writes the frames of one request."""
@@ -138,6 +143,8 @@ class PlaceRequest:
     max_wait_s: Seconds | None = None  # refuse it, with a time to retry, rather than have it wait longer for a start
     excluded_regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # that could not take it
     seeks_source: bool = False  # who is asking has a worker, and wants to know who holds most of the prompt
+    deadline_ms: Annotated[int, Range(0, 2**53)] | None = None  # so long its asker waits for the answer, and then
+    expires_unix_ms: Annotated[int, Range(0, 2**53)] | None = None  # does without: by its own clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +273,7 @@ class CancelRequest:
     request: Name
     attempt: Count | None = None  # None: any attempt
     inbox: Annotated[str, MaxLength(512)] = ""
+    received: Annotated[tuple[Count, ...], MaxLength(128)] = ()  # tokens of each choice: what comes after is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +460,7 @@ class WorkerRecord:
     data_plane: Addresses = ()
     kv_format: bytes = b""  # 16 bytes: which blocks' bytes it can use (`kvproto.dataplane.block.kv_format`)
     attaches: bool = False  # an attempt of its may have several readers, and one of them may leave by itself
+    born: Count = 0  # revision at which this life first registered; 0: this record's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +479,7 @@ class MemberRecord:
     inbox: Name = ""
     started_unix_ms: Count = 0
     data_plane: Addresses = ()
+    born: Count = 0  # as a WorkerRecord's
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,9 +555,10 @@ class Heartbeat:
     load: Load = Load()
     rates: Rates = Rates()
     event_seq: Count = 0
-    digest: U64 = 0  # XOR over all stored and removed operations ever published
+    digest: U64 = 0  # XOR over all stored and removed operations ever published, of whatever tier
     held: Count = 0  # blocks the worker's content index holds
     step_age_s: Seconds = 0.0  # how long the engine has been in its present step
+    tier_digest: U64 | None = None  # the same with the tier in each term; None: the sender knows only `digest`
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -598,6 +609,7 @@ class Snapshot:
     parts: Count
     digest: U64
     hashes: Annotated[bytes, MaxLength(1_000_000)]
+    tier_digest: U64 | None = None  # as in a Heartbeat; then it is also the XOR over what all parts hold
 
 
 # ---------------------------------------------------------------------------------------------- milestones
@@ -629,11 +641,15 @@ class Milestone:
 
 @dataclass(frozen=True, slots=True)
 class Milestones:
-    """What a worker's requests came to since it last said so: every placement replica hears it."""
+    """What a worker's requests came to since it last said so: every placement replica hears it.
+
+    `first` is the number of the first one in the worker's life: after an outage some are said again.
+    """
 
     worker: Name
     epoch: Name
     items: Annotated[tuple[Milestone, ...], MaxLength(65_536)]
+    first: Count | None = None
 
 
 # ---------------------------------------------------------------------------------------------- capsules
@@ -658,9 +674,21 @@ class Capsule:
 
 
 @dataclass(frozen=True, slots=True)
+class Stray:
+    """Token ids that were computed behind the first `start` of a history, and are no part of it."""
+
+    start: Count
+    ids: Tokens32
+
+
+Strays = Annotated[tuple[Stray, ...], MaxLength(256)]
+
+
+@dataclass(frozen=True, slots=True)
 class AdminRequest:
     """A command on a worker's admin subject, answered part by part. `inspect`, `read_kv` and `erase` name tenant and
-    ids. Ids that are too many for one message are told before, under the name of the `question`: see `kvproto.admin`.
+    ids, `erase` also the strays beside them. Ids that are too many for one message are told before, under the name of
+    the `question`: see `kvproto.admin`.
     """
 
     command: AdminCommand
@@ -671,6 +699,8 @@ class AdminRequest:
     question: Name = ""
     ids_before: Count = 0  # that were told of this question
     more_ids: bool = False  # it is not the question yet
+    keep: Count = 0  # leading ids that `erase` leaves alone
+    strays: Strays = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -755,6 +785,14 @@ class SessionHead:
     last_start: Count = 0
     left_request: Name = ""  # whose turn was cut since then
     regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # other ones, where turns of it ran
+    strays: Count = 0  # token ids of what its requests computed beside the history
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStrays:
+    """What requests of a session computed beside its history: cut turns, choices that it did not go on with."""
+
+    chains: Strays
 
 
 # ---------------------------------------------------------------------------------------------- ingresses
@@ -848,6 +886,8 @@ class Booked:
     worker: Name
     tokens: Count  # to prefill, as expected
     priority: Annotated[int, Range(-100, 100)] = 0
+    silent_ms: Count | None = None  # of which nothing is heard for so long was never sent; None: 5 s
+    hashes: Annotated[bytes, MaxLength(65_536)] = b""  # of the prompt's first blocks: the worker will have them
 
 
 @dataclass(frozen=True, slots=True)

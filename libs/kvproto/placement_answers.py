@@ -1,10 +1,20 @@
-"""What placement answers to `kvf.place`: a decision (a map), or its refusal (a `Failed` frame). Pure."""
+"""What is asked on `kvf.place`, and what placement answers: a decision (a map), or its refusal (a `Failed` frame).
+Pure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvproto import codec
 from kvproto.errors import CodecError, KvfleetError, from_code
-from kvproto.messages import Failed, Placement
+from kvproto.messages import Failed, Placement, PlaceRequest
+
+
+def ask(question: PlaceRequest, timeout_s: float, unix_s: float) -> bytes:
+    """The question as it is sent at that time by somebody who waits so long for the answer."""
+    deadline_ms = round(timeout_s * 1000)
+    expires = int(unix_s * 1000) + deadline_ms
+    return codec.encode(replace(question, deadline_ms=deadline_ms, expires_unix_ms=expires))
 
 
 def read_placement(data: bytes) -> Placement:

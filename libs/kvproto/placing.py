@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from dataclasses import replace
 
-from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.connection import Connection
 from kvproto.errors import (
@@ -26,7 +26,8 @@ from kvproto.generation import Counters, Generation
 from kvproto.ids import new_request_id
 from kvproto.members import Members
 from kvproto.messages import Failed, Placement, PlaceRequest, State
-from kvproto.placement_answers import read_answer, refusal
+from kvproto.placement_answers import ask, read_answer, refusal
+from kvproto.placement_breaker import PlacementBreaker
 from kvproto.region_placing import RegionPlacer
 from kvproto.stream import Stream
 from kvproto.subjects import Subjects
@@ -51,6 +52,7 @@ class Placer:
         self.members = members
         self.counters = counters
         self._regions = RegionPlacer(connection, subjects, counters)
+        self._breaker = PlacementBreaker()
 
     async def place(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
         """Ask placement; without an answer in 50 ms, the plain ring over this client's own view.
@@ -122,30 +124,36 @@ class Placer:
     ) -> Placement:
         """The own region's placement: a worker, or another region's name."""
         subject = self.subjects.place(generation.tenant, generation.model)
+        now = asyncio.get_running_loop().time
+        if not insists and not self._breaker.may_ask(now()):
+            self.counters.unasked_total += 1
+            return self._fall_back(question, generation, "has not answered lately")
         try:
             timeout_s = POLICY_TIMEOUT_S if insists else PLACE_TIMEOUT_S
-            data = codec.encode(question)
+            data = ask(question, timeout_s, time.time())
             headers = headers_of(traceparent, self.connection.max_payload - len(data))
             reply = await self.connection.request(subject, data, timeout_s, headers)
+            self._breaker.answered()
             answer = read_answer(reply.data)
             if isinstance(answer, Failed) and isinstance(refused := refusal(answer), CodecError):
                 raise refused  # it cannot read what this version asks
         except (TimeoutError, WorkerLost, Unavailable, CodecError) as error:
+            if isinstance(error, TimeoutError):  # other errors cost no time
+                self._breaker.unanswered(now())
             if insists:
                 what = f"placement does not answer, and only it can decide by the policy {question.policy!r}"
                 raise Unavailable(what, field="policy", retry_after_s=1.0) from None
-            self.counters.fallback_total += 1
-            log.info(
-                "request %s: placement is silent (%s), placed by the ring",
-                question.request,
-                error,
-                extra={"request": question.request},
-            )
-            return self._ring_placement(question, generation)
+            return self._fall_back(question, generation, f"is silent: {error}")
         if isinstance(answer, Failed):
             raise refusal(answer)
         self.counters.placed_total += 1
         return answer
+
+    def _fall_back(self, question: PlaceRequest, generation: Generation, why: str) -> Placement:
+        self.counters.fallback_total += 1
+        about = {"request": question.request}
+        log.info("request %s: placement %s; placed by the ring", question.request, why, extra=about)
+        return self._ring_placement(question, generation)
 
     def _ring_placement(self, question: PlaceRequest, generation: Generation) -> Placement:
         if question.policy == DIRECT:
@@ -190,7 +198,8 @@ async def miss(connection: Connection, subjects: Subjects, tenant: str, model: s
     Raises NoWorkers if it is one of this fleet's; else, and when nobody answers, nothing happens."""
     question = PlaceRequest(request=new_request_id(), model=model, prompt="")
     try:
-        reply = await connection.request(subjects.place(tenant, model), codec.encode(question), PLACE_TIMEOUT_S)
+        data = ask(question, PLACE_TIMEOUT_S, time.time())
+        reply = await connection.request(subjects.place(tenant, model), data, PLACE_TIMEOUT_S)
         answer = read_answer(reply.data)
     except (TimeoutError, KvfleetError):
         return

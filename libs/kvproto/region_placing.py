@@ -8,14 +8,14 @@ own placement ──▶ w1, "eu may have more" ──▶ eu's placement ──�
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 
-from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.generation import Counters
 from kvproto.messages import Failed, Placement, PlaceRequest
-from kvproto.placement_answers import read_answer
+from kvproto.placement_answers import ask, read_answer
 from kvproto.regions import qualify, split
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
@@ -67,7 +67,7 @@ class RegionPlacer:
     ) -> Placement | None:
         try:
             subject = self._subjects.region_place(region, tenant, question.model)
-            data = codec.encode(question)
+            data = ask(question, timeout_s, time.time())
             headers = headers_of(traceparent, self._connection.max_payload - len(data))
             reply = await self._connection.request(subject, data, timeout_s, headers)
             answer = read_answer(reply.data)

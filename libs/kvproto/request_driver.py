@@ -278,7 +278,8 @@ class RequestDriver:
     async def _leave(self, worker: str, stream: Stream) -> None:
         """Tell a worker that this reader leaves an attempt, if it did not end by itself. Never raises."""
         if stream.assembly.terminal is None:
-            await self._cancel(worker, stream, stream.assembly.attempt)
+            received = stream.received or stream.assembly.next_indices
+            await self._cancel(worker, stream, stream.assembly.attempt, received)
 
     async def _follow(self, stream: Stream, worker: str) -> None:
         """An attempt has moved: who moved it has its blocks, unless that one never began what it was to go on with."""
@@ -294,9 +295,9 @@ class RequestDriver:
         if mover is not None:
             await self._cancel(mover.worker, stream, mover.attempt)
 
-    async def _cancel(self, worker: str, stream: Stream, attempt: int) -> None:
+    async def _cancel(self, worker: str, stream: Stream, attempt: int, received: tuple[int, ...] = ()) -> None:
         with contextlib.suppress(KvfleetError):
-            message = CancelRequest(stream.request, attempt, self.inbox.batch)
+            message = CancelRequest(stream.request, attempt, self.inbox.batch, received)
             await self.connection.publish(self.subjects.worker_cancel(worker, stream.tenant), codec.encode(message))
 
     async def _pause(self, stream: Stream, worker: str, *, paused: bool) -> None:

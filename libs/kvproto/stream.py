@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -84,6 +84,7 @@ class Stream:
         self._answered_tokens = -1
         self.gap_since: float | None = None
         self.paused_since: float | None = None
+        self.received: tuple[int, ...] = ()  # as its reader said when it left
         self.was_paused = False  # in this attempt
         self.trusts_versions = True  # until a worker cannot read what its record says that it can
         self.trusts_clocks = True  # until a worker says that the deadline has passed, and it has not
@@ -130,9 +131,11 @@ class Stream:
     async def __aexit__(self, *exc: object) -> None:
         await self.cancel()
 
-    async def cancel(self) -> None:
-        """Stop the request wherever it is. Does nothing once it has ended."""
+    async def cancel(self, received: Sequence[int] | None = None) -> None:
+        """Stop the request wherever it is. Does nothing once it has ended. `received`: how many tokens of each choice
+        its reader has, all that came unless it says so; what was computed past them is of no use to it."""
         if not self.closed:
+            self.received = tuple(received or ())
             self.fail(Cancelled("cancelled by the client"))
             self.signal(Signal.CANCELLED)
         if self.driver is not None:

@@ -249,6 +249,14 @@ def is_inbox(subject: str) -> bool:
     return not any(token in ("", "*", ">") or " " in token for token in subject.split("."))
 
 
+def is_answer_inbox(subject: str) -> bool:
+    """Whether one answer may be sent there: an inbox, and none where frames of streams, or notices of them, are read.
+    Whoever asks in another's name could end its stream."""
+    tokens = subject.split(".")
+    own = 3 if tokens[0] == PRODUCER_INBOX else 2  # tokens of the asker's prefix
+    return is_inbox(subject) and tokens[own : own + 1] not in (["r"], ["b"], ["l"])
+
+
 def may_read(inbox: str, tenant: str) -> bool:
     """Whether a tenant's frames may be sent there: a producer's inbox names its tenant, the fleet's own serve all."""
     return producers_tenant(inbox) in (None, tenant)

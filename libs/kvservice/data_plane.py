@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import logging
+import resource
 import socket
 import ssl
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
+from kvproto.dataplane.serving import Limits
 from kvproto.errors import InvalidRequest, Unavailable
 from kvservice.lifecycle import Lifecycle
+from kvservice.own_folder import make_own_folder, remove_own_folder
 from kvservice.settings import ServiceSettings
 from kvservice.tls import FollowingContext
 
+log = logging.getLogger(__name__)
+
+OTHER_FILES = 512  # than connections of the data plane
 ALL_ADDRESSES = ("", "0.0.0.0", "::")
 HANDSHAKE_REFUSALS = (  # a metric's labels from the start; others exist once they happen
     "unknown_key", "no_key", "bad_proof", "identity", "version", "busy", "malformed", "tls", "timeout", "gone",
@@ -32,12 +36,27 @@ class DataPlaneSettings(ServiceSettings):
         None,
         description="host that others reach it at; default: the address, or this host's name if that is all of them",
     )
+    data_plane_connections: int = Field(
+        4096, ge=4, le=1_000_000, description="connections served on it; a worker makes three to each vault"
+    )
     runtime_dir: Path | None = Field(
         None, description="folder for its Unix socket, this user's alone; default: a temporary one"
     )
     data_plane_cert: Path | None = Field(None, description="certificate: serve TCP by TLS")
     data_plane_key: Path | None = Field(None, description="its key")
     data_plane_ca: Path | None = Field(None, description="CA file: speak TLS to others, who must show a certificate")
+
+
+def limits_of(settings: DataPlaneSettings) -> Limits:
+    """Of its listener. The process gets as many file descriptors as that needs, if the system lets it."""
+    wanted = settings.data_plane_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        if most < wanted:
+            log.warning("%d files may be open, %d connections want %d", most, settings.data_plane_connections, wanted)
+    return Limits(connections=settings.data_plane_connections)
 
 
 def server_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
@@ -103,11 +122,10 @@ def runtime_folder(settings: DataPlaneSettings, life: Lifecycle) -> Path:
     """For its socket: the one that was set, which stays, or one of its own, which goes."""
     if settings.runtime_dir is not None:
         return settings.runtime_dir
-    # Named as `kvfleet up` names its folders: the next one sweeps up after a process that was killed outright.
-    folder = Path(tempfile.mkdtemp(prefix=f"kvfleet-{os.getpid()}-"))
+    folder = make_own_folder()
 
     async def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_own_folder(folder)
 
     life.closing("runtime folder", remove)
     return folder

@@ -2,7 +2,8 @@
 
 `seq` and `digest` move together, so a heartbeat that carries both lets a listener tell a lost last event from an event
 that is still under way. The digest covers operations received, stored and removed alike, not entries kept: a listener
-may keep a bounded part of the index and still compare.
+may keep a bounded part of the index and still compare. Stored and removed take turns, so it is also that of what is
+held, in which tier. `plain_digest` leaves the tier out, for listeners that know no other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvproto.block_hash import digest_term
+from kvproto.block_hash import digest_term, in_tier
 from kvproto.messages import KvEvents, Snapshot, Tier, TierEvents
 
 KEPT_DIGESTS = 4096
@@ -25,7 +26,8 @@ class EventLog:
         self.epoch = epoch
         self.seq = 0
         self.digest = 0
-        self._seq_of: OrderedDict[int, int] = OrderedDict({0: 0})
+        self.plain_digest = 0
+        self._known: OrderedDict[int, tuple[int, int]] = OrderedDict({0: (0, 0)})  # by digest: seq and plain digest
         self._waiting: list[TierEvents] = []
         self._last_at = float("-inf")
 
@@ -44,15 +46,18 @@ class EventLog:
             return None
         changes, self._waiting = tuple(self._waiting), []
         for change in changes:
+            plain = 0
             for run in change.runs:
                 for block_hash in run.hashes:
-                    self.digest ^= digest_term(block_hash)
+                    plain ^= digest_term(block_hash)
+            self.plain_digest ^= plain
+            self.digest ^= in_tier(plain, change.tier.number)
         self.seq += 1
         self._last_at = now
-        self._seq_of.pop(self.digest, None)  # a digest that comes back stands for its latest event
-        self._seq_of[self.digest] = self.seq
-        if len(self._seq_of) > KEPT_DIGESTS:
-            self._seq_of.popitem(last=False)
+        self._known.pop(self.digest, None)  # a digest that comes back stands for its latest event
+        self._known[self.digest] = self.seq, self.plain_digest
+        if len(self._known) > KEPT_DIGESTS:
+            self._known.popitem(last=False)
         return KvEvents(self.epoch, self.seq, changes)
 
     def seq_of(self, digest: int) -> int:
@@ -60,14 +65,15 @@ class EventLog:
 
         Of a digest that is long gone nothing is known: 0, so that a listener takes every event after it.
         """
-        return self._seq_of.get(digest, 0)
+        return self._known.get(digest, (0, 0))[0]
 
     def snapshot(self, held: Mapping[Tier, Sequence[bytes]], digest: int, asked: Tier | None = None) -> list[Snapshot]:
         """What was `held` under `digest`, of all tiers or the one `asked` for, in parts numbered across tiers.
 
-        All parts are of one event. Nothing held is one empty part: whoever asked is to hear that it is nothing.
+        All parts are of one event; those of one tier alone have no digest of all tiers. Nothing held is one empty part:
+        whoever asked is to hear that it is nothing.
         """
-        seq = self.seq_of(digest)
+        seq, plain = self._known.get(digest, (0, 0))
         chunks = [
             (tier, b"".join(hashes[start : start + HASHES_PER_PART]))
             for tier, hashes in held.items()
@@ -75,6 +81,6 @@ class EventLog:
             for start in range(0, len(hashes), HASHES_PER_PART)
         ] or [(asked or Tier.DEVICE, b"")]
         return [
-            Snapshot(self.epoch, seq, tier, part, len(chunks), digest, hashes)
+            Snapshot(self.epoch, seq, tier, part, len(chunks), plain, hashes, None if asked else digest)
             for part, (tier, hashes) in enumerate(chunks)
         ]

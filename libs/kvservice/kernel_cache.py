@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvservice.own_folder import make_own_folder
+
 
 def results_folder(sources: Iterable[Path]) -> Path | None:
     """A folder for what these very files compile to: what NUMBA_CACHE_DIR says, or one in the user's cache, or, where
@@ -36,7 +38,7 @@ def results_folder(sources: Iterable[Path]) -> Path | None:
     except (OSError, RuntimeError):  # RuntimeError: no home
         pass
     try:
-        own = Path(tempfile.mkdtemp(prefix="kvfleet-kernels-"))
+        own = make_own_folder()
         if (brought := _brought(name)) is not None:
             shutil.copytree(brought, own, dirs_exist_ok=True)
         return own

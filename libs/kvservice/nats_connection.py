@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, Unavailable
-from kvproto.subjects import inbox_prefix
+from kvproto.sealed_inbox import sealed_prefix
 from kvservice.settings import ServiceSettings
 from kvservice.tls import FollowingContext
 
@@ -38,13 +38,15 @@ async def connect(
     role: str,
     role_inbox: str,
     member: str,
+    fleet_key: str = "",
     on_closed: Callable[[], None] | None = None,
 ) -> Connection:
-    """Connect as `<role>-<id>`: the name under which $SYS reports the connection's end. Raises Unavailable."""
+    """Connect as `<role>-<id>`: the name under which $SYS reports the connection's end. With the `fleet_key` its
+    inboxes are sealed. Raises Unavailable."""
     connection = await Connection.open(
         settings.nats_servers,
         name=f"{role}-{member}",
-        inbox_prefix=inbox_prefix(role_inbox, member),
+        inbox_prefix=sealed_prefix(role_inbox, member, fleet_key.encode()),
         user=settings.nats_user,
         password=settings.nats_password,
         nkey_seed=settings.nats_nkey_seed,

@@ -1,4 +1,5 @@
-"""Tracing as services see it: begin a span, end it, and hand its context on. The adapter is `tracing_otel`.
+"""Tracing as services see it: begin a span, end it, and hand its context on. `tracing_start` opens a process's
+tracer, the adapter is `tracing_otel`.
 
 Nothing of OpenTelemetry is imported, and nothing is recorded, without an endpoint: `begin` returns None then, as it
 does for what is not sampled, so a caller asks `if span is not None` and nothing else. Roots are begun where requests
@@ -8,23 +9,11 @@ sampled context or does nothing.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
-import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol
-
-from kvproto.errors import InvalidRequest
-from kvservice.lifecycle import Lifecycle
-from kvservice.settings import ServiceSettings
-
-log = logging.getLogger(__name__)
-
-CLOSE_S = 2.0  # for the last spans to leave; what is not out by then is lost
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
@@ -140,42 +129,3 @@ def within(span: Span | None) -> Iterator[None]:
 def unix_ns(monotonic_s: float) -> int:
     """When something was, by the monotonic clock that loops and engines keep."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
-
-
-# ---------------------------------------------------------------------- wiring
-
-
-def endpoint_of(settings: ServiceSettings) -> str | None:
-    """The collector's base URL: of ours, else OpenTelemetry's own variables, which its exporter reads; None: no
-    tracing."""
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return None
-    standard = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    return settings.otlp_endpoint or next((os.environ[name] for name in standard if os.environ.get(name)), None)
-
-
-def open_tracer(settings: ServiceSettings, role: str, life: Lifecycle) -> Tracer:
-    """This process's, closed last of all that is registered after it. Raises InvalidRequest for what is no URL."""
-    endpoint = endpoint_of(settings)
-    if endpoint is None:
-        return NULL
-    if not endpoint.startswith(("http://", "https://")):
-        raise InvalidRequest("must be an http:// or https:// URL", field="otlp_endpoint")
-    from kvservice.tracing_otel import OtelTracer
-
-    tracer = OtelTracer(
-        service=f"kvfleet-{role}",
-        instance=settings.member,
-        endpoint=settings.otlp_endpoint,
-        sample_ratio=settings.trace_sample_ratio,
-    )
-
-    async def close() -> None:
-        closing = threading.Thread(target=tracer.close, args=(CLOSE_S,), name="tracing-close", daemon=True)
-        closing.start()
-        while closing.is_alive():  # a thread of our own: the loop's executor would be waited for at the end
-            await asyncio.sleep(0.01)
-
-    life.closing("tracing", close, CLOSE_S + 0.5)
-    log.info("spans go to %s", endpoint.rsplit("@", 1)[-1])
-    return tracer

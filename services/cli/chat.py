@@ -11,6 +11,7 @@ import httpx
 import typer
 
 from services.cli import sse
+from services.cli.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
 from services.cli.console import err, fail, out, printable
 from services.cli.generate import (
     DEFAULT_URL,
@@ -71,16 +72,14 @@ def chat(
 
 
 def _first_model(http: httpx.Client, url: str) -> str:
-    try:
+    with asking(url):
         listed = http.get(f"{url}/v1/models")
         if listed.status_code != 200:
             fail(sse.error_text(listed))
-        models = listed.json()["data"]
-    except httpx.HTTPError as error:
-        fail(f"{url}: {error or type(error).__name__}")
-    if not models:
-        fail("the fleet serves no model yet")
-    return str(models[0]["id"])
+        models = json_of(listed)["data"]
+        if not models:
+            fail("the fleet serves no model yet")
+        return str(models[0]["id"])
 
 
 def _ask() -> str | None:
@@ -105,10 +104,14 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     usage: dict[str, Any] = {}
     out.print(printable(body["model"]), style="bold green", markup=False, end=" ")
     try:
-        with http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        with (
+            shaped_as_an_ingress_says(url),
+            http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+        ):
             if response.status_code != 200:
                 _trouble(sse.error_text(response))
                 return None
+            event: dict[str, Any] | None = None
             for event in sse.events(response):
                 if "error" in event:
                     err.print()
@@ -121,9 +124,11 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
                         first = first or time.monotonic()
                         text += piece
                         out.print(piece, end="", markup=False)
-    except httpx.HTTPError as error:
+            if event is None:
+                raise Unreadable(f"{url}: no answer came: is an ingress there?")
+    except (httpx.HTTPError, Unreadable) as error:
         err.print()
-        _trouble(f"{url}: {error or type(error).__name__}")
+        _trouble(str(error) if isinstance(error, Unreadable) else f"{url}: {error or type(error).__name__}")
         return None
     except KeyboardInterrupt:
         err.print("\n[dim]stopped[/dim]")

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvproto.messages import Tier
 from services.cli import sse
+from services.cli.answers import asking, json_of
 from services.cli.console import Terminal, fail, out, printable
 from services.cli.generate import DEFAULT_URL, Key, Url, headers
 
@@ -33,19 +34,17 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of tables")] = False,
 ) -> None:
     """Why a request was placed where it was: who was considered, at what cost, and what really happened."""
-    try:
+    with asking(url):
         with httpx.Client(timeout=10.0, trust_env=False, headers=headers(api_key)) as http:
             answer = http.get(f"{url}/v1/placements/{quote(request, safe='')}")
-    except httpx.HTTPError as error:
-        fail(f"{url}: {error or type(error).__name__}")
-    if answer.status_code != 200:
-        fail(sse.error_text(answer))
-    found = answer.json()
-    if as_json:
-        typer.echo(json.dumps(found))
-        return
-    for attempt in found["attempts"]:
-        _show(found["request_id"], attempt)
+        if answer.status_code != 200:
+            fail(sse.error_text(answer))
+        found = json_of(answer)
+        if as_json:
+            typer.echo(json.dumps(found))
+            return
+        for attempt in found["attempts"]:
+            _show(found["request_id"], attempt)
 
 
 def _show(request: str, attempt: dict[str, Any]) -> None:

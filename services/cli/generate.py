@@ -9,6 +9,7 @@ import httpx
 import typer
 
 from services.cli import sse
+from services.cli.answers import Unreadable, asking
 from services.cli.console import err, fail, out
 
 
@@ -100,34 +101,36 @@ def generate(
     scored: list[dict[str, Any]] = []
     began = time.monotonic()
     first: float | None = None
-    try:
-        with (
-            httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False) as http,
-            http.stream("POST", f"{url}/generate", json=body, headers=headers(api_key)) as response,
-        ):
-            if response.status_code != 200:
-                fail(sse.error_text(response))
-            cached, request = 0, ""
-            for event in sse.events(response):
-                if event["type"] == "start":
-                    cached = event["cached_tokens"]
-                    seq_id, request = event["seq_id"], event["request_id"]
-                elif event["type"] == "token":
-                    first = first or time.monotonic()
-                    out.print(event["token"], end="", markup=False)
-                    scored += [event] if "logprob" in event else []
-                elif event["type"] == "error":
-                    fail(f"{event['code']}: {event['error']}")
-                else:
-                    out.print()
-                    for one in scored:
-                        err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
-                    ttft = 1000 * ((first or time.monotonic()) - began)
-                    err.print(
-                        f"seq_id {seq_id} · {event['tokens_generated']} tokens · {cached} cached · "
-                        f"TTFT {ttft:.0f} ms · {event['finish_reason']} · request {request}",
-                        style="dim",
-                        markup=False,
-                    )
-    except httpx.HTTPError as error:
-        fail(f"{url}: {error or type(error).__name__}")
+    ended: dict[str, Any] | None = None
+    with (
+        asking(url),
+        httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False) as http,
+        http.stream("POST", f"{url}/generate", json=body, headers=headers(api_key)) as response,
+    ):
+        if response.status_code != 200:
+            fail(sse.error_text(response))
+        cached, request = 0, ""
+        for event in sse.events(response):
+            if event["type"] == "start":
+                cached = event["cached_tokens"]
+                seq_id, request = event["seq_id"], event["request_id"]
+            elif event["type"] == "token":
+                first = first or time.monotonic()
+                out.print(event["token"], end="", markup=False)
+                scored += [event] if "logprob" in event else []
+            elif event["type"] == "error":
+                fail(f"{event['code']}: {event['error']}")
+            else:
+                ended = event
+        if ended is None:
+            raise Unreadable(f"{url}: the answer has no end: is an ingress there?")
+        out.print()
+        for one in scored:
+            err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
+        ttft = 1000 * ((first or time.monotonic()) - began)
+        err.print(
+            f"seq_id {seq_id} · {ended['tokens_generated']} tokens · {cached} cached · "
+            f"TTFT {ttft:.0f} ms · {ended['finish_reason']} · request {request}",
+            style="dim",
+            markup=False,
+        )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -15,7 +14,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from services.cli.console import out
+from kvservice import launch
+from kvservice.byte_size import parse_bytes
+from services.cli.console import fail, out
 from services.cli.up import Device, DType
 
 
@@ -26,13 +27,25 @@ class KvDType(StrEnum):
     int8 = "int8"
 
 
+def known_size(param: typer.CallbackParam, text: str | None) -> str | None:
+    """As an option's callback: one line that names it."""
+    if text is not None:
+        try:
+            parse_bytes(text)
+        except ValueError as error:
+            fail(f"--{(param.name or '').replace('_', '-')}: {error}", 2)
+    return text
+
+
 def kv_size(
     model: Annotated[str, typer.Argument(help="demo, a model folder or a hub id; only its config.json is read")],
     block_size: Annotated[int, typer.Option(min=1, max=256, help="tokens in a block")] = 16,
     kv_dtype: Annotated[list[KvDType] | None, typer.Option(help="only this one; may be repeated")] = None,
     dtype: Annotated[DType, typer.Option(help="what `auto` is")] = DType.auto,
     device: Annotated[Device, typer.Option(help="whose free memory counts")] = Device.auto,
-    memory: Annotated[str | None, typer.Option(help="such as 8GiB; default: what a worker would take here")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="such as 8GiB; default: what a worker would take here", callback=known_size)
+    ] = None,
     kv_memory_fraction: Annotated[float, typer.Option(min=0.01, max=0.95, help="share of the free memory")] = 0.3,
     workers_on_host: Annotated[int, typer.Option(min=1, help="how many workers share it")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
@@ -42,7 +55,7 @@ def kv_size(
     flags += [f"--kv-memory-fraction={kv_memory_fraction}", f"--workers-on-host={workers_on_host}"]
     flags += [f"--kv-dtype={one.value}" for one in kv_dtype or []]
     flags += [] if memory is None else [f"--memory={memory}"]
-    command = [sys.executable, "-m", "services.worker.kv_size_report", *flags, "--", model]
+    command = launch.command("services.worker.kv_size_report", *flags, "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)

@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
 from rich.table import Table
 
+from kvservice import launch
+from kvservice.byte_size import parse_bytes
 from services.cli import planning
-from services.cli.console import err, fail, out
+from services.cli.console import err, fail, out, printable
 from services.cli.generate import Key, headers, known_url
-from services.cli.kv_size import KvDType, readable
-from services.cli.plan_rates import HOW, Measured, NoRates, of_file, of_fleet
+from services.cli.kv_size import KvDType, known_size, readable
+from services.cli.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
 from services.cli.up import Device, DType
-
-GIB = 2**30
 
 
 def plan(
@@ -42,7 +41,9 @@ def plan(
     ] = None,
     dtype: Annotated[DType, typer.Option(help="of the model")] = DType.auto,
     kv_dtype: Annotated[KvDType, typer.Option(help="of keys and values")] = KvDType.auto,
-    worker_memory: Annotated[str | None, typer.Option(help="of a worker for keys and values, such as 24GiB")] = None,
+    worker_memory: Annotated[
+        str | None, typer.Option(help="of a worker for keys and values, such as 24GiB", callback=known_size)
+    ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="sequences of a worker; default: measured, or 256")] = None,
     prefill_tokens_per_s: Annotated[float | None, typer.Option(min=1e-9, help="of one worker")] = None,
     decode_ms: Annotated[float | None, typer.Option(min=1e-6, help="a decode step")] = None,
@@ -56,7 +57,7 @@ def plan(
     api_key: Key = None,
     model_name: Annotated[str | None, typer.Option(help="as that fleet serves it, if it serves several")] = None,
     vault_minutes: Annotated[float, typer.Option(min=0, help="for so long vaults keep what was computed")] = 30.0,
-    vault_memory: Annotated[str, typer.Option(help="of one vault for blocks")] = "64GiB",
+    vault_memory: Annotated[str, typer.Option(help="of one vault for blocks", callback=known_size)] = "64GiB",
     price_per_worker_hour: Annotated[float | None, typer.Option(min=0)] = None,
     price_per_vault_hour: Annotated[float, typer.Option(min=0)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
@@ -69,7 +70,15 @@ def plan(
     prefill, decode_s = prefill_tokens_per_s or measured.prefill_tokens_per_s, measured.decode_s
     decode_s = decode_ms / 1e3 if decode_ms is not None else decode_s
     if prefill is None or decode_s is None:
-        fail(f"how fast a worker is with {model} is not known: {HOW}")
+        missing = " and ".join(n for n, v in (("prefill", prefill), ("decoding", decode_s)) if v is None)
+        why = (
+            f"{measured.source}: {missing} is not measured yet"
+            if measured.source
+            else f"how fast a worker is with {model} is not known"
+        )
+        load = f"--requests-per-second {requests_per_second:g} --ttft {ttft:g}"
+        load += f" --input-tokens {input_tokens:g} --output-tokens {output_tokens:g}"
+        _measure_first(why, how_to_measure(model, load, input_tokens, output_tokens, from_fleet))
     sizes = _kv_size(model, dtype, kv_dtype, worker_memory or "1GiB")
     token_bytes = sizes["sizes"][0]["bytes_per_token"]
     kv_tokens = measured.kv_tokens
@@ -85,9 +94,10 @@ def plan(
     try:
         fleet, lacking = planning.plan(demand, worker, None if itl_ms is None else itl_ms / 1e3)
     except ValueError as error:
-        fail(str(error))
+        source = f"measured: {measured.source}; beside other work it is less" if measured.source else "as given"
+        fail(f"{error}, at {prefill:,.0f} prompt tokens/s and {decode_s * 1e3:,.1f} ms a decode step ({source})")
     vault_bytes = vault_minutes * 60 * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
-    vaults = math.ceil(vault_bytes / _bytes(vault_memory)) if vault_bytes else 0
+    vaults = math.ceil(vault_bytes / parse_bytes(vault_memory)) if vault_bytes else 0
     found = {
         "model": model,
         "workers": fleet.workers,
@@ -122,6 +132,14 @@ def plan(
     _show(found, vault_minutes)
 
 
+def _measure_first(why: str, how: list[str]) -> NoReturn:
+    err.print(f"kvfleet: {printable(why)}: measure it:", markup=False)
+    for line in how:
+        err.print(f"  {line}", markup=False)
+    err.print("or say --prefill-tokens-per-s and --decode-ms", markup=False)
+    raise typer.Exit(1)
+
+
 def _measured(path: Path | None, url: str | None, model: str | None, api_key: str | None) -> Measured:
     if path is not None and url is not None:
         raise NoRates("--rates and --from-fleet: one of them")
@@ -132,24 +150,12 @@ def _measured(path: Path | None, url: str | None, model: str | None, api_key: st
 
 def _kv_size(model: str, dtype: DType, kv_dtype: KvDType, memory: str) -> dict[str, Any]:
     flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype.value}", f"--device={Device.cpu.value}"]
-    command = [sys.executable, "-m", "services.worker.kv_size_report", *flags, f"--memory={memory}", "--", model]
+    command = launch.command("services.worker.kv_size_report", *flags, f"--memory={memory}", "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-def _bytes(text: str) -> float:
-    number = text.strip().lower().removesuffix("ib").removesuffix("b")
-    unit = {"k": 2**10, "m": 2**20, "g": GIB, "t": 2**40}.get(number[-1:], 1)
-    try:
-        value = float(number.rstrip("kmgt")) * unit
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        fail(f"--vault-memory: {text!r} is not a size such as 64GiB", 2)
-    return value
 
 
 def _cost(workers: int, vaults: int, worker: float | None, vault: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +12,29 @@ from typing import Any
 import httpx
 
 from services.cli import sse
+from services.cli.answers import Unreadable, json_of, shaped_as_an_ingress_says
 
 
 class NoRates(Exception):
-    """Says what is missing, and how to come by it."""
+    """Says what is missing."""
 
 
-HOW = (
-    "measure it: send some prompts of the usual length to one worker (kvfleet up --workers 1 --model MODEL), then "
-    "kvfleet plan ... --from-fleet URL; or say --prefill-tokens-per-s and --decode-ms"
-)
+def how_to_measure(model: str, load: str, input_tokens: float, output_tokens: float, url: str | None) -> list[str]:
+    """Lines to type. `load`: options of the plan that was asked for."""
+    told = shlex.quote(model)
+    fleet = [] if url is not None else [f"kvfleet up --model {told} --workers 1"]
+    where = url or "http://127.0.0.1:8080"
+    prompt = f"\"$(yes a | head -n {input_tokens:.0f} | tr '\\n' ' ')\""
+    return [
+        *fleet,
+        f"kvfleet generate {prompt} --max-tokens {output_tokens:.0f} --url {where}",
+        f"kvfleet plan {told} {load} --from-fleet {where}",
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one worker. A decode step is that of the sequences that ran then."""
+    """Of one worker; None: not yet. A decode step is that of the sequences that ran then."""
 
     prefill_tokens_per_s: float | None = None
     decode_s: float | None = None
@@ -44,7 +53,11 @@ def of_fleet(url: str, model: str | None, headers: Mapping[str, str]) -> Measure
         raise NoRates(f"{url}: {error or type(error).__name__}") from None
     if answer.status_code != 200:
         raise NoRates(f"{url}: {sse.error_text(answer)}")
-    return read(answer.json(), f"{url}/workers", model)
+    try:
+        with shaped_as_an_ingress_says(url):
+            return read(json_of(answer), f"{url}/workers", model)
+    except Unreadable as error:
+        raise NoRates(str(error)) from None
 
 
 def of_file(path: Path, model: str | None) -> Measured:
@@ -79,8 +92,6 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
         raise NoRates(f"{source} has workers of {', '.join(sorted(names))}: say --model-name")
     prefill = _mean(one["rates"].get("prefill_tokens_per_s") for one in workers)
     steps = _mean(one["rates"].get("decode_steps_per_s") for one in workers)
-    if prefill is None or steps is None:
-        raise NoRates(f"no worker of {source} has measured {'prefill' if prefill is None else 'decoding'} yet: {HOW}")
     blocks = _mean(one.get("blocks") for one in workers)
     size = _mean(one.get("block_size") for one in workers)
     slots = _mean(one.get("slots") for one in workers)
@@ -88,7 +99,7 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
     hit = sum(one.get("load", {}).get("hit_tokens_total", 0) for one in workers)
     return Measured(
         prefill,
-        1 / steps,
+        1 / steps if steps else None,
         blocks * size if blocks and size else None,
         int(slots) if slots else None,
         hit / prompt if prompt else None,
@@ -97,11 +108,8 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
 
 
 def _one(said: Mapping[str, Any], source: str) -> Measured:
-    prefill, steps = _mean([said["prefill_tokens_per_s"]]), _mean([said.get("decode_steps_per_s")])
-    if prefill is None or steps is None:
-        missing = "prefill_tokens_per_s" if prefill is None else "decode_steps_per_s"
-        raise NoRates(f"{source} has no {missing} above 0: {HOW}")
-    return Measured(prefill, 1 / steps, source=source)
+    steps = _mean([said.get("decode_steps_per_s")])
+    return Measured(_mean([said["prefill_tokens_per_s"]]), 1 / steps if steps else None, source=source)
 
 
 def _mean(values: Iterable[Any]) -> float | None:

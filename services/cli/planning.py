@@ -177,9 +177,11 @@ def plan(demand: Demand, worker: Worker, itl_s: float | None = None) -> tuple[Fl
     sizes = lognormal(alone, demand.input_cv)
     within = sum(size <= demand.ttft_s for size in sizes) / len(sizes)
     if within < demand.share:
+        least_s = sizes[math.ceil(demand.share * len(sizes)) - 1]
         raise ValueError(
             f"on an idle worker {within:.1%} of prompts have a first token within {demand.ttft_s:g} s, "
-            f"{demand.share:.0%} are asked for: no number of workers makes one prompt quicker"
+            f"{demand.share:.0%} are asked for: no number of workers makes one prompt quicker; that takes "
+            f"{least_s:,.3g} s"
         )
     if itl_s is not None and itl_s < worker.decode_s:
         raise ValueError(f"a step takes {worker.decode_s * 1e3:.1f} ms with one sequence alone")

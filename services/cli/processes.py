@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 MOST_RESTARTS = 3
@@ -28,14 +29,24 @@ class FleetEnded(Exception):
     """The fleet cannot go on; says why."""
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that is needed here."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
 @dataclass(slots=True)
 class Child:
     """One process and how to start it again. `given_up` once it ended too often."""
 
     name: str
-    command: Sequence[str]
-    env: Mapping[str, str]
-    process: subprocess.Popen[bytes]
+    start: Callable[[], Process]
+    process: Process
     given_up: bool = False
     restarts: list[float] = field(default_factory=list)
 
@@ -46,7 +57,7 @@ class Child:
             self.given_up = True
             return False
         self.restarts.append(now)
-        self.process = _popen(self.command, self.env)
+        self.process = self.start()
         return True
 
     @property
@@ -74,17 +85,24 @@ def _die_with_parent() -> Callable[[], None] | None:
     return preexec
 
 
-def spawn(name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+def spawn(
+    name: str, command: Sequence[str], env: Mapping[str, str] | None = None, sockets: Sequence[int] = ()
+) -> Child:
     """Start a process in a session of its own (Ctrl-C reaches only the parent); its stdout goes to our stderr."""
-    return Child(name, command, env or {}, _popen(command, env or {}))
+    return child(name, lambda: popen(command, env or {}, sockets))
 
 
-def _popen(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def child(name: str, start: Callable[[], Process]) -> Child:
+    return Child(name, start, start())
+
+
+def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
         env={**os.environ, **env},
+        pass_fds=sockets,
         start_new_session=True,
         preexec_fn=_die_with_parent(),
     )

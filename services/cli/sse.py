@@ -13,13 +13,21 @@ from services.cli.console import printable
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Each `data:` line's JSON object; comments are skipped, `[DONE]` ends."""
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
+    for line in _lines(response):
+        if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             return
         yield json.loads(data)
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Whole lines. `iter_lines` would also break them at U+2028 and its like, which a token's text may hold."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
 
 
 def error_text(response: httpx.Response) -> str:

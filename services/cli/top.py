@@ -11,6 +11,7 @@ import typer
 from rich.live import Live
 
 from services.cli import sse
+from services.cli.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
 from services.cli.console import Terminal, fail, out
 from services.cli.generate import DEFAULT_URL, Key, Url, headers
 from services.cli.keyboard import Keyboard, Pressed
@@ -33,6 +34,9 @@ class Refused(Exception):
         self.status = status
 
 
+TROUBLES = (httpx.HTTPError, Refused, Unreadable)
+
+
 def top(
     url: Url = DEFAULT_URL,
     api_key: Key = None,
@@ -45,7 +49,7 @@ def top(
         fleet = Fleet(http, url)
         try:
             first = fleet.look()
-        except (httpx.HTTPError, Refused) as error:
+        except TROUBLES as error:
             fail(_told(url, error))
         try:
             if out.is_terminal and not out.is_dumb_terminal and not (once or as_json):
@@ -55,12 +59,13 @@ def top(
             second = fleet.look()
         except KeyboardInterrupt:
             return  # as q: whoever looks on has seen enough
-        except (httpx.HTTPError, Refused) as error:
+        except TROUBLES as error:
             fail(_told(url, error))
         if as_json:
             typer.echo(json.dumps(second.as_map()))
         else:
-            plain.print(page(second, ONCE_LINES))
+            with asking(url):
+                plain.print(page(second, ONCE_LINES))
 
 
 class Fleet:
@@ -73,7 +78,11 @@ class Fleet:
         self._may_see_all = True
 
     def look(self) -> Snapshot:
-        """Raises Refused, or httpx's errors where nothing answers."""
+        """Raises Refused, Unreadable, or httpx's errors where nothing answers."""
+        with shaped_as_an_ingress_says(self.url):
+            return self._look()
+
+    def _look(self) -> Snapshot:
         stats = workers = health = placements = None
         notes: list[str] = []
         if self._may_see_all:
@@ -110,15 +119,12 @@ class Fleet:
     def _get(self, path: str) -> Any:
         answer = self._http.get(path)
         if answer.status_code == 200 or (path == "/health" and answer.status_code == 503):
-            try:
-                return answer.json()
-            except ValueError:
-                raise Refused(answer.status_code, f"{self.url}{path} answers no JSON: is an ingress there?") from None
+            return json_of(answer)
         raise Refused(answer.status_code, sse.error_text(answer))
 
 
 def _told(url: str, error: Exception) -> str:
-    if isinstance(error, Refused):
+    if isinstance(error, Refused | Unreadable):
         return str(error)
     return f"{url}: {error or type(error).__name__}"
 
@@ -130,7 +136,8 @@ def _watch(fleet: Fleet, snapshot: Snapshot, interval: float) -> None:
         while True:
             next_look = time.monotonic() + interval
             while True:
-                live.update(screen(snapshot, trouble, wide.width, wide.height), refresh=True)
+                with asking(fleet.url):
+                    live.update(screen(snapshot, trouble, wide.width, wide.height), refresh=True)
                 match keyboard.wait(next_look - time.monotonic()):
                     case Pressed.END:
                         return
@@ -140,6 +147,6 @@ def _watch(fleet: Fleet, snapshot: Snapshot, interval: float) -> None:
                         continue
             try:
                 snapshot, trouble, since = fleet.look(), "", ""
-            except (httpx.HTTPError, Refused) as error:
+            except TROUBLES as error:
                 since = since or time.strftime("%H:%M:%S")
                 trouble = f"since {since}: {_told(fleet.url, error)}; trying again"

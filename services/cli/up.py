@@ -8,16 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,15 +23,19 @@ import typer
 from rich.status import Status
 
 from kvproto.errors import KvfleetError
+from kvservice import launch
 from services.cli import embedded_nats
 from services.cli.autoscaler import LocalAutoscaler, read_limits
 from services.cli.console import err, fail
+from services.cli.fleet import Fleet
+from services.cli.fleet_state import fleet_key, folders
+from services.cli.forks import Forks
+from services.cli.forks import available as can_fork
 from services.cli.init import create_buckets
 from services.cli.metrics_targets import MetricsTargets
-from services.cli.ports import PortTaken, claim
-from services.cli.processes import Child, FleetEnded, StartFailed, spawn, stop
+from services.cli.ports import PortTaken, claim, listen
+from services.cli.processes import Child, FleetEnded, StartFailed, child, spawn
 
-STOP_WITHIN_S = 9.0
 DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
 
@@ -60,67 +60,6 @@ class Device(StrEnum):
 class Runner(StrEnum):
     torch = "torch"
     fake = "fake"
-
-
-@dataclass
-class Fleet:
-    """The processes of one embedded fleet. Owned by `up`."""
-
-    nats: list[Child] = field(default_factory=list)
-    vaults: list[Child] = field(default_factory=list)
-    placements: list[Child] = field(default_factory=list)
-    workers: list[Child] = field(default_factory=list)
-    ingresses: list[Child] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[Child]:
-        yield from (*self.nats, *self.vaults, *self.placements, *self.workers, *self.ingresses)
-
-    def watch(
-        self,
-        stopping: threading.Event,
-        autoscaler: LocalAutoscaler | None = None,
-        forget: Callable[[Child], None] = lambda worker: None,
-    ) -> None:
-        """Until asked to stop. A process that ends is started again; one that keeps ending is given up, and so is a
-        worker that was to drain, however it ended. `forget` is told of workers that were drained, or are replaced.
-
-        Raises FleetEnded when NATS or the ingress is given up, or the last worker. Without vaults or placement a fleet
-        is only slower.
-        """
-        while not stopping.wait(0.2):
-            for child in self:
-                if child.running or child.given_up:
-                    continue
-                code = child.process.returncode
-                told = autoscaler is not None and autoscaler.drains(child)
-                if child in self.workers and (code == 0 or told):  # it ends with 0 when it was drained
-                    child.given_up = True
-                    how = f"ended with code {code} while it drained" if code else "was drained"
-                    err.print(f"kvfleet: {child.name} {how}", markup=False)
-                    forget(child)
-                elif child.start_again(time.monotonic()):
-                    err.print(f"kvfleet: {child.name} ended with code {code}; starting it again", markup=False)
-                elif child in self.nats or child in self.ingresses:
-                    raise FleetEnded(f"{child.name} ended again and again, last with code {code}")
-                else:
-                    err.print(f"kvfleet: {child.name} ended again and again, given up", markup=False)
-                    if autoscaler is not None and child in self.workers:
-                        forget(child)
-            if autoscaler is not None:
-                autoscaler.tend(self.workers)
-            if all(worker.given_up for worker in self.workers):
-                raise FleetEnded("no worker is left")
-
-    def stop(self) -> None:
-        stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
-
-    def end(self, autoscaler: LocalAutoscaler | None) -> None:
-        """Stop, with whoever scales it: that one is not waited for before the processes are gone."""
-        if autoscaler is not None:
-            autoscaler.stop()
-        self.stop()
-        if autoscaler is not None:
-            autoscaler.join()
 
 
 def up(
@@ -166,25 +105,32 @@ def up(
     limits = read_limits(autoscale)
     if limits is not None and not placements:
         fail("--autoscale needs a placement: it says how many workers there should be", 2)
-    port = _claim_port(host, port)
+    try:
+        listener = listen(host, port)
+    except PortTaken as error:
+        fail(str(error))
+    port = listener.getsockname()[1]
     targets = MetricsTargets(metrics_port_base, lambda wanted: claim("127.0.0.1", wanted))
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
 
-    with _state(state_dir) as state:
-        fleet = Fleet()
+    with folders(state_dir) as (own_folder, state):
+        forks = _forks(own_folder) if runner is Runner.torch and can_fork else None
+        fleet = Fleet(listener, forks)
         autoscaler: LocalAutoscaler | None = None
         try:
+            if forks is not None:
+                forks.prepare()
             url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
-            common.append(f"--parent-pid={os.getpid()}")
             common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
-            key = login | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or _fleet_key(state)}
+            every = login | {"TMPDIR": str(own_folder)}  # of a process that was killed nothing stays behind
+            key = every | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or fleet_key(state)}
             room = [f"--max-bytes={vault_max_bytes}"] if vault_max_bytes else [f"--vaults-on-host={vaults}"]
             for i in range(vaults):
                 own = [*room, *targets.flags("vault", f"v{i}")]
-                fleet.vaults.append(_service("vault", f"v{i}", [*common, *own], login))
+                fleet.vaults.append(_service("vault", f"v{i}", [*common, *own], every))
             served = names or [_name(one) for one in models]
             deciding = [*common, f"--policy={policy}", f"--models={','.join(served)}"]
             if limits is not None:
@@ -205,13 +151,14 @@ def up(
                 own = [f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                return _service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i))
+                return _worker(forks, f"w{i}", [*common, *flags, *own], key | _own_gpu(i))
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
-            front = [*common, f"--host={host}", f"--port={port}", f"--drain-s={DRAIN_S}"]
+            front = [*common, f"--host={host}", f"--port={port}", f"--listen-fd={listener.fileno()}"]
+            front.append(f"--drain-s={DRAIN_S}")
             front += [f"--api-keys-file={api_keys_file}"] if api_keys_file else []
             front += targets.flags("ingress", "i0", f"[{host}]" if ":" in host else host)
-            fleet.ingresses.append(_service("ingress", "i0", front, key))
+            fleet.ingresses.append(_service("ingress", "i0", front, key, [listener.fileno()]))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, vaults, stopping):
                 if (listed := targets.write(state)) is not None:
@@ -250,59 +197,6 @@ def _name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def _claim_port(host: str, port: int) -> int:
-    """Fail early and clearly if the port is taken; choose a free one for 0."""
-    try:
-        return claim(host, port)
-    except PortTaken as error:
-        fail(str(error))
-
-
-@contextmanager
-def _state(state_dir: Path | None) -> Iterator[Path]:
-    """A folder for the fleet's files: the user's, which stays, or a temporary one, which goes."""
-    if state_dir is not None:
-        try:
-            state_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"cannot use --state-dir {state_dir}: {error.strerror}")
-        yield state_dir.resolve()
-        return
-    _sweep_temporary()
-    temporary = Path(tempfile.mkdtemp(prefix=f"kvfleet-{os.getpid()}-"))
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sweep_temporary() -> None:
-    """Folders of fleets that were killed outright."""
-    for folder in Path(tempfile.gettempdir()).glob("kvfleet-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _fleet_key(state: Path) -> str:
-    """The secret of the tenants' cache salts and request ids, kept with the state so that it outlives a restart."""
-    path = state / "fleet.key"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(32))
-    return path.read_text().strip()
-
-
 def _start_nats(
     fleet: Fleet, state: Path, nats_url: str | None, namespace: str, user: str | None, password: str | None
 ) -> tuple[str, dict[str, str], dict[str, str]]:
@@ -323,8 +217,21 @@ def _start_nats(
     return nats_url, login, system
 
 
-def _service(service: str, member: str, flags: list[str], env: dict[str, str]) -> Child:
-    return spawn(member, [sys.executable, "-m", f"services.{service}.main", f"--id={member}", *flags], env)
+def _service(service: str, member: str, flags: list[str], env: dict[str, str], sockets: Sequence[int] = ()) -> Child:
+    own = (f"--id={member}", f"--parent-pid={os.getpid()}")
+    return spawn(member, launch.command(f"services.{service}.main", *own, *flags), env, sockets)
+
+
+def _worker(forks: Forks | None, member: str, flags: list[str], env: dict[str, str]) -> Child:
+    if forks is None:
+        return _service("worker", member, flags, env)
+    return child(member, lambda: forks.start([f"--id={member}", *flags], env))
+
+
+def _forks(own_folder: Path) -> Forks:
+    """Workers of torch: what they import is imported once."""
+    one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
+    return Forks(lambda fd: launch.command("services.worker.forked", str(fd)), one_thread | {"TMPDIR": str(own_folder)})
 
 
 def _own_gpu(index: int) -> dict[str, str]:

@@ -1,14 +1,16 @@
 """Routes and nothing else: path -> handler, error -> answer, every request counted, and audited.
 
-A Starlette router without its middleware: errors are answered here once, and a stream's sends reach the server
-unwrapped.
+A Starlette router without its middleware (but CORS, for who asks for it): errors are answered here once, and a stream's
+sends reach the server unwrapped. Paths are matched as they were sent, percent-encoded: a session's name with a slash in
+it is one segment.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,11 +22,15 @@ from services.ingress.fleet_routes import no_such_method, no_such_route
 from services.ingress.http_exchange import Exchange
 from services.ingress.ingress import Ingress
 from services.ingress.metrics import IngressMetrics
+from services.ingress.web_guard import WebGuard
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 CLIENT_LEFT = 499
+FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/openapi.json")  # hold nothing: any host, any site
+EXPOSED = ["x-request-id", "x-trace-id", "retry-after", "x-should-retry"]
+EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 
 
 def create_app(ingress: Ingress) -> ASGIApp:
@@ -32,12 +38,13 @@ def create_app(ingress: Ingress) -> ASGIApp:
     flow, routes = ingress.flow, ingress.routes
     metrics, audit = ingress.metrics, ingress.audit
     dashboard = Dashboard()
-    wrong_method = Endpoint(no_such_method, "other", metrics, audit)
+    wrong_method = Endpoint(no_such_method, "other", metrics, audit, None)
 
     def route(method: str, path: str, handler: Handler, name: str) -> BaseRoute:
-        return _Route(path, Endpoint(handler, name, metrics, audit), method, wrong_method)
+        guard = None if path in FOR_ALL else ingress.guard
+        return _Route(path, Endpoint(handler, name, metrics, audit, guard), method, wrong_method)
 
-    return Router(
+    return _AsSent(
         [
             route("POST", "/v1/chat/completions", flow.chat_completions, "chat_completions"),
             route("POST", "/v1/completions", flow.completions, "completions"),
@@ -46,10 +53,10 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("GET", "/v1/models/{model:path}", routes.model, "models"),
             route("GET", "/stats", routes.stats, "stats"),
             route("GET", "/workers", routes.workers, "workers"),
-            route("GET", "/kv/route/{seq_id:path}", routes.kv_route, "kv_route"),
-            route("GET", "/sessions/{seq_id:path}/kv", routes.session_kv, "session_kv"),
-            route("GET", "/sessions/{seq_id:path}", routes.session, "session_get"),
-            route("DELETE", "/sessions/{seq_id:path}", routes.delete_session, "session_delete"),
+            route("GET", "/kv/route/{seq_id}", routes.kv_route, "kv_route"),
+            route("GET", "/sessions/{seq_id}/kv", routes.session_kv, "session_kv"),
+            route("GET", "/sessions/{seq_id}", routes.session, "session_get"),
+            route("DELETE", "/sessions/{seq_id}", routes.delete_session, "session_delete"),
             route("GET", "/v1/placements", routes.newest_placements, "newest_placements"),
             route("GET", "/v1/placements/{id:path}", routes.placements, "placements"),
             route("GET", "/livez", routes.livez, "health"),
@@ -61,23 +68,48 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("GET", "/dashboard/{file}", dashboard.file, "dashboard"),
         ],
         redirect_slashes=False,
-        default=Endpoint(no_such_route, "other", metrics, audit),
+        default=Endpoint(no_such_route, "other", metrics, audit, None),
     )
+
+
+def for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The same, which tells browsers that pages of these origins may ask and read."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED,
+    )
+
+
+class _AsSent(Router):
+    """Matches paths as they were sent: what is a slash in a name, and what ends it, is seen there alone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__({**scope, "path": scope["raw_path"].decode("latin-1")}, receive, send)
 
 
 class Endpoint:
     """One handler as an ASGI application: the top of its task, where errors become answers."""
 
-    def __init__(self, handler: Handler, route: str, metrics: IngressMetrics, audit: Audit) -> None:
+    def __init__(
+        self, handler: Handler, route: str, metrics: IngressMetrics, audit: Audit, guard: WebGuard | None
+    ) -> None:
         self._handler = handler
         self._route = route
         self._metrics = metrics
         self._audit = audit
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, new_request_id())
         failure: KvfleetError | None = None
         try:
+            if self._guard is not None:
+                self._guard.check(exchange)
             await self._handler(exchange)
         except KvfleetError as error:
             failure = error

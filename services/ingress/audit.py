@@ -5,7 +5,8 @@
     access          a session or a placement was read, a session deleted; and whatever a key was not allowed to do. Of
                     the newest placements, which pages ask for every second, the first time in each minute, and the
                     first that was refused, and that failed: no refusal hides that somebody read
-    auth.refused    nobody known: why, and from where
+    auth.refused    nobody known: why, and from where; the first 10 of an address in each minute, and 100 of all
+    auth.left_out   so many refusals of the minutes before have no line
     reload          files were taken up, or not
     dropped         so many lines were lost before this one
 
@@ -15,6 +16,7 @@ What a caller wrote is named only where the fleet knows it: a model that is serv
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,8 @@ from services.ingress.http_exchange import Exchange
 from services.ingress.metrics import GENERATING
 
 POLLED = "newest_placements"
+REFUSED_PER_ADDRESS = 10
+REFUSED_PER_MINUTE = 100
 ACCESS = ("session_get", "session_kv", "session_delete", "placements")
 
 
@@ -36,10 +40,10 @@ class Audit:
     def __init__(self, write: Callable[[bytes], None] | None, unix_s: Callable[[], float]) -> None:
         self._write = write
         self._unix_s = unix_s
-        self._minute = 0
-        self._polled: set[tuple[str, str, str | None, int]] = (
-            set()
-        )  # in this minute: who, from where, what status class
+        self._minute = 0  # what follows is of this one
+        self._polled: set[tuple[str, str, str | None, int]] = set()  # who, from where, what status class
+        self._refused: Counter[str | None] = Counter()  # that have a line, by address
+        self._left_out = 0
 
     @property
     def is_on(self) -> bool:
@@ -54,7 +58,8 @@ class Audit:
         if not self.is_on:
             return
         if isinstance(error, AuthenticationFailed) or exchange.caller is None:
-            if error is not None and status in (401, 403, 503):  # of the door: others have a caller
+            if error is not None and status in (401, 403, 503) and self._may_tell_refusal(exchange.source):
+                # of the door: others have a caller
                 self._say("auth.refused", **_whose(exchange, route), status=status, reason=error.message)
             return
         seconds = round(exchange.seconds, 6)
@@ -81,11 +86,28 @@ class Audit:
     def reloaded(self, what: str, why_not: str | None) -> None:
         self._say("reload", what=what, ok=why_not is None, reason=why_not)
 
-    def _is_first_in_minute(self, exchange: Exchange, status: int) -> bool:
+    def _may_tell_refusal(self, source: str | None) -> bool:
+        """Who is nobody here must not fill the log, and with its queue displace what others did."""
+        self._begin_minute()
+        if self._refused.total() < REFUSED_PER_MINUTE and self._refused[source] < REFUSED_PER_ADDRESS:
+            self._refused[source] += 1
+            return True
+        self._left_out += 1
+        return False
+
+    def _begin_minute(self) -> None:
         minute = int(self._unix_s() // 60)
-        if minute != self._minute:
-            self._minute = minute
-            self._polled.clear()
+        if minute == self._minute:
+            return
+        self._minute = minute
+        self._polled.clear()
+        self._refused.clear()
+        if self._left_out:
+            left_out, self._left_out = self._left_out, 0
+            self._say("auth.left_out", count=left_out)
+
+    def _is_first_in_minute(self, exchange: Exchange, status: int) -> bool:
+        self._begin_minute()
         assert exchange.caller is not None
         who = exchange.caller.tenant, exchange.caller.name, exchange.source, status // 100
         before = len(self._polled)
@@ -94,6 +116,7 @@ class Audit:
 
     def _say(self, event: str, **fields: Any) -> None:
         if self._write is not None:
+            self._begin_minute()
             self._write(audit_line(self._unix_s(), event, **fields))
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.ingress.run_memory import DEFAULT_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
@@ -25,12 +27,24 @@ class SessionLimits:
 @dataclass(frozen=True, slots=True)
 class RunLimits:
     """How long what a request brought is kept once it has ended or its clients have left; `replay_s` for requests with
-    an Idempotency-Key. `bytes` bound the memory of such: the oldest give way. `readers` bound who reads one at once."""
+    an Idempotency-Key. `bytes` bound the memory of such: the oldest give way; `running_bytes` that of those that run.
+    `readers` bound who reads one at once."""
 
     grace_s: float = 60.0
     replay_s: float = 600.0
     bytes: int = 64 * 1024 * 1024
     readers: int = 8
+    running_bytes: int = DEFAULT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class WebRules:
+    """`own_hosts`: what this host is called; `allowed_hosts`: other names, None: nobody said; `cors_origins`: whose
+    pages may ask. `*` in either: all."""
+
+    own_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
+    cors_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,7 @@ class IngressConfig:
 
     id: str
     max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0  # a body that has not come by then is refused
     max_concurrent: int = 2048
     default_max_tokens: int = 1024  # of a chat that names no limit; never more than the context leaves
     keepalive_s: float = 5.0
@@ -54,3 +69,4 @@ class IngressConfig:
     default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()
+    web: WebRules = WebRules()

@@ -6,7 +6,7 @@ import math
 
 import orjson
 
-from kvproto.errors import Draining, KvfleetError
+from kvproto.errors import Draining, KvfleetError, RequestTimeout
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -37,7 +37,8 @@ def error_body(error: KvfleetError) -> bytes:
 
 def error_headers(error: KvfleetError) -> Headers:
     """Retry-After in whole seconds where trying again makes sense, and whether it does in the words that OpenAI's
-    clients obey: they would repeat everything from 500 up. A connection to somebody who drains is closed."""
+    clients obey: they would repeat everything from 500 up. A connection to somebody who drains is closed, and one whose
+    request's body is still coming."""
     status = status_of(error)
     if status == 401:
         return [(b"www-authenticate", b"Bearer")]
@@ -47,7 +48,7 @@ def error_headers(error: KvfleetError) -> Headers:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1.0))))
     if again or status >= 500:
         headers.append((b"x-should-retry", b"true" if again else b"false"))
-    if isinstance(error, Draining):
+    if isinstance(error, Draining | RequestTimeout):
         headers.append((b"connection", b"close"))
     return headers
 

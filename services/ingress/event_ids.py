@@ -11,6 +11,9 @@
 A position counts what is with the client and nothing else: how tokens were cut into events or reads does not show in
 it, so any ingress can go on from it that has the same ids of the prompt. One that spells a conversation differently (it
 saw other turns of it) must not: the digest says so. An id without one is not checked.
+
+Streams of the OpenAI routes have ids as `id:` lines only where the request asks for them, `wants_lines`: many clients
+read these routes line by line and take every line for data.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from kvproto.ids import base32
 
 LAST_EVENT_ID = "Last-Event-ID"
 _EVERYTHING = 2**62  # more tokens than any choice has
+ACCEPT_PARAMETER = "event-ids"  # of text/event-stream in an Accept header: 1 asks for `id:` lines
 EVENT_ID = r"^[a-z2-7]{26}(\.[a-z2-7]{8})?:(start|end(\.[0-9])?|[0-9]{1,8}e?(\.[0-9]{1,8}e?){0,127})$"
 _EVENT_ID = re.compile(EVENT_ID.replace("$", r"\Z"))
 
@@ -59,6 +63,15 @@ def read_event_id(text: str) -> tuple[str, Position]:
     return request, Position(tuple(int(part.rstrip("e")) for part in parts), ended, prompt=prompt)
 
 
+def wants_lines(accept: str | None) -> bool:
+    """Whether an Accept header asks for `id:` lines: `text/event-stream; event-ids=1`."""
+    for media in (accept or "").split(","):
+        kind, *parameters = (part.strip().lower() for part in media.split(";"))
+        if kind == "text/event-stream" and f"{ACCEPT_PARAMETER}=1" in parameters:
+            return True
+    return False
+
+
 def prompt_digest(ids: Sequence[int]) -> str:
     """What an event id says of the prompt's ids."""
     return base32(blake2b(pack_ids(ids), digest_size=5).digest())
@@ -81,20 +94,29 @@ def check_choices(at: Position, choices: int) -> None:
 
 
 class EventIds:
-    """Where one reader is, and the `id:` lines of the events it gets. Owned by that reader's writer.
+    """Where one reader is, and the ids of the events it gets. Owned by that reader's writer.
 
-    `counts` and `ended` are changed by whoever writes events; `begun` choices have had their first event.
+    `counts` and `ended` are changed by whoever writes events; `begun` choices have had their first event. With `lines`
+    each event begins with an `id:` line.
     """
 
-    __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "skipped_ends")
+    __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "lines", "skipped_ends")
 
     def __init__(
-        self, request: str, choices: int, at: Position = START, *, announced: bool = True, prompt: str = ""
+        self,
+        request: str,
+        choices: int,
+        at: Position = START,
+        *,
+        announced: bool = True,
+        prompt: str = "",
+        lines: bool = True,
     ) -> None:
         """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`."""
         check_prompt(at, prompt)
         check_choices(at, choices)
-        self._prefix = b"id: %b:" % (f"{request}.{prompt}" if prompt else request).encode()
+        self.lines = lines
+        self._prefix = b"%b:" % (f"{request}.{prompt}" if prompt else request).encode()
         self._ends = 0
         self.skipped_ends = at.end
         if at.end:
@@ -112,22 +134,35 @@ class EventIds:
     def around(self, choice: int) -> tuple[bytes, bytes]:
         """What stands before and after the count in the id of this choice's tokens."""
         if len(self.counts) == 1:
-            return self._prefix, b"\n"
+            return self._prefix, b""
         parts = self._parts()
         before = b"".join(part + b"." for part in parts[:choice])
         after = b"".join(b"." + part for part in parts[choice + 1 :])
-        return self._prefix + before, after + b"\n"
+        return self._prefix + before, after
 
     def here(self) -> bytes:
         """Of an event that brings nothing which counts."""
         if self.skipped_ends:
             return self._end(self.skipped_ends - 1)
-        return self._prefix + (b".".join(self._parts()) or b"start") + b"\n"
+        return self._prefix + (b".".join(self._parts()) or b"start")
 
     def next_end(self) -> bytes:
         """Of the next event that follows the last token."""
         self._ends += 1
         return self._end(self._ends - 1)
+
+    def line(self, event_id: bytes) -> bytes:
+        """What an event of this id begins with."""
+        return b"id: %b\n" % event_id if self.lines else b""
+
+    def comment(self, text: bytes) -> bytes:
+        """A comment between two events.
+
+        openai-python's decoder keeps the last id, and takes a blank line after a comment for an event without data: a
+        stream with ids has none. Readers that split at blank lines, as `vllm bench serve` does, would lose the event
+        that follows such a comment: a stream without ids has one.
+        """
+        return b": %b\n" % text if self.lines else b": %b\n\n" % text
 
     def check_reached(self, totals: list[int]) -> None:
         """Raises InvalidRequest when the reader claims to have more than there is of a finished stream."""
@@ -135,7 +170,7 @@ class EventIds:
             raise past_the_end()
 
     def _end(self, number: int) -> bytes:
-        return self._prefix + (b"end.%d\n" % number if number else b"end\n")
+        return self._prefix + (b"end.%d" % number if number else b"end")
 
     def _parts(self) -> list[bytes]:
         counts = enumerate(self.counts[: self.begun])

@@ -16,12 +16,13 @@ class Form(Protocol):
     @property
     def size(self) -> int: ...
 
-    def writer(self, at: Position) -> EventWriter:
-        """For a reader who is there. Raises InvalidRequest for a position that this answer cannot have."""
+    def writer(self, at: Position, *, id_lines: bool) -> EventWriter:
+        """For a reader who is there; `id_lines`: it asks for `id:` lines. Raises InvalidRequest for a position that
+        this answer cannot have."""
 
 
 class EventWriter(Protocol):
-    """One format of events for one reader: appends ready bytes to `out`, each event with its id.
+    """One format of events for one reader: appends ready bytes to `out`.
 
     `tokens` writes those of a choice from `begin` on. `choice_finished` is called only where there are several.
     `started` leaves out what the reader has; `finished` does not.

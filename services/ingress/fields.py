@@ -7,13 +7,16 @@ read. Every error names the field and the limit; `null` counts as absent, so a s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar, overload
 
 import orjson
 
 from kvproto.errors import InvalidRequest
+
+MAX_DEPTH = 64  # of what a field holds, in lists and objects: less than what orjson reads and what it writes
 
 Body = dict[str, Any]
 Schema = dict[str, Any]
@@ -24,14 +27,32 @@ _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolea
 
 
 def parse_body(data: bytes) -> Body:
-    """A request's JSON object. Raises InvalidRequest for anything else: malformed, invalid UTF-8, too deep."""
+    """A request's JSON object. Raises InvalidRequest for anything else: malformed, invalid UTF-8, too deep, of which it
+    names the field."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"not JSON: {error}", field="body") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"must be a JSON object, got {kind_of(value)}", field="body")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
     return value
+
+
+def _check_depth(body: Body) -> None:
+    for name, value in body.items():
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [inner for outer in level for inner in _inside(outer) if type(inner) in (list, dict)]
+            if not level:
+                break
+        else:
+            raise InvalidRequest(f"at most {MAX_DEPTH} lists and objects in one another", field=name[:80])
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
 def kind_of(value: object) -> str:
@@ -72,6 +93,7 @@ class Field(Generic[T]):
         return value
 
 
+@cache
 def fields_of(table: type) -> dict[str, Field[Any]]:
     """The fields of a table and of those it extends, by name."""
     members = (one for base in reversed(table.__mro__) for one in vars(base).values())
@@ -79,7 +101,7 @@ def fields_of(table: type) -> dict[str, Field[Any]]:
 
 
 def object_schema(table: type) -> Schema:
-    """What a body of a table's fields looks like; unknown fields are ignored."""
+    """What a body of a table's fields looks like; any other field must be absent."""
     known = fields_of(table)
     return {
         "type": "object",
@@ -88,6 +110,7 @@ def object_schema(table: type) -> Schema:
             name: one.schema if one.required else {"anyOf": [one.schema, {"type": "null"}]}
             for name, one in sorted(known.items())
         },
+        "additionalProperties": {"type": "null"},
     }
 
 
@@ -154,9 +177,19 @@ def unserved(name: str, *defaults: Any) -> Unserved:
     return Unserved(name, {"enum": list(defaults)} if defaults else {"type": "null"}, read)
 
 
+def ignored(name: str) -> Field[None]:
+    """A field that changes nothing in an answer, whatever it holds."""
+    return Field(name, {}, lambda value, field: None)
+
+
 def refuse_unserved(body: Body, table: type) -> None:
-    """Raises InvalidRequest naming the first field of a body that asks for what is not served."""
-    for one in fields_of(table).values():
+    """Raises InvalidRequest naming the first field of a body that the table does not know, or that asks for what is not
+    served."""
+    known = fields_of(table)
+    for name, value in body.items():
+        one = known.get(name)
+        if one is None and value is not None:
+            raise InvalidRequest("unrecognized request argument", field=name[:80])
         if isinstance(one, Unserved):
             one.read(body)
 

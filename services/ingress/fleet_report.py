@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -11,15 +11,15 @@ from kvproto.fleet_view import FleetView, WorkerView
 from kvproto.messages import Load, Rates, Role, State, TierLoad, WorkerRecord
 
 
-def workers_report(view: FleetView) -> dict[str, dict[str, Any]]:
-    """Every known worker by id, the recently dead ones included."""
-    return {worker: _worker(view.workers[worker]) for worker in sorted(view.workers)}
+def workers_report(view: FleetView, address_of: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    """Every known worker by id, the recently dead ones included; `address_of`: the subject where it takes requests."""
+    return {worker: _worker(view.workers[worker], address_of(worker)) for worker in sorted(view.workers)}
 
 
-def _worker(view: WorkerView) -> dict[str, Any]:
+def _worker(view: WorkerView, address: str) -> dict[str, Any]:
     record, beat = view.record, view.heartbeat
     return {
-        "address": record.address,
+        "address": address,
         "state": view.state.value,
         "model": record.model,
         "model_revision": record.model_revision,

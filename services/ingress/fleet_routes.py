@@ -5,9 +5,10 @@ Sessions of other tenants do not exist here, for admins neither: their keys carr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import orjson
@@ -26,14 +27,16 @@ from kvproto.errors import (
 )
 from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
 from kvproto.regions import split
+from services.ingress.admission import Admission
 from services.ingress.callers import Caller, require_admin
 from services.ingress.config import IngressConfig
 from services.ingress.fleet_report import members_of, models_report, stats_report, workers_report
 from services.ingress.http_exchange import Exchange, integer_query
+from services.ingress.limit_headers import limit_headers
 from services.ingress.listings import Listings, Question
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models
-from services.ingress.openapi import openapi_document
+from services.ingress.openapi import OPERATIONS, openapi_document
 from services.ingress.other_regions import OtherRegions
 from services.ingress.placement_report import newest_report, placements_report, read_request_id
 from services.ingress.session_blocks import SessionBlocks, tokens_by_tier
@@ -43,6 +46,7 @@ from services.ingress.tenancy import Tenancy, identify
 
 SAFETENSORS = b"application/octet-stream"
 DEFAULT_NEWEST = 50
+_PATHS = frozenset(one.path for one in OPERATIONS)
 
 
 class FleetRoutes:
@@ -57,12 +61,14 @@ class FleetRoutes:
         models: Models,
         sessions: Sessions,
         session_index: SessionIndex,
+        blocks: SessionBlocks,
         regions: OtherRegions,
         metrics: IngressMetrics,
+        admission: Admission,
         is_draining: Callable[[], bool],
     ) -> None:
         self._client = client
-        self._blocks = SessionBlocks(client, regions)
+        self._blocks = blocks
         self._listings = Listings(self._listed)
         self._config = config
         self._tenancy = tenancy
@@ -71,6 +77,7 @@ class FleetRoutes:
         self._session_index = session_index
         self._regions = regions
         self._metrics = metrics
+        self._admission = admission
         self._is_draining = is_draining
 
     # ------------------------------------------------------------------ fleet
@@ -81,9 +88,12 @@ class FleetRoutes:
         await _json(exchange, models_report(self._models.served()))
 
     async def model(self, exchange: Exchange) -> None:
-        """GET /v1/models/{id}."""
-        await identify(self._tenancy, exchange)
+        """GET /v1/models/{id}. Without a name, after a slash, all of them."""
         name = exchange.path_value("model")
+        if not name:
+            await self.models(exchange)
+            return
+        await identify(self._tenancy, exchange)
         found = [record for record in self._models.served() if record.model == name]
         if not found:
             raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
@@ -91,8 +101,12 @@ class FleetRoutes:
 
     async def workers(self, exchange: Exchange) -> None:
         """GET /workers."""
-        await self._admin(exchange)
-        await _json(exchange, workers_report(self._client.members.view))
+        caller = await self._admin(exchange)
+        client = self._client
+        await _json(
+            exchange,
+            workers_report(client.members.view, partial(client.subjects.worker_generate, tenant=caller.tenant)),
+        )
 
     async def stats(self, exchange: Exchange) -> None:
         """GET /stats: the fleet's sums, and this ingress's own counts."""
@@ -140,11 +154,12 @@ class FleetRoutes:
     # ------------------------------------------------------------------ sessions
 
     async def kv_route(self, exchange: Exchange) -> None:
-        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice. `region` is
-        null for one of this region; of another one no address is known."""
-        caller = await identify(self._tenancy, exchange)
+        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice. `address`
+        is the NATS subject on which it takes requests of this tenant; `region` is null for one of this region, and one
+        of another region is reached by no subject here."""
+        caller = await self._metered(exchange)
         session = await self._sessions.read(caller.tenant, exchange.path_value("seq_id"))
-        await _json(exchange, self._located(self._worker_of(caller, session, exchange.query_value("model"))))
+        await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}: its tokens, how many of them and which blocks its worker holds, and how many leading
@@ -153,7 +168,7 @@ class FleetRoutes:
         The history is there whoever lives; `worker_id` is null when its worker does not say what is cached. Workers of
         another `region` are not asked.
         """
-        caller = await identify(self._tenancy, exchange)
+        caller = await self._metered(exchange)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
         head = session.head
         assert head is not None
@@ -164,7 +179,11 @@ class FleetRoutes:
             worker = self._worker_of(caller, session)
             place["region"] = split(worker)[0] or None
             if (held := found.get(worker)) is not None:
-                place = {"cached_tokens": held.cached_tokens, "blocks": list(held.blocks), **self._located(worker)}
+                place = {
+                    "cached_tokens": held.cached_tokens,
+                    "blocks": list(held.blocks),
+                    **self._located(caller, worker),
+                }
         await _json(
             exchange,
             {
@@ -178,7 +197,8 @@ class FleetRoutes:
 
     async def session_kv(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
-        caller = await self._admin(exchange)
+        caller = await self._metered(exchange)
+        require_admin(caller)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
         question = AdminRequest(
             AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
@@ -190,20 +210,17 @@ class FleetRoutes:
         await exchange.respond(200, data, content_type=SAFETENSORS)
 
     async def delete_session(self, exchange: Exchange) -> None:
-        """DELETE /sessions/{seq_id}: its history, and of its blocks those that nobody shares. 409 while a turn runs.
-        Other regions where it ran are told in the background."""
-        caller = await identify(self._tenancy, exchange)
+        """DELETE /sessions/{seq_id}: its history, and of the blocks that its requests made those that nobody shares.
+        409 while a turn runs. Other regions where it ran are told in the background."""
+        caller = await self._metered(exchange)
         seq_id = exchange.path_value("seq_id")
         session = await self._sessions.erase(caller.tenant, seq_id)
-        assert session.head is not None
-        await self._blocks.erase(caller.tenant, session.head.model, session.ids)
-        self._blocks.erase_abroad(caller.tenant, session.head.model, session.ids, session.head.regions)
+        await self._blocks.erase(session)
         await _json(exchange, {"seq_id": seq_id, "deleted": True})
 
     async def close(self) -> None:
         """What runs in the background ends."""
         await self._listings.close()
-        await self._blocks.close()
 
     # ------------------------------------------------------------------ process
 
@@ -217,7 +234,8 @@ class FleetRoutes:
         await _json(exchange, {"status": missing or "ok"}, status=503 if missing else 200)
 
     async def health(self, exchange: Exchange) -> None:
-        """As /readyz, with what is there: how many to everybody, which to those who have a key."""
+        """As /readyz, with what is there: how many to everybody, which to those who have a key. `models_unavailable`
+        are those of `models` that nobody serves just now: their workers restart, say."""
         missing = self.missing()
         view = self._client.members.view
         report: dict[str, Any] = {
@@ -230,7 +248,10 @@ class FleetRoutes:
         if self._tenancy.is_open or _says_who(exchange):  # a probe that does not was refused nothing
             with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
                 await identify(self._tenancy, exchange)
-                report |= {"ingress": self._config.id, "models": [record.model for record in self._models.served()]}
+                served = {record.model for record in self._models.served()}
+                models = self._models.remembered()
+                unavailable = [model for model in models if model not in served]
+                report |= {"ingress": self._config.id, "models": models, "models_unavailable": unavailable}
         await _json(exchange, report, status=503 if missing else 200)
 
     async def metrics(self, exchange: Exchange) -> None:
@@ -259,6 +280,14 @@ class FleetRoutes:
         tenant, model, limit = question
         return orjson.dumps(newest_report(await self._client.newest_decisions(limit, tenant, model)))
 
+    async def _metered(self, exchange: Exchange) -> Caller:
+        """Who asks for what reads a history, and may go to workers with it: one of the requests of its limits."""
+        caller = await identify(self._tenancy, exchange)
+        now = asyncio.get_running_loop().time
+        exchange.more_headers = lambda: limit_headers(self._admission.limiter, caller, now(), self._admission.unix_s())
+        self._admission.meter(caller, now())
+        return caller
+
     async def _admin(self, exchange: Exchange) -> Caller:
         caller = await identify(self._tenancy, exchange)
         require_admin(caller)
@@ -278,11 +307,10 @@ class FleetRoutes:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
         return worker
 
-    def _located(self, worker: str) -> dict[str, Any]:
-        if region := split(worker)[0]:
-            return {"worker_id": worker, "address": None, "region": region}
-        address = self._client.members.view.workers[worker].record.address
-        return {"worker_id": worker, "address": address, "region": None}
+    def _located(self, caller: Caller, worker: str) -> dict[str, Any]:
+        region = split(worker)[0] or None
+        address = None if region else self._client.subjects.worker_generate(worker, caller.tenant)
+        return {"worker_id": worker, "address": address, "region": region}
 
     async def _ask(self, worker: str, question: AdminRequest) -> bytes:
         try:
@@ -297,11 +325,20 @@ def _openapi() -> bytes:
 
 
 async def no_such_route(exchange: Exchange) -> None:
-    await exchange.refuse(_RouteError(404, "no_such_route", "there is no such route"))
+    hint = ""
+    if f"/v1{exchange.path}" in _PATHS:
+        hint = f", but there is /v1{exchange.path}: the base URL of OpenAI's clients ends with /v1"
+    elif exchange.path.startswith("/v1/v1/"):
+        hint = ": the base URL has /v1 twice"
+    await exchange.refuse(_RouteError(404, "no_such_route", f"there is no route {_asked(exchange)}{hint}"))
 
 
 async def no_such_method(exchange: Exchange) -> None:
-    await exchange.refuse(_RouteError(405, "method_not_allowed", "this route does not take that method"))
+    await exchange.refuse(_RouteError(405, "method_not_allowed", f"the route does not take {_asked(exchange)}"))
+
+
+def _asked(exchange: Exchange) -> str:
+    return f"{exchange.method[:20]} {exchange.path[:200]}"
 
 
 class _RouteError(KvfleetError):

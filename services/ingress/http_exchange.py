@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
-from urllib.parse import parse_qs
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote
 
 from starlette.types import Message, Receive, Scope, Send
 
-from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge
+from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge, RequestTimeout
 from services.ingress.callers import Caller
 from services.ingress.error_bodies import Headers, error_body, error_headers, status_of
 from services.ingress.limits import Tab
@@ -103,9 +103,15 @@ class Exchange:
         return client[0] if client else None
 
     @property
+    def path(self) -> str:
+        """As it was sent."""
+        path: str = self._scope["path"]
+        return path
+
+    @property
     def path_params(self) -> dict[str, str]:
         params: dict[str, str] = self._scope.get("path_params", {})
-        return params
+        return {name: unquote(value) for name, value in params.items()}
 
     @property
     def seconds(self) -> float:
@@ -113,15 +119,22 @@ class Exchange:
         return time.monotonic() - self._began_at
 
     def path_value(self, name: str) -> str:
-        value: str = self._scope["path_params"][name]
-        return value
+        return self.path_params[name]
 
     def query_value(self, name: str) -> str | None:
         values = parse_qs(self._scope["query_string"].decode("latin-1")).get(name)
         return values[-1] if values else None
 
-    async def read_body(self, limit: int) -> bytes:
-        """Raises PayloadTooLarge before reading more than `limit` bytes, Cancelled when the client leaves."""
+    async def read_body(self, limit: int, within_s: float) -> bytes:
+        """Raises PayloadTooLarge before reading more than `limit` bytes, RequestTimeout when it has not come as a whole
+        `within_s`, Cancelled when the client leaves."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._read_body(limit)
+        except TimeoutError:
+            raise RequestTimeout(f"must come within {within_s:g} s", field="body") from None
+
+    async def _read_body(self, limit: int) -> bytes:
         announced = self.header(b"content-length")
         if announced is not None and announced.isdigit() and int(announced) > limit:
             raise PayloadTooLarge(f"at most {limit} bytes, got {announced}", field="body")
@@ -194,13 +207,43 @@ class Exchange:
         await self._send_in_time({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _send_in_time(self, message: Message) -> None:
-        """Raises Cancelled for a client that stays and does not read: it must not hold slot and session for ever."""
+        """Raises Cancelled for a client that stays and does not read: it must not hold slot and session for ever.
+
+        The server's send hardly ever waits, and a timer for each costs several times what it does itself: one is
+        started only where it does.
+        """
+        sending = self._send(message).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return
         try:
             async with asyncio.timeout(SEND_LIMIT_S):
-                await self._send(message)
+                await _Rest(sending, waits_for)
         except TimeoutError:
             self.gone = True
             raise Cancelled(f"the client did not read for {SEND_LIMIT_S:.0f} s") from None
+
+
+class _Rest:
+    """What is left of an awaitable that has begun, and waits."""
+
+    def __init__(self, begun: Generator[Any, Any, Any], waits_for: Any) -> None:
+        self._begun = begun
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self._waits_for
+        try:
+            while True:
+                try:
+                    value = yield waits_for
+                except BaseException as error:  # noqa: BLE001  a cancellation, for instance: it is the begun one's
+                    waits_for = self._begun.throw(error)
+                else:
+                    waits_for = self._begun.send(value)
+        except StopIteration:
+            return
 
 
 def integer_query(exchange: Exchange, name: str, default: int) -> int:

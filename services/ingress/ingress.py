@@ -20,6 +20,7 @@ from kvservice import tracing
 from kvservice.tracing import Tracer
 from services.ingress.admission import Admission
 from services.ingress.audit import NO_AUDIT, Audit
+from services.ingress.body_reader import BodyReader
 from services.ingress.chat_splice import SpliceIndex
 from services.ingress.config import IngressConfig
 from services.ingress.fleet_routes import FleetRoutes
@@ -28,13 +29,16 @@ from services.ingress.models import Models
 from services.ingress.other_regions import OtherRegions
 from services.ingress.prompts import Prompts
 from services.ingress.request_flow import RequestFlow
+from services.ingress.request_reader import RequestReader
 from services.ingress.runs import Runs
 from services.ingress.service_levels import Targets
+from services.ingress.session_blocks import SessionBlocks
 from services.ingress.session_index import SessionIndex
 from services.ingress.sessions import Sessions
 from services.ingress.shared_usage import SharedUsage
 from services.ingress.shared_usage_exchange import UsageExchange
 from services.ingress.tenancy import Tenancy
+from services.ingress.web_guard import WebGuard
 
 DRAIN_POLL_S = 0.05
 
@@ -64,6 +68,7 @@ class Ingress:
         )
         self.audit = audit
         self.tenancy = tenancy
+        self.guard = WebGuard(config.web, is_open=tenancy.is_open)
         self.metrics = IngressMetrics(
             registry,
             Targets(config.slo_ttft_s, config.slo_itl_s),
@@ -73,8 +78,14 @@ class Ingress:
         self.models = Models(client, client.members.view, self._executor, self.regions)
         self.regions.heard = self.models.on_regions
         self.splices = SpliceIndex(config.splice_bytes)
+        self.session_blocks = SessionBlocks(client, self.regions)
         self.sessions = Sessions(
-            bucket, config.id, config.sessions, unix_ms=unix_ms, is_ingress_alive=self._is_ingress_alive
+            bucket,
+            config.id,
+            config.sessions,
+            unix_ms=unix_ms,
+            is_ingress_alive=self._is_ingress_alive,
+            forget=self.session_blocks.forget,
         )
         self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms=unix_ms)
         self.runs = Runs(config.runs, client.now)
@@ -82,7 +93,16 @@ class Ingress:
         self.flow = RequestFlow(
             client,
             config,
-            tenancy=tenancy,
+            reader=RequestReader(
+                config.fleet_key,
+                BodyReader(self._executor, config.max_body_bytes, config.body_timeout_s),
+                tenancy=tenancy,
+                admission=self.admission,
+                models=self.models,
+                runs=self.runs,
+                audit=audit,
+                tracer=tracer,
+            ),
             admission=self.admission,
             models=self.models,
             prompts=Prompts(self.splices, self._executor, config.tokenize_inline_chars),
@@ -90,8 +110,6 @@ class Ingress:
             session_index=self.session_index,
             runs=self.runs,
             metrics=self.metrics,
-            tracer=tracer,
-            audit=audit,
         )
         self.routes = FleetRoutes(
             client,
@@ -100,8 +118,10 @@ class Ingress:
             models=self.models,
             sessions=self.sessions,
             session_index=self.session_index,
+            blocks=self.session_blocks,
             regions=self.regions,
             metrics=self.metrics,
+            admission=self.admission,
             is_draining=lambda: self.unready or self.admission.draining,
         )
         self.metrics.read_also((*self._readings(), *readings))
@@ -161,6 +181,7 @@ class Ingress:
         self._tasks.clear()
         await self.usage_exchange.stop()
         await self.routes.close()
+        await self.session_blocks.close()
         await self.regions.stop()
         await self.models.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -203,6 +224,12 @@ class Ingress:
                 lambda: counters.fallback_total,
             ),
             Reading(
+                "placement_unasked",
+                "Of them, those of which placement was not even asked, as it had not answered for a while.",
+                "counter",
+                lambda: counters.unasked_total,
+            ),
+            Reading(
                 "spilled_attempts", "Attempts placed in another region.", "counter", lambda: counters.spilled_total
             ),
             Reading(
@@ -220,6 +247,7 @@ class Ingress:
             Reading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
             Reading("kept_runs", "Ended and cut requests that may be asked for again.", "gauge", lambda: runs.kept),
             Reading("kept_run_bytes", "Memory of them.", "gauge", lambda: runs.kept_bytes),
+            Reading("running_run_bytes", "Memory of running ones.", "gauge", lambda: runs.memory.used),
             Reading(
                 "attached_requests", "Repeats that joined a running request.", "counter", lambda: runs.attached_total
             ),

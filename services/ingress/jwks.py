@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jwt
-
 from kvproto.errors import AuthenticationFailed, KvfleetError, Unavailable
 from kvservice.lifecycle import in_daemon_thread
 from services.ingress.callers import Caller
@@ -41,6 +39,8 @@ class SigningKey:
 
 def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
     """Its keys for signatures that a token may have here; others are passed over. Raises Unavailable for none."""
+    import jwt
+
     listed = key_set.get("keys")
     out: list[SigningKey] = []
     for entry in listed if isinstance(listed, list) else ():

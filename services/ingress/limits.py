@@ -2,10 +2,12 @@
 
 Rates are token buckets. That of requests holds 10 seconds' worth (one at least), so short bursts pass; that of tokens a
 minute's worth, so a prompt of up to `tokens_per_minute` can pass at all. A prompt is taken when its run starts,
-generated tokens as they come: these may leave a debt, which the next request waits for. What waiting cannot help is
-refused for good. A day's tokens are counted from midnight UTC.
+generated tokens as they come: these may leave a debt, which the next request waits for. As each choice counts in
+`max_concurrent`, no debt is more than that many times `max_tokens`. What waiting cannot help is refused for good. A
+day's tokens are counted from midnight UTC.
 
-    admit ─▶ one of requests_per_minute, one of max_concurrent ─▶ release
+    reserve ─▶ a place while the body is read: who is over a limit is refused before ─▶ unreserve
+    admit ─▶ one of requests_per_minute, of max_concurrent one for each choice ─▶ release
     charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all who read the same run
     `Tab.generated` ─▶ the hot path: two integers; taken from the buckets when somebody asks next
     `used_elsewhere` ◀─ what other ingresses have counted of the same account; `shared_usage` knows how
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvproto.errors import LimitExceeded, PayloadTooLarge
+from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 from services.ingress.callers import Caller, Limits
 
 BURST_S = 10.0
@@ -77,7 +79,9 @@ class Account:
     """What one caller, or all callers of one tenant, use: here, and elsewhere as far as that is known."""
 
     key: Key
-    running: int = 0
+    running: int = 0  # choices
+    reading: int = 0  # requests whose body is being read
+    asking: int = 0  # of these, those that the rate of requests will count
     generated: int = 0  # since the last settling
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
@@ -152,6 +156,7 @@ class Account:
         requests, tokens = self.requests.level, self.tokens.level
         return (
             not self.running
+            and not self.reading
             and not self.running_elsewhere
             and (requests is None or requests >= request_burst(limits) - ROUNDING)
             and (tokens is None or tokens >= limits.tokens_per_minute - ROUNDING)
@@ -223,9 +228,38 @@ class Limiter:
         own, tenants = self.accounts(caller)
         return Tab(caller, own[0], tenants[0])
 
-    def admit(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
-        """Count one more request in; one that is not `charged` is not of the rate. From now on the caller's limits are
-        in force. Raises LimitExceeded."""
+    def reserve(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
+        """A place for a request that is yet to be read; nothing of a rate is taken before `admit`. From now on the
+        caller's limits are in force. Raises LimitExceeded."""
+        for account, _ in self._checked(caller, 1, now, unix_s, charged=charged):
+            account.reading += 1
+            account.asking += charged
+
+    def unreserve(self, caller: Caller, *, charged: bool = True) -> None:
+        """It has been read, or given up."""
+        for account, _, _ in self.accounts(caller):
+            account.reading -= 1
+            account.asking -= charged
+
+    def admit(self, caller: Caller, now: float, unix_s: float, *, choices: int = 1, charged: bool = True) -> None:
+        """Count one more request in; one that is not `charged` is not of the rate. Raises LimitExceeded, and
+        InvalidRequest for more choices than may ever run at once."""
+        for account, limits in self._checked(caller, choices, now, unix_s, charged=charged):
+            account.running += choices
+            account.asked += charged
+            account.touched = True
+            if charged and limits.requests_per_minute:
+                account.requests.take(1.0)
+
+    def release(self, caller: Caller, *, choices: int = 1) -> None:
+        for account, _, _ in self.accounts(caller):
+            account.running -= choices
+            account.touched = True
+
+    def _checked(
+        self, caller: Caller, choices: int, now: float, unix_s: float, *, charged: bool
+    ) -> list[tuple[Account, Limits]]:
+        """The accounts, settled, of a caller who may start so much more, beside what is being read."""
         if len(self._own) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
         self._put_in_force(caller)
@@ -233,24 +267,16 @@ class Limiter:
         waits: list[tuple[float, str]] = []
         for account, limits, whose in both:
             account.settle(limits, now, unix_s)
-            running = account.running + account.running_elsewhere
-            if limits.max_concurrent and running >= limits.max_concurrent:
-                waits.append((BUSY_RETRY_S, f"at most {limits.max_concurrent} requests at once with {whose}"))
+            most = limits.max_concurrent
+            if most and choices > most:
+                raise InvalidRequest(f"at most {most} choices run at once with {whose}, got {choices}", field="n")
+            if most and account.running + account.running_elsewhere + account.reading + choices > most:
+                waits.append((BUSY_RETRY_S, f"at most {most} requests at once with {whose}, each choice counts"))
             if charged and (wait := request_wait(account, limits)):
                 waits.append((wait, f"at most {limits.requests_per_minute:g} requests per minute with {whose}"))
         if waits:
             raise _refusal(waits)
-        for account, limits, _ in both:
-            account.running += 1
-            account.asked += charged
-            account.touched = True
-            if charged and limits.requests_per_minute:
-                account.requests.take(1.0)
-
-    def release(self, caller: Caller) -> None:
-        for account, _, _ in self.accounts(caller):
-            account.running -= 1
-            account.touched = True
+        return [(account, limits) for account, limits, _ in both]
 
     def charge(self, tab: Tab, prompt_tokens: int, now: float, unix_s: float) -> None:
         """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
@@ -297,11 +323,17 @@ class Limiter:
 
     @property
     def running(self) -> int:
+        """Choices of all callers."""
         return sum(account.running for account, _ in self._own.values())
+
+    @property
+    def reading(self) -> int:
+        return sum(account.reading for account, _ in self._own.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the counts do not add up."""
         assert all(account.running >= 0 and account.generated >= 0 for account in self.every())
+        assert all(0 <= account.asking <= account.reading for account in self.every())
         assert all(account.running_elsewhere >= 0 for account in self.every())
         assert all(account.own_day_tokens <= account.day_tokens for account in self.every())
         assert all(self.find(account.key) == (account, limits) for account, limits in self.with_limits())
@@ -341,11 +373,11 @@ def request_burst(limits: Limits) -> float:
 
 
 def request_wait(account: Account, limits: Limits) -> float:
-    """Seconds until one more request may start; of an account that is settled."""
+    """Seconds until one more request may start, beside those that are being read; of an account that is settled."""
     level = account.requests.level
-    if level is None or level >= 1.0 - ROUNDING:
+    if level is None or level - account.asking >= 1.0 - ROUNDING:
         return 0.0
-    return (1.0 - level) * MINUTE_S / limits.requests_per_minute
+    return (1.0 + account.asking - level) * MINUTE_S / limits.requests_per_minute
 
 
 def token_wait(account: Account, limits: Limits, tokens: int) -> float:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvproto.client import Client
-from kvproto.errors import Draining, Unavailable
+from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, Subjects
@@ -21,21 +22,24 @@ from kvservice.membership import member_record, open_bucket
 from kvservice.nats_connection import connect
 from kvservice.process_metrics import common_readings
 from kvservice.settings import load
-from kvservice.tracing import open_tracer
+from kvservice.tracing_start import open_tracer
 from services.ingress.access import Access
-from services.ingress.app import create_app
-from services.ingress.config import IngressConfig, RunLimits, SessionLimits
+from services.ingress.app import create_app, for_browsers
+from services.ingress.config import IngressConfig, RunLimits, SessionLimits, WebRules
 from services.ingress.ingress import Ingress
 from services.ingress.probes import IngressProbes
 from services.ingress.settings import IngressSettings
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = 3.0
+
 
 def config_of(settings: IngressSettings, member: str) -> IngressConfig:
     return IngressConfig(
         id=member,
         max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
         max_concurrent=settings.max_streams,
         default_max_tokens=settings.default_max_tokens,
         request_deadline_s=settings.request_deadline_s,
@@ -49,8 +53,22 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
             per_tenant=settings.max_sessions_per_tenant,
             max_tokens=settings.max_session_tokens,
         ),
-        runs=RunLimits(settings.resume_grace_s, settings.replay_s, settings.resume_memory_bytes),
+        runs=RunLimits(
+            settings.resume_grace_s,
+            settings.replay_s,
+            settings.resume_memory_bytes,
+            running_bytes=settings.stream_memory_bytes,
+        ),
+        web=WebRules(
+            own_hosts=(settings.host, socket.gethostname()),
+            allowed_hosts=listed(settings.allowed_hosts) if settings.allowed_hosts is not None else None,
+            cors_origins=listed(settings.cors_origins),
+        ),
     )
+
+
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(one.strip() for one in text.split(",") if one.strip())
 
 
 class _Server(uvicorn.Server):
@@ -61,9 +79,22 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _socket(settings: IngressSettings, config: uvicorn.Config) -> socket.socket:
+    """Its own, or one that it inherited: who holds that too keeps clients waiting, not refused, until the next life."""
+    if settings.listen_fd is None:
+        try:
+            return config.bind_socket()
+        except SystemExit:
+            raise Unavailable(f"cannot listen on {settings.host}:{settings.port}") from None
+    try:
+        return socket.socket(fileno=settings.listen_fd)
+    except OSError as error:
+        raise InvalidRequest(f"{settings.listen_fd} is no socket: {error.strerror}", field="listen_fd") from None
+
+
 async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, life: lifecycle.Lifecycle) -> None:
     config = uvicorn.Config(
-        create_app(ingress),
+        for_browsers(create_app(ingress), listed(settings.cors_origins)),
         host=settings.host,
         port=settings.port,
         http="httptools",
@@ -85,10 +116,7 @@ async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, l
     if config.ssl is not None:
         access.serve_tls(config.ssl, life)
     server = _Server(config)
-    try:
-        sockets = [config.bind_socket()]
-    except SystemExit:
-        raise Unavailable(f"cannot listen on {settings.host}:{settings.port}") from None
+    sockets = [_socket(settings, config)]
     serving = life.spawn(server.serve(sockets), "http")
 
     async def close() -> None:
@@ -106,6 +134,14 @@ async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, l
     log.info("listening on %s://%s:%d", "https" if config.is_ssl else "http", *sockets[0].getsockname()[:2])
 
 
+async def _settle(ingress: Ingress) -> None:
+    """Clients wait on an inherited socket: they need not see an ingress that has not heard of its workers yet."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_S):
+            while ingress.routes.missing():
+                await asyncio.sleep(0.01)
+
+
 async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     tracer = open_tracer(settings, "ingress", life)
     access = Access(settings, asyncio.get_running_loop().time)
@@ -120,6 +156,7 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
         role="ingress",
         role_inbox=INGRESS_INBOX,
         member=member,
+        fleet_key=settings.fleet_key,
         on_closed=lambda: life.fatal("the NATS connection is closed for good"),
     )
     life.closing("connection", connection.close)
@@ -142,6 +179,8 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     await lease.renew()  # first: others take the turns of an ingress that is no member as free
     life.closing("lease", lease.release)
     life.spawn(lease.run(lambda error: life.fatal(str(error))), "lease")
+    if settings.listen_fd is not None:
+        await _settle(ingress)
     await _listen(settings, ingress, access, life)
     probes.serving(ingress)
 

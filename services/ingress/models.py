@@ -103,6 +103,11 @@ class Models:
     def _known(self) -> dict[str, WorkerRecord]:
         return self._abroad.records() | self._view.models()
 
+    def remembered(self) -> list[str]:
+        """Names of those that somebody serves now, or did until a while ago."""
+        gone = [view.record.model for view in self._view.workers.values()] + [name for name, _ in self._served]
+        return sorted({*self._known(), *gone})
+
     def known(self, name: str | None) -> str | None:
         """A model's name as somebody has said it, if there is such a model."""
         known = any(view.record.model == name for view in self._view.workers.values()) or name in self._abroad.records()

@@ -1,4 +1,4 @@
-"""The events of POST /generate as bytes: `start`, `token` each, then `done` or `error`. Pure."""
+"""The events of POST /generate as bytes: `start`, `token` each, then `done` or `error`, with `id:` lines. Pure."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class NativeForm:
     def size(self) -> int:
         return sys.getsizeof(self.prompt) + sys.getsizeof(self.seq_id)
 
-    def writer(self, at: Position = START) -> NativeEvents:
-        """Raises InvalidRequest for a position that this answer cannot have."""
+    def writer(self, at: Position = START, *, id_lines: bool = True) -> NativeEvents:
+        """Its events have `id:` lines whatever is asked for. Raises InvalidRequest for a position that this answer
+        cannot have."""
         return NativeEvents(self, at)
 
 
@@ -55,7 +56,7 @@ class NativeEvents:
             "worker_id": started.worker,
             "request_id": self._form.request,
         }
-        out.append(_event(self.ids.begin(), value))
+        out.append(self._event(self.ids.begin(), value))
 
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
@@ -67,9 +68,9 @@ class NativeEvents:
             for token, piece, scores in zip(said.ids[begin:], said.pieces[begin:], said.logprobs[begin:], strict=True):
                 number += 1
                 event = {"type": "token", "token": piece, "token_id": token, **native_logprobs(spelling, scores)}
-                out.append(_event(before + b"%d" % number + after, event))
+                out.append(self._event(before + b"%d" % number + after, event))
             return
-        form = before + b'%d\ndata: {"type":"token","token":%b,"token_id":%d}\n\n'
+        form = self.ids.line(before + b"%d" + after) + b'data: {"type":"token","token":%b,"token_id":%d}\n\n'
         for token, piece in zip(said.ids[begin:], said.pieces[begin:], strict=True):
             number += 1
             out.append(form % (number, dumps(piece), token))
@@ -88,11 +89,10 @@ class NativeEvents:
             "worker_id": finished.worker,
             "request_id": self._form.request,
         }
-        out.append(_event(self.ids.next_end(), value))
+        out.append(self._event(self.ids.next_end(), value))
 
     def failed(self, error: KvfleetError) -> bytes:
-        return _event(self.ids.here(), {"type": "error", "error": str(error), "code": error.code})
+        return self._event(self.ids.here(), {"type": "error", "error": str(error), "code": error.code})
 
-
-def _event(id_line: bytes, value: dict[str, Any]) -> bytes:
-    return id_line + b"data: " + orjson.dumps(value) + b"\n\n"
+    def _event(self, event_id: bytes, value: dict[str, Any]) -> bytes:
+        return self.ids.line(event_id) + b"data: " + orjson.dumps(value) + b"\n\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, Field, boolean, expected, integer, text
+from services.ingress.fields import Body, Field, boolean, expected, ignored, integer, refuse_unserved, text, unserved
 from services.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, MAX_SEQ_ID_CHARS
 from services.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
 from services.ingress.sampling_ask import SamplingAsk, SamplingFields, read_sampling
@@ -43,11 +43,15 @@ class GenerateFields(SamplingFields, PlacementFields):
     exact = boolean("exact")
     logprobs = integer("logprobs", 0, MAX_CHAT_LOGPROBS)
     n = Field("n", {"const": 1}, _read_n)
+    stream = unserved("stream", True)
+    user = ignored("user")
+    metadata = ignored("metadata")
 
 
 def read_generate(body: Body) -> GenerateAsk:
     """Raises InvalidRequest naming the field."""
     fields = GenerateFields
+    refuse_unserved(body, fields)
     fields.n.read(body)
     said = read_sampling(body, logprobs=fields.logprobs.read(body))
     names = fields.model_name.read(body), fields.model.read(body)

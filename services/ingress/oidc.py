@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jwt
-
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 from kvproto.ids import is_token
 from services.ingress.callers import NO_LIMITS, Caller, Limits, read_limits
@@ -52,6 +50,8 @@ def read_algorithms(said: str) -> tuple[str, ...]:
 
 def read_head(token: str, rules: OidcRules) -> TokenHead:
     """Raises AuthenticationFailed for what is no token, or signed as is not allowed."""
+    import jwt  # here, so that only an ingress with an issuer loads it, and the others start sooner
+
     try:
         head = jwt.get_unverified_header(token)
     except jwt.PyJWTError:
@@ -66,6 +66,8 @@ def read_head(token: str, rules: OidcRules) -> TokenHead:
 
 def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[str, Any]:
     """What a token says whose signature, issuer, audience and times are right. Raises AuthenticationFailed."""
+    import jwt
+
     try:
         claims: dict[str, Any] = jwt.decode(
             token,

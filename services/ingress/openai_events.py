@@ -1,12 +1,14 @@
 """OpenAI's answers as bytes: chunks of a stream and whole bodies, for chat and for completions. Pure.
 
 Chunks are built once per request and choice, as the bytes before and after the piece of text; a token then costs one
-escaped string and two appends. With log probabilities every token is a chunk of its own, made anew. What the fleet
-knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore.
+escaped string and a few appends. With log probabilities every token is a chunk of its own, made anew. What the fleet
+knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore: `event_id` in every chunk, so that a client
+can go on after it whether or not it asked for `id:` lines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from services.ingress.transcript import ChoiceTranscript, Transcript
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"  # stands for the text while a template is cut
 _MARK_JSON = orjson.dumps(_MARK)
+_PLACE = b"\x00place\x00"  # and for the event's id
+_PLACE_JSON = orjson.dumps(_PLACE.decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,51 +127,65 @@ class OpenAiForm:
     def size(self) -> int:
         return 0
 
-    def writer(self, at: Position = START) -> OpenAiEvents:
+    def writer(self, at: Position = START, *, id_lines: bool = False) -> OpenAiEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""
-        return OpenAiEvents(self, at)
+        return OpenAiEvents(self, at, id_lines)
 
 
 class OpenAiEvents:
     """Writer for one reader.
 
-    Each choice ends in a chunk with its `finish_reason`; the one that ends the answer carries the `kvfleet` object.
+    Each choice ends in a chunk with its `finish_reason`; the one that ends the answer says which worker gave it.
     """
 
-    def __init__(self, form: OpenAiForm, at: Position) -> None:
+    def __init__(self, form: OpenAiForm, at: Position, id_lines: bool) -> None:
         self._head = head = form.head
         self._include_usage = form.include_usage
-        self.ids = EventIds(head.request, head.choices, at, announced=head.chat, prompt=head.prompt_digest)
+        self.ids = EventIds(
+            head.request, head.choices, at, announced=head.chat, prompt=head.prompt_digest, lines=id_lines
+        )
         self._around = [self._template(choice) for choice in range(head.choices)]
         self._running = head.choices - len(self.ids.ended)
         self._last: ChoiceFinished | None = None  # of several choices the one that ended last
         self._offsets: dict[int, int] = {}  # characters of each choice that has had scored tokens
 
-    def _template(self, choice: int) -> tuple[bytes, bytes]:
-        template = self._chunk(choice, self._text(_MARK))
-        before, _, after = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
-        return before, after
+    def _template(self, choice: int) -> tuple[bytes, bytes, bytes]:
+        """What stands before a piece of text, between it and the event's id, and behind that."""
+        template = _data(self._chunk(choice, self._text(_MARK), _PLACE))
+        before, _, rest = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
+        middle, _, after = rest.partition(_PLACE_JSON)
+        return before, middle + b'"', b'"' + after
 
     def _text(self, text: str) -> Any:
         return {"content": text} if self._head.chat else text
 
     def _chunk(
-        self, index: int, delta: Any, *, logprobs: Any = None, finish: FinishReason | None = None, **extra: Any
-    ) -> bytes:
+        self,
+        index: int,
+        delta: Any,
+        event_id: bytes,
+        *,
+        logprobs: Any = None,
+        finish: FinishReason | None = None,
+        fleet: Mapping[str, Any] = {},
+    ) -> dict[str, Any]:
         choice = {
             "index": index,
             "delta" if self._head.chat else "text": delta,
             "logprobs": logprobs,
             "finish_reason": finish,
         }
-        value = {**self._head.as_map(chunk=True), "choices": [choice], **extra}
-        if self._include_usage:
-            value["usage"] = None
-        return b"data: " + orjson.dumps(value) + b"\n\n"
+        usage = {"usage": None} if self._include_usage else {}
+        about = {**fleet, "event_id": event_id.decode()}
+        return {**self._head.as_map(chunk=True), "choices": [choice], **usage, "kvfleet": about}
+
+    def _event(self, event_id: bytes, chunk: dict[str, Any]) -> bytes:
+        return self.ids.line(event_id) + _data(chunk)
 
     def started(self, started: Started, out: list[bytes]) -> None:
         for at in range(self.ids.begun, self._head.choices):
-            out.append(self.ids.begin() + self._chunk(at, {"role": "assistant", "content": ""}))
+            event_id = self.ids.begin()
+            out.append(self._event(event_id, self._chunk(at, {"role": "assistant", "content": ""}, event_id)))
 
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
@@ -175,13 +193,19 @@ class OpenAiEvents:
         if self._head.spelling is not None and said.is_scored:
             self._scored_tokens(choice, said, begin, self._head.spelling, out)
             return
+        before, middle, after = self._around[choice]
         id_before, id_after = self.ids.around(choice)
-        before, after = self._around[choice]
+        middle, after = middle + id_before, id_after + after
+        line, _, line_end = self.ids.line(id_before + _PLACE + id_after).partition(_PLACE)
+        before = line_end + before
         number = begin
         for piece in said.pieces[begin:] if begin else said.pieces:
             number += 1
             if piece:  # empty: held back, it comes with a later token
-                out += (id_before, b"%d" % number, id_after, before, dumps(piece), after)
+                place = b"%d" % number
+                if line:
+                    out += (line, place)
+                out += (before, dumps(piece), middle, place, after)
 
     def _scored_tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
@@ -198,29 +222,40 @@ class OpenAiEvents:
             else:
                 logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
             offset += len(piece)
-            out.append(before + b"%d" % (at + 1) + after + self._chunk(choice, self._text(piece), logprobs=logprobs))
+            event_id = before + b"%d" % (at + 1) + after
+            out.append(self._event(event_id, self._chunk(choice, self._text(piece), event_id, logprobs=logprobs)))
         self._offsets[choice] = offset
 
     def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
         self._running -= 1
         if self._running:
             self.ids.ended.add(ended.choice)
-            out.append(self.ids.here() + self._end(ended.choice, ended.reason))
+            out.append(self._end(self.ids.here(), ended.choice, ended.reason))
         else:
             self._last = ended  # its chunk ends the answer
 
-    def _end(self, index: int, reason: FinishReason, **extra: Any) -> bytes:
-        return self._chunk(index, {} if self._head.chat else "", finish=reason, **extra)
+    def _end(self, event_id: bytes, index: int, reason: FinishReason, fleet: Mapping[str, Any] = {}) -> bytes:
+        delta = {} if self._head.chat else ""
+        return self._event(event_id, self._chunk(index, delta, event_id, finish=reason, fleet=fleet))
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         fleet = fleet_map(self._head.request, finished, transcript)
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
-        out.append(self.ids.next_end() + self._end(index, reason, kvfleet=fleet))
+        out.append(self._end(self.ids.next_end(), index, reason, fleet))
         if self._include_usage:
+            event_id = self.ids.next_end()
             usage = usage_map(finished, cached_tokens(transcript))
-            value = {**self._head.as_map(chunk=True), "choices": [], "usage": usage, "kvfleet": fleet}
-            out.append(self.ids.next_end() + b"data: " + orjson.dumps(value) + b"\n\n")
-        out.append(self.ids.next_end() + DONE)
+            about = {**fleet, "event_id": event_id.decode()}
+            out.append(
+                self._event(
+                    event_id, {**self._head.as_map(chunk=True), "choices": [], "usage": usage, "kvfleet": about}
+                )
+            )
+        out.append(self.ids.line(self.ids.next_end()) + DONE)
 
     def failed(self, error: KvfleetError) -> bytes:
-        return self.ids.here() + b"data: " + error_body(error) + b"\n\n"
+        return self.ids.line(self.ids.here()) + b"data: " + error_body(error) + b"\n\n"
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -1,7 +1,8 @@
 """Bodies of the OpenAI routes as frozen dataclasses. Pure.
 
-Unknown fields are ignored, as OpenAI's servers do. Fields that would change the answer and are not served are refused
-by name when they ask for anything but the default: silence would be a wrong answer.
+Fields that would change the answer and are not served are refused by name when they ask for anything but the default:
+silence would be a wrong answer. So are fields that nobody knows, as OpenAI's servers do. Those that are ignored say
+something about the caller, or ask for what is done anyway.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from services.ingress.fields import (
     Schema,
     boolean,
     expected,
+    ignored,
     integer,
     refuse_unserved,
     text,
     unserved,
 )
 from services.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
-from services.ingress.sampling_ask import MAX_CHOICES, MAX_TOKENS_LIMIT, SamplingAsk, SamplingFields, read_sampling
+from services.ingress.sampling_ask import ANY_COUNT, MAX_CHOICES, SamplingAsk, SamplingFields, read_sampling
 
 MAX_MODEL_CHARS = 256
 MAX_SEQ_ID_CHARS = 1024
@@ -199,13 +201,33 @@ class OpenAiFields(SamplingFields, PlacementFields):
     )
     exact = boolean("exact")
     service_tier = unserved("service_tier", "auto", "default")
+    user = ignored("user")
+    safety_identifier = ignored("safety_identifier")
+    metadata = ignored("metadata")
+    store = ignored("store")
+    prompt_cache_key = ignored("prompt_cache_key")
+    # of vLLM's servers
+    skip_special_tokens = unserved("skip_special_tokens", True)
+    spaces_between_special_tokens = unserved("spaces_between_special_tokens", True)
+    include_stop_str_in_output = unserved("include_stop_str_in_output", False)
+    use_beam_search = unserved("use_beam_search", False)
+    length_penalty = unserved("length_penalty", 1.0)
+    bad_words = unserved("bad_words", [])
+    allowed_token_ids = unserved("allowed_token_ids")
+    truncate_prompt_tokens = unserved("truncate_prompt_tokens")
+    prompt_logprobs = unserved("prompt_logprobs")
+    structured_outputs = unserved("structured_outputs")
+    guided_json = unserved("guided_json")
+    guided_regex = unserved("guided_regex")
+    guided_choice = unserved("guided_choice")
+    guided_grammar = unserved("guided_grammar")
 
 
 class ChatFields(OpenAiFields):
     messages = Field(
         "messages", {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _read_messages, True
     )
-    max_completion_tokens = integer("max_completion_tokens", 1, MAX_TOKENS_LIMIT)
+    max_completion_tokens = integer("max_completion_tokens", 1, ANY_COUNT)
     logprobs = boolean("logprobs")
     top_logprobs = integer("top_logprobs", 0, MAX_CHAT_LOGPROBS)
     seq_id = text("seq_id", MAX_SEQ_ID_CHARS)
@@ -221,6 +243,15 @@ class ChatFields(OpenAiFields):
     web_search_options = unserved("web_search_options")
     reasoning_effort = unserved("reasoning_effort")
     verbosity = unserved("verbosity")
+    parallel_tool_calls = ignored("parallel_tool_calls")
+    # of vLLM's servers
+    chat_template = unserved("chat_template")
+    chat_template_kwargs = unserved("chat_template_kwargs", {})
+    documents = unserved("documents", [])
+    add_generation_prompt = unserved("add_generation_prompt", True)
+    continue_final_message = unserved("continue_final_message", False)
+    add_special_tokens = unserved("add_special_tokens", False)
+    echo = unserved("echo", False)
 
 
 class CompletionFields(OpenAiFields):
@@ -229,6 +260,7 @@ class CompletionFields(OpenAiFields):
     best_of = integer("best_of", 1, MAX_CHOICES)
     echo = unserved("echo", False)
     suffix = unserved("suffix", "")
+    add_special_tokens = unserved("add_special_tokens", True)
 
 
 # ---------------------------------------------------------------------------------------------- bodies

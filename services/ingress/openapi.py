@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproto.explanations import MAX_NEWEST
-from services.ingress.event_ids import EVENT_ID, LAST_EVENT_ID
+from services.ingress.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from services.ingress.fields import Schema, object_schema
 from services.ingress.native_schema import GenerateFields
 from services.ingress.openai_schema import ChatFields, CompletionFields
@@ -32,12 +32,15 @@ VERSION = "3.1.0"
 ERRORS: dict[int, str] = {
     400: "The request is wrong: the message and `param` name the field.",
     401: "No API key, or one that is not known.",
-    403: "This API key may not do that.",
+    403: "This API key may not do that; or, without keys, a page of another site asks.",
     404: "There is none of that name, or it is another tenant's.",
     405: "The route does not take that method.",
+    408: "The body has not come in time.",
     409: "The session is busy, or has had another turn since; or the stream was begun from another prompt "
     "(`prompt_changed`): it goes on only at the ingress that it was begun at.",
-    413: "The body is too long, or the prompt more than a limit of the key or tenant as a whole.",
+    413: "The body is too long, or the prompt more than a limit of the key or tenant as a whole; or "
+    "the longest answer more than an ingress has memory for.",
+    421: "An ingress without API keys is asked under a name that is not its own.",
     422: "The Idempotency-Key or Last-Event-ID is of another request.",
     429: "A limit of this key or of its tenant, or more than the fleet can do in time: Retry-After says when.",
     500: "A fault of this server.",
@@ -46,8 +49,13 @@ ERRORS: dict[int, str] = {
     504: "The request's deadline has passed.",
 }
 EVENTS = (
-    "Server-sent events, each with an `id` for Last-Event-ID and one line of JSON. An error after the first event is "
-    "the last event; its code `draining` says that the request goes on at another ingress."
+    "Server-sent events, each of one line of JSON. An error after the first event is the last event; its code "
+    "`draining` says that the request goes on at another ingress. "
+)
+ID_LINES = "Each has an `id` for Last-Event-ID."
+ID_LINES_WHERE_ASKED_FOR = (
+    "`kvfleet.event_id` of each is its id for Last-Event-ID. They have `id` lines too where the request has a "
+    f"Last-Event-ID, an Idempotency-Key, or the header `Accept: text/event-stream; {ACCEPT_PARAMETER}=1`."
 )
 
 
@@ -99,14 +107,15 @@ _LEFT = {
         ("reset", "until nothing of it is used, as 1m30s"),
     )
 }
-_KNOWN = (401, 403, 503)  # 503: of a signed token, while its issuer does not answer
-_GENERATING = (400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 503, 504)
+_KNOWN = (401, 403, 421, 503)  # 503: of a signed token, while its issuer does not answer
+_GENERATING = (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 501, 503, 504)
 
 
 def _generating(path: str, summary: str, table: type, answer: str | None, *events: Schema) -> Operation:
-    content = {**(json_content(answer) if answer else {}), **events_of(*events)}
+    content = {**(json_content(answer) if answer else {}), **events_of(*events, ids=answer is None)}
+    about = EVENTS + (ID_LINES if answer is None else ID_LINES_WHERE_ASKED_FOR)
     answers: dict[int, dict[str, Any]] = {
-        200: {"description": EVENTS, "headers": _LEFT, "content": content},
+        200: {"description": about, "headers": _LEFT, "content": content},
         204: {"description": "The client has had all events of this request."},
     }
     return Operation("post", path, summary, answers, _GENERATING, object_schema(table), _REPEATS)
@@ -117,10 +126,10 @@ def _reading(path: str, summary: str, answer: str, *errors: int, **more: Any) ->
     return Operation("get", path, summary, answers, errors, **more)
 
 
-def _health(path: str, summary: str, answer: str) -> Operation:
+def _health(path: str, summary: str, answer: str, *errors: int) -> Operation:
     content = json_content(answer)
     answers = {200: {"description": "yes", "content": content}, 503: {"description": "no", "content": content}}
-    return Operation("get", path, summary, answers)
+    return Operation("get", path, summary, answers, errors)
 
 
 def _file(*kinds: str) -> dict[str, Any]:
@@ -150,24 +159,36 @@ OPERATIONS = (
         parameters=(_parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),),
     ),
     _reading("/stats", "The fleet's sums, and this ingress's own counts; for admin keys.", "Stats", *_KNOWN),
-    _reading("/workers", "Every known worker; for admin keys.", "Workers", *_KNOWN),
+    _reading(
+        "/workers",
+        "Every known worker; for admin keys. `address` is the NATS subject on which it takes requests of this tenant.",
+        "Workers",
+        *_KNOWN,
+    ),
     _reading(
         "/kv/route/{seq_id}",
-        "Which worker a session goes to.",
+        "Which worker a session goes to. `address` is the NATS subject on which it takes requests of this tenant.",
         "Located",
         400,
+        429,
         *_KNOWN,
         parameters=(_seq_id(), _parameter("query", "model", TEXT, "of a session that there is not yet")),
     ),
     _reading(
-        "/sessions/{seq_id}", "A session and where its blocks are.", "Session", 404, *_KNOWN, parameters=(_seq_id(),)
+        "/sessions/{seq_id}",
+        "A session and where its blocks are.",
+        "Session",
+        404,
+        429,
+        *_KNOWN,
+        parameters=(_seq_id(),),
     ),
     Operation(
         "delete",
         "/sessions/{seq_id}",
         "Forget a session, in every tier.",
         {200: {"description": "It is gone.", "content": json_content("Deleted")}},
-        (404, 409, *_KNOWN),
+        (404, 409, 429, *_KNOWN),
         parameters=(_seq_id(),),
     ),
     Operation(
@@ -175,7 +196,7 @@ OPERATIONS = (
         "/sessions/{seq_id}/kv",
         "K and V of one layer as safetensors; for admin keys.",
         {200: {"description": "K and V", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}},
-        (400, 404, 500, 501, *_KNOWN),
+        (400, 404, 429, 500, 501, *_KNOWN),
         parameters=(_seq_id(), _parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0")),
     ),
     _reading(
@@ -201,7 +222,7 @@ OPERATIONS = (
     ),
     _health("/livez", "Whether the process works.", "Status"),
     _health("/readyz", "Whether a request would be served.", "Status"),
-    _health("/health", "The same, with what is there.", "Health"),
+    _health("/health", "The same, with what is there.", "Health", 403, 421),
     Operation(
         "get",
         "/metrics",

@@ -80,13 +80,15 @@ def _chunk(kind: str, content: str, delta: Schema, logprobs: Schema) -> Schema:
     head = closed(
         id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, system_fingerprint=TEXT, choices=listed(choice)
     )
-    return extended(head, usage=maybe(ref("Usage")), kvfleet=_FLEET)
+    fleet = {**_FLEET, "required": ["event_id"], "properties": {**_FLEET["properties"], "event_id": _EVENT_ID}}
+    return extended({**head, "required": [*head["required"], "kvfleet"]}, usage=maybe(ref("Usage")), kvfleet=fleet)
 
 
 def _native(kind: str, **fields: Schema) -> Schema:
     return closed(type={"const": kind}, **fields)
 
 
+_EVENT_ID: Schema = {"type": "string", "pattern": EVENT_ID}
 _FLEET = closed(request_id=TEXT, worker_id=TEXT, cached_tokens=COUNT, queue_s=maybe(NUMBER))
 _DELTA: Schema = {
     "type": "object",
@@ -227,19 +229,20 @@ COMPONENTS: dict[str, Schema] = {
         closed(status=TEXT, nats=TRUTH, workers_ready=COUNT, placements=COUNT, vaults=COUNT),
         ingress=TEXT,
         models=listed(TEXT),
+        models_unavailable=listed(TEXT),
     ),
     "OpenApi": open_object(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
 }
 
 
-def events_of(*data: Schema) -> dict[str, Any]:
-    """A stream whose events have one of these as their data."""
+def events_of(*data: Schema, ids: bool) -> dict[str, Any]:
+    """A stream whose events have one of these as their data, and ids always or where they are asked for."""
     payload: Schema = {"contentMediaType": "application/json", "contentSchema": {"anyOf": list(data)}}
     event = {
         "type": "object",
-        "required": ["id", "data"],
+        "required": ["id", "data"] if ids else ["data"],
         "properties": {
-            "id": {"type": "string", "pattern": EVENT_ID},
+            "id": _EVENT_ID,
             "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, payload]},
         },
     }

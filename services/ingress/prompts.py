@@ -12,11 +12,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvproto.errors import ContextLengthExceeded
 from kvproto.ids import base32
 from services.ingress.chat_splice import Splice, SpliceIndex, join, match_history
 from services.ingress.models import ServedModel
-from services.ingress.openai_schema import ChatMessage
+from services.ingress.openai_schema import ChatMessage, check_vocabulary
+from services.ingress.sampling_plan import prompt_too_long
 
 T = TypeVar("T")
 
@@ -48,7 +48,11 @@ class Prompts:
         """
         if must_fit:
             _refuse_hopeless(model, text, 0, field)
-        return await self._run(text, lambda: model.tokenizer.encode(text, add_special_tokens=begins))
+        return await self._run(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=begins))
+
+    async def check_ids(self, model: ServedModel, ids: tuple[int, ...]) -> None:
+        """Raises InvalidRequest naming the first id that the model does not know."""
+        await self._run(len(ids), lambda: check_vocabulary(ids, model.bundle.vocab_size))
 
     async def chat(
         self,
@@ -64,20 +68,20 @@ class Prompts:
         text = tokenizer.render([message.as_template_value() for message in messages])
         splice = self.splices.find(scope_of(model, tenant), text, tokenizer)
         if history:
-            recorded = await self._run(text, lambda: match_history(history, text, tokenizer))
+            recorded = await self._run(len(text), lambda: match_history(history, text, tokenizer))
             if recorded is not None and (splice is None or recorded.chars > splice.chars):
                 splice = recorded
         if must_fit:
             _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
-        return await self._run(text[splice.chars :] if splice else text, lambda: _encode(text, splice, model))
+        return await self._run(len(text) - (splice.chars if splice else 0), lambda: _encode(text, splice, model))
 
     def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...]) -> None:
         """A chat's turn has finished: its ids are known from now on."""
         if prompt.exact and ids:
             self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, model.tokenizer)
 
-    async def _run(self, text: str, work: Callable[[], T]) -> T:
-        if len(text) <= self._inline_chars:
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        if size <= self._inline_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
@@ -115,8 +119,4 @@ def _refuse_hopeless(model: ServedModel, text: str, known_chars: int, field: str
     """A text that cannot fit however it is tokenised is not tokenised at all."""
     least = model.tokenizer.least_tokens(text[known_chars:])
     if least >= model.bundle.context_length:
-        raise ContextLengthExceeded(
-            f"at least {least} tokens, the model's context takes at most {model.bundle.context_length - 1} and one "
-            "to generate",
-            field=field,
-        )
+        raise prompt_too_long(model.bundle.context_length, f"at least {least}", field)

@@ -1,82 +1,57 @@
 """**Read this first.** The life of a generating request, from its bytes to its last event.
 
-    authenticate ─▶ read and validate ─▶ admit ─┬─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
-                                                └─▶ a repeat: write what is there, go on where it stopped
+    authenticate ─▶ a place ─▶ read, validate ─▶ admit ─┬─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
+                                                        └─▶ a repeat: write what is there, go on where it stopped
 
-Each route names its body's reader and how a job is made of what it read; `_serve` is the rest of that line, for all of
-them. The end is sent when all is let go, so that a caller who sends its next request at once finds its session free
-and its own limit unused. Refusals are raised as `KvfleetError` and answered by `app`, as the last event if a stream has
-begun. All promises about workers that vanish are kept by `kvproto.Client`, those about clients that vanish and come
-back by `runs`; this file only brings the two together.
+Each route names its body's reader (`request_reader` is the line up to it) and how a job is made of what it read;
+`_serve` is the rest, for all of them. The end is sent when all is let go, so that a caller who sends its next request
+at once finds its session free and its own limit unused. Refusals are raised as `KvfleetError` and answered by `app`, as
+the last event if a stream has begun. All promises about workers that vanish are kept by `kvproto.Client`, those about
+clients that vanish and come back by `runs`; this file only brings the two together.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Generic, TypeVar
 
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
-from kvproto.ids import new_request_id
 from kvproto.messages import Continuation, Sampling
 from kvproto.stream import Stream
-from kvservice import tracing
-from kvservice.tracing import Tracer
-from services.ingress import request_trace
 from services.ingress.admission import Admission
-from services.ingress.audit import Audit
-from services.ingress.callers import Caller, default_max_tokens, priority_of, require_policy
+from services.ingress.callers import default_max_tokens
 from services.ingress.config import IngressConfig
 from services.ingress.error_bodies import loggable
-from services.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest
-from services.ingress.fields import Body, parse_body
+from services.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
 from services.ingress.http_exchange import Exchange
-from services.ingress.limit_headers import limit_headers
+from services.ingress.jobs import Job, Prepare
 from services.ingress.limits import Tab
 from services.ingress.metrics import IngressMetrics
 from services.ingress.models import Models, ServedModel
 from services.ingress.native_events import NativeForm
 from services.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
 from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
-from services.ingress.openai_schema import ChatAsk, CompletionAsk, check_vocabulary, read_chat, read_completion
+from services.ingress.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
 from services.ingress.prompts import Prompts, conversation_of
-from services.ingress.repeats import RequestName, digest_of, key_secret, name_request
+from services.ingress.repeats import RequestName
+from services.ingress.request_reader import Ask, Call, RequestReader, now, standing
 from services.ingress.request_trace import RequestTrace
-from services.ingress.runs import Job, Prepare, Run, Runs
+from services.ingress.run_memory import STREAMED, WHOLE, TokenCosts
+from services.ingress.runs import Run, Runs
 from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
 from services.ingress.service_levels import ServiceLevel
 from services.ingress.session_index import SessionIndex, auto_seq_id
 from services.ingress.sessions import Session, Sessions
 from services.ingress.sse import complete, gather, placement_headers, relay
-from services.ingress.tenancy import Tenancy, identify
 from services.ingress.token_spelling import TokenSpelling
 from services.ingress.turns import ChatTurn, PlainTurn, SessionTurn
 
 log = logging.getLogger(__name__)
-
-Ask = TypeVar("Ask", ChatAsk, CompletionAsk, GenerateAsk)
-
-
-@dataclass(frozen=True, slots=True)
-class Call(Generic[Ask]):
-    """One HTTP request: who asks for what, and whether again. `digest` is what its repeats have in common."""
-
-    route: str
-    ask: Ask
-    caller: Caller
-    priority: int
-    name: RequestName
-    digest: bytes
-    trace: RequestTrace | None
-    traceparent: str | None
-    arrived_at: float
 
 
 class RequestFlow:
@@ -87,7 +62,7 @@ class RequestFlow:
         client: Client,
         config: IngressConfig,
         *,
-        tenancy: Tenancy,
+        reader: RequestReader,
         admission: Admission,
         models: Models,
         prompts: Prompts,
@@ -95,14 +70,10 @@ class RequestFlow:
         session_index: SessionIndex,
         runs: Runs,
         metrics: IngressMetrics,
-        audit: Audit,
-        tracer: Tracer = tracing.NULL,
     ) -> None:
-        self._tracer = tracer
         self._client = client
         self._config = config
-        self._tenancy = tenancy
-        self._audit = audit
+        self._reader = reader
         self._admission = admission
         self._models = models
         self._prompts = prompts
@@ -111,61 +82,25 @@ class RequestFlow:
         self._runs = runs
         self._metrics = metrics
         self._tally = metrics.tally
-        self._secret, everywhere = key_secret(config.fleet_key, one_tenant=tenancy.has_one_tenant)
-        self._sealed = bool(config.fleet_key) and not tenancy.has_one_tenant
-        if not everywhere:
-            log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 
     # ------------------------------------------------------------------ routes
 
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is the one that is remembered as the turn."""
-        call = await self._read(exchange, "chat_completions", read_chat)
+        call = await self._reader.read(exchange, "chat_completions", read_chat)
         await self._serve(exchange, call, lambda: self._chat_job(call), streams=call.ask.stream)
 
     async def completions(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        call = await self._read(exchange, "completions", read_completion)
+        call = await self._reader.read(exchange, "completions", read_completion)
         await self._serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
-        call = await self._read(exchange, "generate", read_generate)
+        call = await self._reader.read(exchange, "generate", read_generate)
         await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
-    async def authenticate(self, exchange: Exchange) -> Caller:
-        """Who asks; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
-        caller, admission = await identify(self._tenancy, exchange), self._admission
-        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, _now(), admission.unix_s())
-        return caller
-
-    # ------------------------------------------------------------------ reading
-
-    async def _read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
-        arrived_at, trace = _now(), request_trace.begin(self._tracer, exchange, route)
-        caller = await self.authenticate(exchange)
-        body = parse_body(await exchange.read_body(self._config.max_body_bytes))
-        ask = read(body)
-        require_policy(caller, ask.placement.policy)
-        priority = priority_of(caller, ask.placement.priority)
-        name = name_request(
-            caller.tenant,
-            exchange.header(b"last-event-id"),
-            exchange.header(b"idempotency-key"),
-            self._secret,
-            sealed=self._sealed,
-        )
-        if self._runs.is_foreign(caller.tenant, name.request):
-            if name.at != START:  # under another id it would be another stream: none is begun in the middle
-                raise InvalidRequest("is of no request that is known here", field=LAST_EVENT_ID)
-            name = replace(name, request=new_request_id())
-        exchange.request_id = name.request
-        if self._audit.is_on:
-            self._audit.request_started(exchange, route, self._models.known(ask.model))
-        if trace is not None:
-            trace.names_session = route == "generate" or getattr(ask, "seq_id", None) is not None
-        given = None if self._tracer.enabled else exchange.header(b"traceparent")  # others may trace
-        return Call(route, ask, caller, priority, name, digest_of(route, body), trace, given, arrived_at)
+    # ------------------------------------------------------------------ jobs
 
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
@@ -192,7 +127,7 @@ class RequestFlow:
         head = _answer_head(call, model, sampling, prompt.ids, chat=True)
         form = OpenAiForm(head, ask.include_usage)
         generation = self._generation(call, model, prompt.ids, sampling, conversation)
-        return Job(generation, form, turn, sys.getsizeof(prompt.text), self._level(call, model))
+        return Job(generation, form, turn, sys.getsizeof(prompt.text), self._level(call, model), _costs(ask.stream))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
@@ -201,12 +136,14 @@ class RequestFlow:
             must_fit = prompt_must_fit(ask.sampling.overflow)
             ids = await self._prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
         else:
-            check_vocabulary(ids := ask.prompt_ids, model.bundle.vocab_size)
+            ids = ask.prompt_ids
         sampling = self._sampling(call, model, len(ids), "prompt", default=16)
+        if ask.prompt is None:  # what cannot fit is not looked through
+            await self._prompts.check_ids(model, ids)
         head = _answer_head(call, model, sampling, ids, chat=False)
         form = OpenAiForm(head, ask.include_usage)
         generation = self._generation(call, model, ids, sampling, None)
-        return Job(generation, form, PlainTurn(), level=self._level(call, model))
+        return Job(generation, form, PlainTurn(), level=self._level(call, model), costs=_costs(ask.stream))
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
         """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""
@@ -240,7 +177,9 @@ class RequestFlow:
             raise InvalidRequest("must hold at least 1 token", field=field)
         ask, default = call.ask.sampling, default or self._config.default_max_tokens
         default = default_max_tokens(call.caller, ask.max_tokens, ask.max_tokens_field, default)
-        return plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
+        said = plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
+        self._runs.memory.check_longest(said, _costs(getattr(call.ask, "stream", True)), ask.max_tokens_field)
+        return said
 
     def _generation(
         self, call: Call[Ask], model: ServedModel, ids: tuple[int, ...], sampling: Sampling, conversation: str | None
@@ -276,7 +215,7 @@ class RequestFlow:
         return session
 
     def _model_of_turn(self, session: Session, said: str | None) -> str:
-        if session.head is None:
+        if session.head is None or not session.head.turns:
             return said or self._models.default_name(self._config.default_model)
         if said is not None and said != session.head.model:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
@@ -297,9 +236,8 @@ class RequestFlow:
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
         found = self._runs.find(call.caller.tenant, name, call.digest)
-        with self._admitted(call, found, prepare) as run:
+        with self._admitted(exchange, call, found, prepare) as run:
             exchange.tab, exchange.repeats = run.tab, found is not None
-            self._runs.attach(run, exchange)
             about = {"request": name.request, "tenant": call.caller.tenant}
             log.debug("request %s: %s", name.request, call.route, extra=about)
             self._tally.active_streams += 1
@@ -333,36 +271,46 @@ class RequestFlow:
         if not streams:
             await gather(exchange, run, on_tokens=on_tokens)
             return []
-        return await relay(exchange, run, call.name.at, keepalive_s=self._config.keepalive_s, on_tokens=on_tokens)
+        return await relay(
+            exchange,
+            run,
+            call.name.at,
+            id_lines=call.name.named or wants_lines(exchange.header(b"accept")),
+            keepalive_s=self._config.keepalive_s,
+            on_tokens=on_tokens,
+        )
 
     def _start(
         self, trace: RequestTrace | None, tab: Tab, generation: Generation, before: Sequence[Continuation]
     ) -> Stream:
         """Raises LimitExceeded, PayloadTooLarge where its prompt is more than the limits leave."""
         tab.model = generation.model
-        self._admission.charge(tab, len(generation.prompt_ids), _now())
+        self._admission.charge(tab, len(generation.prompt_ids), now())
         trail = trace.trail(generation) if trace is not None else None
         return self._client.generate(generation, before, trail)
 
     @contextlib.contextmanager
-    def _admitted(self, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
-        """The run that a request is about, found or new. It counts once in its key's limits for as long as it runs,
-        whoever of its readers is left; what was parked and goes on runs anew, and is not charged anew."""
+    def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
+        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits for
+        as long as it runs, whoever of its readers is left; what was parked and goes on runs anew, and is not charged
+        anew."""
         caller = call.caller
-        repeat = found is not None and (found.finished or found.payer is not None)
-        self._admission.admit(caller, _now(), repeat=repeat, returns=max(1, found.starts) if found else 0)
+        repeat, returns = standing(found)
+        choices = call.ask.sampling.n
+        self._admission.admit(caller, now(), choices=choices, repeat=repeat, returns=returns)
         run = found
         if run is None:
             trace, tab = call.trace, self._admission.limiter.tab(caller)
             start = partial(self._start, trace, tab)
             if trace is not None:
                 prepare = trace.tokenising(prepare)
-            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, start)
+            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, start, self._runs.memory)
             run.traceparent = trace.span.traceparent if trace is not None else None
             run.tab = tab
             self._runs.add(run)
         elif call.trace is not None:
             call.trace.span.link(run.traceparent)
+        run = self._runs.attach(run, exchange)
         if not repeat:
             run.payer = caller
         try:
@@ -370,7 +318,7 @@ class RequestFlow:
         finally:
             if run.payer is not None and (run.over or not run.readers):
                 payer, run.payer = run.payer, None
-                self._admission.release(payer)
+                self._admission.release(payer, choices=choices)
             else:
                 self._admission.release(caller, repeat=True)
 
@@ -404,13 +352,13 @@ class RequestFlow:
             run.tab.cached_tokens = cached_tokens(transcript)
 
 
+def _costs(streams: bool) -> TokenCosts:
+    return STREAMED if streams else WHOLE
+
+
 def _reason_of(run: Run) -> str:
     """What a finished run's first choice ended with."""
     return run.transcript.choices[0].reason or ""
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _answer_head(

@@ -21,7 +21,8 @@ from kvproto.messages import Placement
 from kvproto.trail import Trail
 from kvservice.tracing import Attributes, Span, Tracer, Value, unix_ns, work_for
 from services.ingress.http_exchange import Exchange
-from services.ingress.runs import Job, Prepare, Run
+from services.ingress.jobs import Job, Prepare
+from services.ingress.runs import Run
 
 PATHS = {
     "chat_completions": "/v1/chat/completions",

@@ -15,71 +15,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
-from kvproto.client import Generation
-from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, RequestMismatch
-from kvproto.messages import Continuation
-from kvproto.stream import Event
+from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, PayloadTooLarge, RequestMismatch
 from services.ingress.callers import Caller
 from services.ingress.config import RunLimits
 from services.ingress.event_writer import Form
+from services.ingress.jobs import Job, Prepare, Start, Stream
 from services.ingress.limits import Tab
 from services.ingress.repeats import RequestName
+from services.ingress.run_memory import RunMemory
 from services.ingress.service_levels import ServiceLevel
 from services.ingress.transcript import Transcript
 
 SWEEP_PERIOD_S = 5.0
-PROMPT_TOKEN_BYTES = 48
-BIAS_BYTES = 96
-
-
-class Stream(Protocol):
-    """The part of `kvproto.Stream` that is needed here."""
-
-    @property
-    def worker(self) -> str | None: ...
-    async def read(self) -> list[Event]: ...
-    async def cancel(self) -> None: ...
-
-
-class Turn(Protocol):
-    """What a request holds while it runs, and what is kept when it has ended."""
-
-    async def open(self) -> None:
-        """Before the stream starts, each time. Raises KvfleetError."""
-
-    async def commit(self, transcript: Transcript) -> None:
-        """The stream has finished. Raises KvfleetError."""
-
-    async def let_go(self, transcript: Transcript) -> None:
-        """The stream was cut. Never raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request that was read and tokenised: all that is left is to run it. `form` is how its answer is written,
-    `turn_bytes` the memory that its turn keeps besides the prompt's ids, `level` where the gaps between its tokens are
-    counted."""
-
-    generation: Generation
-    form: Form
-    turn: Turn
-    turn_bytes: int = 0
-    level: ServiceLevel | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes of memory, about, without the form's."""
-        said, ids = self.generation.sampling, len(self.generation.prompt_ids)
-        asked = sum(map(len, said.stop)) + BIAS_BYTES * (len(said.logit_bias) + len(said.stop_ids))
-        return self.turn_bytes + PROMPT_TOKEN_BYTES * ids + asked
-
-
-Prepare = Callable[[], Awaitable[Job]]
-Start = Callable[[Generation, Sequence[Continuation]], Stream]
 
 
 class Run:
@@ -90,7 +39,14 @@ class Run:
     """
 
     def __init__(
-        self, tenant: str, request: str, digest: bytes, keyed: bool, prepare: Prepare | None, start: Start
+        self,
+        tenant: str,
+        request: str,
+        digest: bytes,
+        keyed: bool,
+        prepare: Prepare | None,
+        start: Start,
+        memory: RunMemory,
     ) -> None:
         self.tenant = tenant
         self.request = request
@@ -111,6 +67,9 @@ class Run:
         self.last_token_at: float | None = None
         self.level: ServiceLevel | None = None  # its model's and route's, once it was prepared
         self._gap_from: float | None = None  # when the tokens before came, of the present stream
+        self.held = 0  # bytes of `memory`, as of the last look
+        self._memory = memory
+        self._holds = False
         self._prepare = prepare
         self._start = start
         self._job: Job | None = None  # while it may have to go on
@@ -123,11 +82,37 @@ class Run:
         return self.finished or self.error is not None
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether one that failed is of use to those who try again."""
+        return self.form is not None and self.error is not None and self.error.retryable
+
+    @property
     def size(self) -> int:
         """Bytes of memory, about."""
         form = self.form.size if self.form is not None else 0
         job = self._job.size if self._job is not None else 0
         return self.transcript.size + form + job
+
+    def hold(self) -> None:
+        """It runs: what it has, and what it will bring, is counted in `memory`. Does nothing where it is already."""
+        if not self._holds:
+            self._holds, self.held = True, self.size
+            self._memory.holders += 1
+            self._memory.used += self.held
+
+    def free(self) -> None:
+        """It runs no more, and is somebody else's to count. Does nothing when called again."""
+        if self._holds:
+            self._memory.holders -= 1
+            self._memory.used -= self.held
+            self._holds, self.held = False, 0
+
+    def _grow(self, count: int) -> None:
+        """Raises PayloadTooLarge for one that may not."""
+        self.held += count
+        self._memory.used += count
+        if self._memory.used > self._memory.half and self.transcript.finished is None:
+            self._memory.check_share(self.held)
 
     async def changed(self) -> None:
         """Until something has: tokens, the end, nobody in `step` any more, a reader gone."""
@@ -161,8 +146,11 @@ class Run:
             if self._stream is None:
                 await self._begin(job)
             if self._stream is not None:
-                count = self.transcript.take(await self._stream.read())
+                events = await self._stream.read()
+                before = self.transcript.size
+                count = self.transcript.take(events)
                 self.transcript.served_by(self._stream.worker)
+                self._grow(self.transcript.size - before)
                 if self._abandoned and self.transcript.finished is None:
                     raise Cancelled("the client left")  # what was buffered may come after the cancellation
             if count:
@@ -182,6 +170,9 @@ class Run:
             if not self._abandoned or self.transcript.finished is not None:
                 self.error = error  # else it is the cancellation that `leave` asked for
             await self._let_go()
+            if isinstance(error, PayloadTooLarge):  # its turn knows what was computed; nothing else is left of it
+                self.transcript = self.transcript.emptied()
+                self.free()
         except BaseException:
             self.error = KvfleetError("internal error")
             await self._let_go()
@@ -206,7 +197,7 @@ class Run:
             self._abandoned = True
             if self.busy:
                 if self._stream is not None:
-                    await self._stream.cancel()  # whoever reads it lets go of the rest
+                    await self._stream.cancel(self.transcript.totals)  # whoever reads it lets go of the rest
             else:
                 self.busy = True
                 try:
@@ -221,7 +212,8 @@ class Run:
         self._prepare = None
         self.form = job.form
         self.level = job.level
-        self.transcript = Transcript.of(job.generation.sampling.n)
+        self.transcript = Transcript.of(job.generation.sampling.n, job.costs)
+        self._grow(self.size - self.held)
 
     async def _begin(self, job: Job) -> None:
         await job.turn.open()
@@ -237,15 +229,16 @@ class Run:
         """Nothing runs for it at any worker, and its turn is free."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            await stream.cancel()
+            await stream.cancel(self.transcript.totals)
             self.transcript.served_by(stream.worker)
+            self.transcript.begun = self.transcript.begun or stream.accepted
         if self._job is not None:
             await self._job.turn.let_go(self.transcript)
         self._abandoned = False
 
     def resumed(self) -> Run:
         """What a failed run is for those who try again: the same, with what it has brought and no reader."""
-        run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start)
+        run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start, self._memory)
         run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
         run.traceparent = self.traceparent
         run.tab = self.tab
@@ -261,6 +254,7 @@ class Runs:
         self._now = now
         self._runs: dict[str, Run] = {}  # by request id: no two tenants have one at the same time
         self._ended: tuple[OrderedDict[str, float], OrderedDict[str, float]] = (OrderedDict(), OrderedDict())
+        self.memory = RunMemory(limits.running_bytes)
         self.kept_bytes = 0
         self.attached_total = 0
         self.resumed_total = 0
@@ -276,27 +270,39 @@ class Runs:
         run = self._runs.get(request)
         return run is not None and run.tenant != tenant
 
-    def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
-        """The run that this is a repeat of. Raises RequestMismatch when it is not quite one, LimitExceeded when it has
-        as many readers as it may."""
-        self.sweep()
+    def known(self, tenant: str, name: RequestName) -> Run | None:
+        """The run of a request's name, which its body may yet show to be another's."""
         run = self._runs.get(name.request)
-        if run is None or run.tenant != tenant:
+        return run if run is not None and run.tenant == tenant else None
+
+    def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
+        """The run that this is a repeat of; one that failed may be tried again. Raises RequestMismatch when it is not
+        quite one, LimitExceeded when it has as many readers as it may."""
+        self.sweep()
+        run = self.known(tenant, name)
+        if run is None:
             return None
         if run.digest != digest:
             raise RequestMismatch("was used for another request: route and body must be the same", field=name.header)
         if run.error is not None:
-            return self._renew(run)
+            return run if run.may_go_on else None
         if len(run.readers) >= self._limits.readers:
             raise LimitExceeded(f"{self._limits.readers} connections read this request already", retry_after_s=1.0)
         return run
 
     def add(self, run: Run) -> None:
-        assert run.request not in self._runs
+        """A new one, perhaps in place of one that failed and has readers who are being told."""
+        if (failed := self._runs.get(run.request)) is not None:
+            assert failed.error is not None
+            failed.free()
         self._runs[run.request] = run
+        run.hold()
 
-    def attach(self, run: Run, reader: object) -> None:
-        """One more reader. `Run.over` says whether it only gets what is there already."""
+    def attach(self, run: Run, reader: object) -> Run:
+        """One more reader, of the run that goes on in place of this one if it has failed. `Run.over` says whether it
+        only gets what is there already."""
+        if run.error is not None:
+            run = self._resume(run)
         if run.finished:
             self.replayed_total += 1
         elif run.readers:
@@ -305,6 +311,7 @@ class Runs:
             self.resumed_total += 1
             self._revive(run)
         run.join(reader)
+        return run
 
     async def detach(self, run: Run, reader: object) -> None:
         """A reader has gone, whatever way: its client left, or it has all there is."""
@@ -313,12 +320,13 @@ class Runs:
             await run.changed()
         if run.readers or self._runs.get(run.request) is not run or self._is_ended(run):
             return
-        if run.form is None:
+        if run.error is not None and run.may_go_on:
+            run = self._resume(run)
+        if run.form is None or run.error is not None:
             del self._runs[run.request]
-        elif run.error is None:
+            run.free()
+        else:
             self._keep(run)
-        elif (renewed := self._renew(run)) is not None:
-            self._keep(renewed)
 
     def sweep(self) -> None:
         """Forget what is too old, and the oldest of what is too much."""
@@ -343,11 +351,18 @@ class Runs:
         for request, run in self._runs.items():
             assert run.readers or request in ended, request
             assert run.finished or not run.readers or request not in ended, request
+        running = [run for request, run in self._runs.items() if request not in ended]
+        assert self.memory.used >= sum(run.held for run in running)
+        assert self.memory.holders >= sum(run.held > 0 for run in running)
 
     def _is_ended(self, run: Run) -> bool:
         return run.request in self._ended[run.keyed]
 
     def _keep(self, run: Run) -> None:
+        run.free()
+        if run.size > self._limits.bytes:  # all others would have to go for it, and it as well
+            del self._runs[run.request]
+            return
         self._ended[run.keyed][run.request] = self._now()
         self.kept_bytes += run.size
         self.sweep()
@@ -355,14 +370,13 @@ class Runs:
     def _revive(self, run: Run) -> None:
         if self._ended[run.keyed].pop(run.request, None) is not None:
             self.kept_bytes -= run.size
+        run.hold()
 
-    def _renew(self, run: Run) -> Run | None:
-        """In place of a run that failed: one that goes on where it did, or none where that is of no use."""
-        del self._runs[run.request]
-        if run.form is None or run.error is None or not run.error.retryable:
-            return None
-        self._runs[run.request] = renewed = run.resumed()
-        return renewed
+    def _resume(self, failed: Run) -> Run:
+        """In place of one that failed, one that goes on where it did."""
+        failed.free()
+        self._runs[failed.request] = run = failed.resumed()
+        return run
 
     def _forget(self, queue: OrderedDict[str, float]) -> None:
         request, _ = queue.popitem(last=False)

@@ -10,14 +10,16 @@ from kvproto.errors import InvalidRequest
 from kvproto.messages import Overflow
 from services.ingress.fields import Body, Field, Schema, boolean, expected, integer, number
 
-MAX_TOKENS_LIMIT = 16_777_216
-MAX_TEMPERATURE = 100.0
+MAX_TOKENS_LIMIT = 16_777_216  # where no context bounds them
+MAX_TEMPERATURE = 2.0
+MAX_STOP_IDS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
 MAX_BIASES = 4096
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+ANY_COUNT = 2**53 - 1  # what a model's context leaves is said where it is known
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 
@@ -31,6 +33,7 @@ class SamplingAsk:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_tokens_field: str = "max_tokens"  # what the caller called it
     n: int = 1
@@ -59,8 +62,22 @@ def _read_stop(value: Any, name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _read_stop_ids(value: Any, name: str) -> tuple[int, ...]:
+    """Whether the model knows them is `check_tokens`'s."""
+    if type(value) is not list:
+        raise expected("a list of token ids", value, name)
+    if len(value) > MAX_STOP_IDS:
+        raise InvalidRequest(f"at most {MAX_STOP_IDS} token ids, got {len(value)}", field=name)
+    for i, token in enumerate(value):
+        if type(token) is not int:
+            raise expected("a token id", token, f"{name}[{i}]")
+        if not 0 <= token < 2**31:
+            raise InvalidRequest(f"must be a token id, got {token}", field=f"{name}[{i}]")
+    return tuple(dict.fromkeys(value))
+
+
 def _read_logit_bias(value: Any, name: str) -> dict[int, float]:
-    """Token ids are keys, and so text: `{"50256": -100}`. Whether the model knows them is `check_bias`'s."""
+    """Token ids are keys, and so text: `{"50256": -100}`. Whether the model knows them is `check_tokens`'s."""
     if type(value) is not dict:
         raise expected("an object of token ids", value, name)
     if len(value) > MAX_BIASES:
@@ -90,6 +107,11 @@ def _read_overflow(value: Any, name: str) -> Overflow:
 
 
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_IDS: Schema = {
+    "type": "array",
+    "maxItems": MAX_STOP_IDS,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+}
 _BIAS: Schema = {
     "type": "object",
     "maxProperties": MAX_BIASES,
@@ -101,12 +123,13 @@ _BIAS: Schema = {
 class SamplingFields:
     """Those that all routes share; how `logprobs` are asked for differs, and what bounds `n`."""
 
-    max_tokens = integer("max_tokens", 1, MAX_TOKENS_LIMIT)
+    max_tokens = integer("max_tokens", 1, ANY_COUNT)
     temperature = number("temperature", 0.0, MAX_TEMPERATURE)
     top_p = number("top_p", 0.0, 1.0)
     top_k = integer("top_k", -1, 2**31 - 1)
     seed = integer("seed", _MIN_SEED, _MAX_SEED)
     stop = Field("stop", {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}]}, _read_stop)
+    stop_token_ids = Field("stop_token_ids", _STOP_IDS, _read_stop_ids)
     ignore_eos = boolean("ignore_eos")
     n = integer("n", 1, MAX_CHOICES)
     min_p = number("min_p", 0.0, 1.0)
@@ -114,7 +137,7 @@ class SamplingFields:
     frequency_penalty = number("frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
     repetition_penalty = number("repetition_penalty", 0.001, 1000.0)
     logit_bias = Field("logit_bias", _BIAS, _read_logit_bias)
-    min_tokens = integer("min_tokens", 0, MAX_TOKENS_LIMIT)
+    min_tokens = integer("min_tokens", 0, ANY_COUNT)
     context_overflow = Field(
         "context_overflow", {"type": "string", "enum": [one.value for one in Overflow]}, _read_overflow
     )
@@ -137,6 +160,7 @@ def read_sampling(
         top_k=max(top_k, 0) if top_k is not None else None,
         seed=fields.seed.read(body),
         stop=fields.stop.read(body, ()),
+        stop_ids=fields.stop_token_ids.read(body, ()),
         ignore_eos=fields.ignore_eos.read(body, False),
         max_tokens_field=limit.name,
         n=fields.n.read(body, 1),
@@ -151,8 +175,9 @@ def read_sampling(
     )
 
 
-def check_bias(bias: dict[int, float], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first id the model does not know."""
-    for token in bias:
-        if token >= vocab_size:
-            raise InvalidRequest(f"token ids must be within [0, {vocab_size - 1}], got {token}", field="logit_bias")
+def check_tokens(ask: SamplingAsk, vocab_size: int) -> None:
+    """Raises InvalidRequest naming the field with the first id that the model does not know."""
+    for field_name, tokens in (("logit_bias", ask.logit_bias), ("stop_token_ids", ask.stop_ids)):
+        for token in tokens:
+            if token >= vocab_size:
+                raise InvalidRequest(f"token ids must be within [0, {vocab_size - 1}], got {token}", field=field_name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling
-from services.ingress.sampling_ask import SamplingAsk, check_bias
+from services.ingress.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk, check_tokens
 
 
 def prompt_must_fit(overflow: Overflow) -> bool:
@@ -28,10 +28,10 @@ def plan_sampling(
     nobody said is the client's to derive from the request's id, so that a repeat draws the same tokens anywhere.
 
     The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise. Raises
-    ContextLengthExceeded naming `field` (the prompt's) or the caller's `max_tokens`, InvalidRequest for a bias of a
-    token that the model does not know and for `min_tokens` beyond `max_tokens`.
+    ContextLengthExceeded naming `field` (the prompt's) or the caller's `max_tokens`, InvalidRequest for a token that
+    the model does not know and for `min_tokens` beyond `max_tokens`.
     """
-    check_bias(ask.logit_bias, bundle.vocab_size)
+    check_tokens(ask, bundle.vocab_size)
     return Sampling(
         max_tokens=_max_tokens(ask, bundle.context_length, prompt_tokens, field, default_max_tokens),
         temperature=_first(ask.temperature, bundle.default_temperature, 1.0),
@@ -39,6 +39,7 @@ def plan_sampling(
         top_k=ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0),
         seed=ask.seed,
         stop=ask.stop,
+        stop_ids=ask.stop_ids,
         ignore_eos=ask.ignore_eos,
         n=ask.n,
         min_p=ask.min_p,
@@ -57,25 +58,33 @@ def _max_tokens(ask: SamplingAsk, context: int, prompt_tokens: int, field: str, 
     if ask.min_tokens > wanted:
         raise InvalidRequest(f"{ask.min_tokens} is more than {ask.max_tokens_field}, {wanted}", field="min_tokens")
     if ask.overflow is Overflow.SLIDING:
+        if wanted > MAX_TOKENS_LIMIT:
+            raise InvalidRequest(f"at most {MAX_TOKENS_LIMIT}, got {wanted}", field=ask.max_tokens_field)
         return wanted
     if ask.overflow is Overflow.TRUNCATE_LEFT:
-        room, why = context - 1, f"the context of {context} leaves beside one token of the prompt"
+        room, beside = context - 1, "one token of the prompt"
         if ask.max_tokens is None and ask.min_tokens <= room:
             return max(min(wanted, max(context - prompt_tokens, context // 2)), ask.min_tokens, 1)
     else:
         if prompt_tokens >= context:
-            raise ContextLengthExceeded(
-                f"{prompt_tokens} tokens, the model's context takes at most {context - 1} and one to generate",
-                field=field,
-            )
-        room, why = context - prompt_tokens, f"the context of {context} leaves after the prompt"
+            raise prompt_too_long(context, f"{prompt_tokens}", field)
+        room, beside = context - prompt_tokens, f"a prompt of {prompt_tokens}"
     if wanted <= room or ask.overflow is Overflow.TRUNCATE_GENERATION:
         return min(wanted, room)
-    if ask.max_tokens is not None:
-        raise ContextLengthExceeded(f"{wanted} is more than the {room} tokens that {why}", field=ask.max_tokens_field)
-    if ask.min_tokens > room:
-        raise ContextLengthExceeded(f"{ask.min_tokens} is more than the {room} tokens that {why}", field="min_tokens")
+    for name, count in ((ask.max_tokens_field, ask.max_tokens), ("min_tokens", ask.min_tokens)):
+        if count is not None and count > room:
+            raise _context_exceeded(context, f"which leaves {room} beside {beside}, got {count}", name)
     return room
+
+
+def prompt_too_long(context: int, tokens: str, field: str) -> ContextLengthExceeded:
+    """For a prompt of so many `tokens`, or at least so many."""
+    return _context_exceeded(context, f"{context - 1} of a prompt and one to generate, got {tokens}", field)
+
+
+def _context_exceeded(context: int, why: str, field: str) -> ContextLengthExceeded:
+    """In the words by which OpenAI's clients, and what stands on them, know it from other refusals."""
+    return ContextLengthExceeded(f"this model's maximum context length is {context} tokens, {why}", field=field)
 
 
 def _first(said: float | None, default: float | None, neutral: float) -> float:

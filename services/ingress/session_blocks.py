@@ -11,17 +11,21 @@ from typing import Protocol
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.errors import KvfleetError
-from kvproto.messages import AdminCommand, AdminRequest, Inspection, Tier
+from kvproto.ids import tenant_of
+from kvproto.messages import AdminCommand, AdminRequest, Inspection, SessionHead, Tier
+from services.ingress.sessions import Session
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16  # a long history goes to each of them
+BEGIN_TOKENS = 1024  # all workers are asked about so many, besides a public prefix
 FIND_TIMEOUT_S = 5.0
 ERASE_TIMEOUT_S = 2.0  # how long somebody waits; a worker in a long step erases after it
 ABROAD_TIMEOUT_S = 5.0  # nobody waits for that
 ABROAD_RETRY_S = 5.0
 ABROAD_LIMIT_S = 60.0  # then a region is given up
-MAX_ABROAD = 64  # sessions whose end is on its way at once; each may hold a long history
+MAX_LATER = 64  # erasures that are on their way at once; each may hold a long history
+HOME = ""  # this region
 CLOSE_S = 2.0
 
 
@@ -40,27 +44,50 @@ class SessionBlocks:
         self._erasing: set[asyncio.Task[None]] = set()
 
     async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
-        """What each worker holds; those that do not answer are left out."""
-        question = AdminRequest(AdminCommand.INSPECT, tenant, ids)
-        return {
-            worker: codec.decode(Inspection, answer)
-            for worker, answer in (await self._ask_all(self._workers_of(model), question, FIND_TIMEOUT_S)).items()
-        }
+        """What each worker holds; those that do not answer are left out. A long history goes to those alone that hold
+        its beginning: blocks are found along their chain, so the others hold nothing of what follows."""
+        workers = self._workers_of(model)
+        begin = BEGIN_TOKENS + self._longest_public_prefix(workers)
+        found = await self._inspect(workers, tenant, ids[:begin])
+        if len(ids) <= begin:
+            return found
+        holders = [
+            worker for worker, one in found.items() if max(one.cached_tokens, *one.tiers.values(), 0) * 2 > begin
+        ]
+        return found | await self._inspect(holders, tenant, ids)
 
-    async def erase(self, tenant: str, model: str, ids: tuple[int, ...]) -> None:
-        """Have every worker forget what only this sequence has, and have vaults forget it. Raises nothing: what a
-        worker that is away had in memory goes with it."""
-        await self._ask_all(self._workers_of(model), AdminRequest(AdminCommand.ERASE, tenant, ids), ERASE_TIMEOUT_S)
+    async def _inspect(self, workers: list[str], tenant: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
+        answers = await self._ask_all(workers, AdminRequest(AdminCommand.INSPECT, tenant, ids), FIND_TIMEOUT_S)
+        return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
 
-    def erase_abroad(self, tenant: str, model: str, ids: tuple[int, ...], regions: Iterable[str]) -> None:
-        """Have workers of other regions forget it too, in the background: those that do not answer are told again
-        for a minute. A region that cannot be reached for so long keeps what it has until it is evicted."""
-        question = AdminRequest(AdminCommand.ERASE, tenant, ids)
+    def _longest_public_prefix(self, workers: list[str]) -> int:
+        """Tokens. Where a chain starts is told by the public prefix that it begins with, so that is asked about too."""
+        records = (self._client.members.view.workers[worker].record for worker in workers)
+        return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
+
+    async def erase(self, session: Session) -> None:
+        """Have every worker forget what only this session had, its strays too, and have vaults forget it. Raises
+        nothing: what a worker that is away had in memory goes with it. Workers of other regions where it ran are told
+        in the background."""
+        assert session.head is not None
+        tenant = tenant_of(session.key)
+        question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
+        await self._ask_all(self._workers_of(session.head.model), question, ERASE_TIMEOUT_S)
+        self._erase_later(session.head.model, question, session.head.regions)
+
+    def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
+        """Have workers forget, in the background, what only this sequence of a session has behind `keep` tokens."""
+        question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep)
+        self._erase_later(head.model, question, (HOME, *head.regions))
+
+    def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
+        """Workers that do not answer are told again for a minute. A region that cannot be reached for so long keeps
+        what it has until it is evicted."""
         for region in regions:
-            if len(self._erasing) >= MAX_ABROAD:
-                log.warning("region %s is not told of a session's end: too many are on their way", region)
+            if len(self._erasing) >= MAX_LATER:
+                log.warning("region %s is not told what to forget: too much is on its way", region or "here")
                 continue
-            task = asyncio.create_task(self._bounded(region, model, question), name=f"erase-in-{region}")
+            task = asyncio.create_task(self._bounded(region, model, question), name=f"erase-in-{region or 'home'}")
             self._erasing.add(task)
             task.add_done_callback(self._erasing.discard)
 
@@ -77,13 +104,14 @@ class SessionBlocks:
             async with asyncio.timeout(ABROAD_LIMIT_S):
                 await self._erase_in(region, model, question)
         except TimeoutError:
-            log.warning("a session's blocks may still be in region %s: not all workers there could be told", region)
+            where = region or "this one"
+            log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
 
     async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
         """Until all that are known there, one at least, have answered."""
         told: set[str] = set()
         while True:
-            workers = self._abroad.workers(region, model)
+            workers = self._abroad.workers(region, model) if region != HOME else self._workers_of(model)
             told |= (await self._ask_all([w for w in workers if w not in told], question, ABROAD_TIMEOUT_S)).keys()
             if workers and told.issuperset(workers):
                 return

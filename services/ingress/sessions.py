@@ -1,9 +1,9 @@
 """Loop: sessions: named conversations whose history is durable as token ids. Owns their records in the KV bucket.
 
-One head per session, written by compare-and-set only, and chunks of 4,096 ids (u32le) beside it:
+One head per session, written by compare-and-set only, and what it names beside it:
 
     <tenant>.<hash of seq_id>                       SessionHead
-    <tenant>.<hash of seq_id>.<generation>.<n>      ids n * 4096 ... of one history
+    <tenant>.<hash of seq_id>.<generation>....      its history and its strays: `session_chunks`
 
     idle ──lock──▶ turn running ──commit──▶ idle, longer            one turn at a time
       ▲                │  failed, cancelled: as before
@@ -12,41 +12,38 @@ One head per session, written by compare-and-set only, and chunks of 4,096 ids (
 The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
 compare-and-set too: an ingress that was away, lost its lease and comes back cannot overwrite what followed.
 A history that is replaced instead of extended gets a new generation of chunks.
+
+What requests of a session computed besides its history (turns that were cut, further choices, what a history that was
+replaced ended with) is kept as its strays, so that it can be erased with it. A first turn that is cut leaves a session
+without turns for that.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvproto import codec
-from kvproto.block_hash import pack_ids, unpack_ids
+from kvproto.block_hash import pack_ids
 from kvproto.buckets import Entry, StaleRevision
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy, SessionNotFound, Unavailable
 from kvproto.ids import new_process_id, session_key
-from kvproto.messages import SessionHead, Turn
+from kvproto.messages import SessionHead, Stray, Turn
 from kvproto.regions import MAX_REGIONS
+from services.ingress import strays as beside
 from services.ingress.config import SessionLimits
+from services.ingress.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
 from services.ingress.turn_sightings import TurnSightings
 
 log = logging.getLogger(__name__)
 
-CHUNK_IDS = 4096
 COMMIT_RETRY_S = 0.5
 LOCK_TRIES = 4
 
-
-class KeyValue(Protocol):
-    """The part of `kvproto.buckets.Bucket` that is needed here. All methods may raise Unavailable."""
-
-    async def get(self, key: str) -> Entry: ...
-    async def update(self, key: str, value: bytes, revision: int) -> int: ...
-    async def delete(self, key: str, revision: int | None = None) -> None: ...
+Forget = Callable[[str, SessionHead, tuple[int, ...], int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +57,7 @@ class Session:
     ids: tuple[int, ...] = ()
     chunk_revisions: tuple[int, ...] = ()
     expired: SessionHead | None = None  # what lies there still, nobody having swept it
+    strays: tuple[Stray, ...] = ()  # of one that was erased
 
     def is_last(self, request: str) -> bool:
         """Whether this request's turn is the one that was committed last."""
@@ -106,8 +104,13 @@ class Sessions:
         unix_ms: Callable[[], int],
         is_ingress_alive: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
+        forget: Forget = lambda key, head, ids, keep: None,
     ) -> None:
+        """`forget`: of a session of which this was the head the blocks of these ids are of no use any more, but those
+        of the first so many."""
         self._bucket = bucket
+        self._chunks = SessionChunks(bucket)
+        self._forget = forget
         self._ingress = ingress
         self._limits = limits
         self._unix_ms = unix_ms
@@ -132,24 +135,14 @@ class Sessions:
                 return Session(key, seq_id, entry.revision)
             if is_expired(head, self._unix_ms(), self._limits):
                 return Session(key, seq_id, entry.revision, expired=head)
-            if (history := await self._read_chunks(key, head)) is not None:
+            if (history := await self._chunks.history(key, head)) is not None:
                 return Session(key, seq_id, entry.revision, head, *history)
         raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
-
-    async def _read_chunks(self, key: str, head: SessionHead) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The history that a head names, and its chunks' revisions; None where they have just been replaced."""
-        chunks = await asyncio.gather(
-            *(self._bucket.get(_chunk_key(key, head.generation, n)) for n in range(_chunks(head.length)))
-        )
-        if any(chunk.value is None for chunk in chunks):
-            return None
-        ids = unpack_ids(b"".join((chunk.value or b"")[: 4 * CHUNK_IDS] for chunk in chunks))
-        return (ids[: head.length], tuple(chunk.revision for chunk in chunks)) if len(ids) >= head.length else None
 
     async def _holds(self, key: str, ids: Sequence[int]) -> bool:
         """Whether the session's history begins with these."""
         head = _read_head(await self._bucket.get(key))
-        history = await self._read_chunks(key, head) if head is not None and head.length >= len(ids) else None
+        history = await self._chunks.history(key, head) if head is not None and head.length >= len(ids) else None
         return history is not None and history[0][: len(ids)] == tuple(ids)
 
     def fresh(self, tenant: str, seq_id: str) -> Session:
@@ -157,10 +150,11 @@ class Sessions:
         return Session(session_key(tenant, seq_id), seq_id, 0)
 
     async def find(self, tenant: str, seq_id: str) -> Session:
-        """As `read`. Raises SessionNotFound when there is none, or it belongs to somebody else."""
+        """As `read`. Raises SessionNotFound when there is none, or it belongs to somebody else, or its first turn was
+        cut."""
         session = await self.read(tenant, seq_id)
-        if session.head is None:
-            raise SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
+        if session.head is None or not (session.head.turns or session.head.turn):
+            raise _not_found(seq_id)
         return session
 
     def is_busy(self, session: Session) -> bool:
@@ -227,7 +221,7 @@ class Sessions:
         revision = await self._bucket.update(session.key, codec.encode(head), session.revision)
         held = self._turns[request] = OpenTurn(session, head, revision)
         if session.expired is not None:
-            await self._erase_chunks(session.key, session.expired)
+            await self._chunks.erase(session.key, session.expired)
         return held
 
     async def commit(
@@ -239,9 +233,10 @@ class Sessions:
         *,
         start: int = 0,
         regions: Sequence[str] = (),
+        strays: Sequence[Stray] = (),
     ) -> None:
         """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`; other `regions`
-        had a part in it.
+        had a part in it, and `strays` were computed beside it.
 
         Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for longer than is waited for it.
         Either everything is committed or the session is as before. Where another ingress has committed this same
@@ -250,7 +245,7 @@ class Sessions:
         until = asyncio.get_running_loop().time() + self._limits.commit_patience_s
         while not turn.ended:
             try:
-                await self._commit(turn, model, ids, worker, start, regions)
+                await self._commit(turn, model, tuple(ids), worker, start, regions, strays)
             except _Committed:
                 turn.ended = True
             except SessionBusy:
@@ -264,18 +259,25 @@ class Sessions:
                 await asyncio.sleep(COMMIT_RETRY_S)
 
     async def _commit(
-        self, turn: OpenTurn, model: str, ids: Sequence[int], worker: str, start: int, regions: Sequence[str]
+        self,
+        turn: OpenTurn,
+        model: str,
+        ids: tuple[int, ...],
+        worker: str,
+        start: int,
+        regions: Sequence[str],
+        strays: Sequence[Stray],
     ) -> None:
         session, before = turn.session, turn.session.ids
-        extends = session.head is not None and len(ids) >= len(before) and tuple(ids[: len(before)]) == before
+        extends = session.head is not None and len(ids) >= len(before) and ids[: len(before)] == before
         kept = len(before) if extends else 0
         generation = turn.head.generation if extends or session.head is None else new_process_id()
         async with turn.lock:
             self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
-            for n in range(kept // CHUNK_IDS, _chunks(len(ids))):
+            for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
                 revision = session.chunk_revisions[n] if extends and n < len(session.chunk_revisions) else 0
                 data = pack_ids(ids[n * CHUNK_IDS : (n + 1) * CHUNK_IDS])
-                await self._write_chunk(turn, _chunk_key(session.key, generation, n), data, revision)
+                await self._write_chunk(turn, chunk_key(session.key, generation, n), data, revision)
             head = replace(
                 turn.head,
                 model=model,
@@ -290,22 +292,25 @@ class Sessions:
                 left_request="",
                 regions=_joined(turn.head.regions, regions),
             )
+            head = await self._keep_strays(session, head, ids, strays)
             await self._update_ours(turn, head, adopt=self._adopt_shared)
             turn.ended = True
         if session.head is not None and generation != session.head.generation:
-            await self._erase_chunks(session.key, session.head)
+            await self._chunks.erase(session.key, session.head)
 
-    async def abandon(self, turn: OpenTurn, regions: Sequence[str] = ()) -> None:
-        """End a turn that failed: the session is as before, but that these `regions` had a part in it. Never raises;
-        without NATS the lease runs out instead."""
+    async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
+        """End a turn that failed: the session is as before, but that these `regions` had a part in it, and `strays`
+        were computed beside its history. Never raises; without NATS the lease runs out instead."""
         session = turn.session
         async with turn.lock:
             self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
             try:
-                if session.head is not None and session.head.turns:
-                    left = turn.head.turn.request if turn.head.turn else ""
-                    seen = _joined(session.head.regions, regions)
-                    await self._update_ours(turn, replace(session.head, turn=None, left_request=left, regions=seen))
+                left = turn.head.turn.request if turn.head.turn else ""
+                head = session.head or turn.head
+                head = replace(head, turn=None, left_request=left, regions=_joined(head.regions, regions))
+                head = await self._keep_strays(session, head, session.ids, strays)
+                if head.turns or head.strays:
+                    await self._update_ours(turn, head)
                 else:
                     try:
                         await self._bucket.delete(session.key, turn.revision)
@@ -314,6 +319,26 @@ class Sessions:
                         await self._bucket.delete(session.key, turn.revision)
             except KvfleetError as error:
                 log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+
+    async def _keep_strays(
+        self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]
+    ) -> SessionHead:
+        """Write what there is beside the history now, `more` than there was before, and have forgotten what is too
+        much. Returns the head that says so."""
+        before, known = session.head, list[Stray]()
+        if before is not None:
+            known = beside.moved(await self._chunks.strays(session.key, before), session.ids, history)
+            if before.model != head.model:  # another model's blocks
+                for one in known:
+                    if whole := history[: one.start] + one.ids:
+                        self._forget(session.key, before, whole, 0)
+                known = []
+        kept, dropped = beside.bounded(beside.settled([*known, *more], history))
+        if kept or (before is not None and before.strays):
+            await self._chunks.write_strays(session.key, head.generation, kept)
+        for one in dropped:
+            self._forget(session.key, head, history[: one.start] + one.ids, one.start)
+        return replace(head, strays=beside.ids_of(kept))
 
     async def _update_ours(
         self, turn: OpenTurn, head: SessionHead, adopt: Callable[[OpenTurn], Awaitable[None]] | None = None
@@ -379,13 +404,16 @@ class Sessions:
     # ------------------------------------------------------------------ erasing
 
     async def erase(self, tenant: str, seq_id: str) -> Session:
-        """What it was until now. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
-        session = await self.find(tenant, seq_id)
+        """What it was until now, its strays too. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
+        session = await self.read(tenant, seq_id)
+        head = session.head
+        if head is None:
+            raise _not_found(seq_id)
         if self.is_busy(session):
             raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
-        assert session.head is not None
-        await self._erase(session.key, session.head, session.revision)
-        return session
+        strays = await self._chunks.strays(session.key, head)
+        await self._erase(session.key, head, session.revision)
+        return replace(session, strays=strays)
 
     async def erase_key(self, key: str, *, only_expired: bool) -> bool:
         """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
@@ -406,14 +434,7 @@ class Sessions:
             await self._bucket.delete(key, revision)
         except StaleRevision:
             raise SessionBusy("another turn of this session has just begun or ended", retry_after_s=1.0) from None
-        await self._erase_chunks(key, head)
-
-    async def _erase_chunks(self, key: str, head: SessionHead) -> None:
-        """The head no longer names them, so a failure here only wastes their bytes."""
-        with contextlib.suppress(KvfleetError):
-            await asyncio.gather(
-                *(self._bucket.delete(_chunk_key(key, head.generation, n)) for n in range(_chunks(head.length)))
-            )
+        await self._chunks.erase(key, head)
 
     # ------------------------------------------------------------------ leases
 
@@ -481,12 +502,8 @@ def _joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
 
 
-def _chunk_key(key: str, generation: str, n: int) -> str:
-    return f"{key}.{generation}.{n}"
-
-
-def _chunks(length: int) -> int:
-    return -(-length // CHUNK_IDS)
+def _not_found(seq_id: str) -> SessionNotFound:
+    return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
 
 
 def _lost(session: Session) -> SessionBusy:

@@ -7,12 +7,19 @@ from pathlib import Path
 from pydantic import Field
 
 from kvservice.settings import ServiceSettings
+from services.ingress.run_memory import DEFAULT_BYTES
 
 
 class IngressSettings(ServiceSettings):
     """Flags of the HTTP endpoint; limits are per process."""
 
     port: int = Field(8080, ge=0, le=65535, description="HTTP port; 0: any free one")
+    listen_fd: int | None = Field(
+        None,
+        ge=3,
+        description="accept on this inherited listening socket (systemd's socket activation: 3); --host and --port say "
+        "where it listens",
+    )
     api_keys_file: Path | None = Field(
         None,
         description="TOML or JSON file with hashed API keys, or a folder of such; taken up when it changes; no keys "
@@ -34,6 +41,15 @@ class IngressSettings(ServiceSettings):
     trusted_proxies: str | None = Field(
         None, description="addresses or networks, separated by commas, whose X-Forwarded-For and -Proto are believed"
     )
+    allowed_hosts: str | None = Field(
+        None,
+        description="names, separated by commas, under which it is asked beside localhost, this host's own and any "
+        "address; *: all; absent: all where there are API keys or an issuer",
+    )
+    cors_origins: str = Field(
+        "",
+        description="origins, separated by commas, whose pages may ask from a browser (https://chat.example); *: all",
+    )
     fleet_key: str = Field(
         "",
         description="secret from which request ids of Idempotency-Keys follow; equal in all processes; without it "
@@ -42,6 +58,7 @@ class IngressSettings(ServiceSettings):
     )
     fleet_key_file: Path | None = Field(None, description="file that holds it")
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="longest request body")
+    body_timeout_s: float = Field(30.0, gt=0, description="a request whose body takes longer to come is refused")
     max_streams: int = Field(1024, ge=1, description="most requests at once; more get 503 with Retry-After")
     keep_alive_s: int = Field(
         75, ge=1, description="how long idle connections stay open; longer than a load balancer in front keeps them"
@@ -61,6 +78,12 @@ class IngressSettings(ServiceSettings):
     replay_s: float = Field(600.0, ge=0, description="the same for requests with an Idempotency-Key")
     resume_memory_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="memory for ended and cut requests; the oldest give way"
+    )
+    stream_memory_bytes: int = Field(
+        DEFAULT_BYTES,
+        ge=1024 * 1024,
+        description="memory for what running requests bring; at half of it new ones get 503, and one that holds "
+        "more than an even share ends",
     )
     slo_ttft_s: float = Field(2.0, gt=0, description="goodput: the first token of a good request comes within this")
     slo_itl_s: float = Field(0.1, gt=0, description="goodput: and the others after this long on average")

@@ -27,6 +27,7 @@ SILENT_S = 3.0
 FORGET_S = 600.0
 MOST_TOLD = 512  # accounts at once: those that were told of longest ago
 MOST_REPEATED = 64  # of these, accounts of which nothing is new
+FORMER_KEPT = 8  # lives of one ingress whose late reports are known as such
 MAX_PEERS = 256
 MAX_HEARD = 65_536  # accounts, of all peers together
 ENTRY_BYTES = 400  # at most, beside the names
@@ -67,6 +68,7 @@ class Peer:
     epoch: str
     since: float
     heard_at: float
+    former: tuple[str, ...] = ()  # its lives before
     forgot_seq: int = -1
     accounts: dict[Key, Heard] = field(default_factory=dict)  # who was heard of longest ago comes first
     running: dict[Key, Heard] = field(default_factory=dict)  # those of them where something runs
@@ -223,13 +225,14 @@ class SharedUsage:
         if known is not None and known.epoch == report.epoch:
             return known
         if known is not None:
-            if report.epoch < known.epoch and now - known.heard_at <= SILENT_S:
+            if report.epoch in known.former and now - known.heard_at <= SILENT_S:
                 return None  # of a life that is over
             self._forget_peer(report.ingress, now, counted=False)
         elif len(self._peers) >= MAX_PEERS and not self._forget_longest_silent(now):
             return None
         self.tell_again()  # it may not have heard anything yet
-        peer = self._peers[report.ingress] = Peer(report.epoch, self._since, now)
+        former = (*known.former[1 - FORMER_KEPT :], known.epoch) if known is not None else ()
+        peer = self._peers[report.ingress] = Peer(report.epoch, self._since, now, former)
         return peer
 
     def _take(self, peer: Peer, seq: int, entry: AccountUsage, now: float, unix_s: float) -> None:

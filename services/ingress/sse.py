@@ -24,24 +24,24 @@ from services.ingress.http_exchange import Exchange
 from services.ingress.runs import Run
 from services.ingress.transcript import Transcript
 
-QUEUED = b": queued\n\n"
-WAITING = b": waiting\n\n"
-
 OnTokens = Callable[[int], None]
 
 
-async def relay(exchange: Exchange, run: Run, at: Position, *, keepalive_s: float, on_tokens: OnTokens) -> list[bytes]:
-    """Write a run as events, from where the client is, all but its end, which is returned. Raises the run's
-    KvfleetError, InvalidRequest for a position that it cannot have, Cancelled when the client leaves."""
+async def relay(
+    exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float, on_tokens: OnTokens
+) -> list[bytes]:
+    """Write a run as events, from where the client is, all but its end, which is returned. `id_lines`: it asks for
+    them. Raises the run's KvfleetError, InvalidRequest for a position that it cannot have, Cancelled when the client
+    leaves."""
     async with _watched(exchange, run):
         while run.form is None and not exchange.gone:
             if run.error is not None:
                 raise run.error
             await _get_on(run, on_tokens)
         if run.form is not None:
-            writer = run.form.writer(at)
+            writer = run.form.writer(at, id_lines=id_lines)
             exchange.error_event = writer.failed
-            async with _KeptAlive(exchange, keepalive_s):
+            async with _KeptAlive(exchange, writer.ids.comment, keepalive_s):
                 return await _relay(exchange, run, Reader(writer), on_tokens)
     raise Cancelled("the client left")
 
@@ -137,8 +137,9 @@ async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
 class _KeptAlive:
     """Sends a comment whenever nothing was written for a period. A timer, so that it costs nothing per token."""
 
-    def __init__(self, exchange: Exchange, period_s: float) -> None:
+    def __init__(self, exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> None:
         self._exchange = exchange
+        self._comment_of = comment
         self._period_s = period_s
         self._seen = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -168,5 +169,5 @@ class _KeptAlive:
         waiting = self._exchange.started
         if not waiting:
             await self._exchange.start_events()
-        await self._exchange.write(WAITING if waiting else QUEUED)
+        await self._exchange.write(self._comment_of(b"waiting" if waiting else b"queued"))
         self._seen = self._exchange.writes

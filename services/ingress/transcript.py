@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, TokenLogprobs, Tokens
+from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, Stray, TokenLogprobs, Tokens
 from kvproto.regions import qualify, split
 from kvproto.stream import Event
+from services.ingress.run_memory import STREAMED, TokenCosts
+from services.ingress.strays import beside
 
 BASE_BYTES = 2048
-TOKEN_BYTES = 128  # a short string, an int and their places in two lists
-LOGPROBS_BYTES = 256
-ALTERNATIVE_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -45,13 +44,21 @@ class Transcript:
     started: Started | None = None
     finished: Finished | None = None
     ends: list[ChoiceFinished] = field(default_factory=list)
-    size: int = BASE_BYTES  # bytes of memory, about
+    size: int = BASE_BYTES  # bytes of memory, about: at least what is here
+    costs: TokenCosts = STREAMED
     regions: tuple[str, ...] = ()  # other ones, whose workers worked on it
     ended_in: str = ""  # the region of the last worker; "": at home
+    begun: bool = False  # a worker took it, and may have computed some of it
 
     @classmethod
-    def of(cls, choices: int) -> Transcript:
-        return cls([ChoiceTranscript() for _ in range(choices)])
+    def of(cls, choices: int, costs: TokenCosts = STREAMED) -> Transcript:
+        return cls([ChoiceTranscript() for _ in range(choices)], costs=costs)
+
+    def emptied(self) -> Transcript:
+        """Of one that is given up: who worked on it, and nothing of what it brought."""
+        empty = Transcript.of(len(self.choices))
+        empty.started, empty.regions, empty.ended_in = self.started, self.regions, self.ended_in
+        return empty
 
     @property
     def text(self) -> str:
@@ -70,6 +77,7 @@ class Transcript:
     def take(self, batch: Iterable[Event]) -> int:
         """Append events; returns how many tokens they brought. A later attempt's `Started` says nothing new."""
         count = 0
+        costs = self.costs
         for event in batch:
             if type(event) is Tokens:
                 said = self.choices[event.choice]
@@ -79,8 +87,9 @@ class Transcript:
                 if event.logprobs:
                     said.logprobs.extend(event.logprobs)
                     tops = len(event.logprobs[0].top_ids)
-                    self.size += len(event.ids) * (LOGPROBS_BYTES + ALTERNATIVE_BYTES * tops)
+                    self.size += len(event.ids) * (costs.logprobs + costs.alternative * tops)
             elif isinstance(event, Started):
+                self.begun = True
                 if self.started is None:
                     self.started = event
             elif isinstance(event, ChoiceFinished):
@@ -90,7 +99,7 @@ class Transcript:
             elif isinstance(event, Finished):
                 self.finished = event
                 self.choices[0].reason = event.reason
-        self.size += count * TOKEN_BYTES
+        self.size += count * costs.token
         return count
 
     def served_by(self, worker: str | None) -> None:
@@ -104,6 +113,10 @@ class Transcript:
         """Who finished it, as this process calls it."""
         assert self.finished is not None
         return qualify(self.ended_in, self.finished.worker) if self.ended_in else self.finished.worker
+
+    def strays(self, history: tuple[int, ...], prompt: tuple[int, ...]) -> list[Stray]:
+        """What was computed for it beside a session's history."""
+        return beside(history, prompt, (choice.ids for choice in self.choices)) if self.begun else []
 
     def continuations(self) -> tuple[Continuation, ...]:
         """Where each choice goes on; none where nothing has come yet."""

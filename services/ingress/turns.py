@@ -85,7 +85,13 @@ class SessionTurn:
         ids = self._prompt_ids + transcript.ids
         try:
             await self._sessions.commit(
-                held, self._model, ids, transcript.worker, start=self._history, regions=transcript.regions
+                held,
+                self._model,
+                ids,
+                transcript.worker,
+                start=self._history,
+                regions=transcript.regions,
+                strays=transcript.strays(ids, self._prompt_ids),
             )
         except BaseException:
             self._held = held
@@ -95,7 +101,8 @@ class SessionTurn:
     async def let_go(self, transcript: Transcript) -> None:
         held, self._held, self._session = self._held, None, None
         if held is not None and not held.ended:
-            await self._sessions.abandon(held, transcript.regions)
+            strays = transcript.strays(held.session.ids, self._prompt_ids)
+            await self._sessions.abandon(held, transcript.regions, strays)
 
 
 class ChatTurn:
@@ -149,15 +156,21 @@ class ChatTurn:
             return
         with _kept_if_possible(held.session):
             ids = self._prompt.ids + transcript.ids
-            await self._sessions.commit(held, self._model.name, ids, transcript.worker, regions=transcript.regions)
+            strays = transcript.strays(ids, self._prompt.ids)
+            worker, regions = transcript.worker, transcript.regions
+            await self._sessions.commit(held, self._model.name, ids, worker, regions=regions, strays=strays)
             self._tally.session_turns += 1
         if not held.ended:
-            await self._sessions.abandon(held, transcript.regions)
+            await self._abandon(held, transcript)
 
     async def let_go(self, transcript: Transcript) -> None:
         held, self._held, self._cut = self._held, None, True
         if held is not None and not held.ended:
-            await self._sessions.abandon(held, transcript.regions)
+            await self._abandon(held, transcript)
+
+    async def _abandon(self, held: OpenTurn, transcript: Transcript) -> None:
+        strays = transcript.strays(held.session.ids, self._prompt.ids)
+        await self._sessions.abandon(held, transcript.regions, strays)
 
 
 @contextlib.contextmanager

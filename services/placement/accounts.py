@@ -4,11 +4,13 @@ they found, and where they can be had again. Pure.
 
 from __future__ import annotations
 
+from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, Tier
 from services.placement.actions import Action, Record
-from services.placement.bookings import Bookings
+from services.placement.bookings import BOOKING_LIMIT_S, Bookings
 from services.placement.feedback import Feedback
 from services.placement.fleet import Fleet
+from services.placement.index.prefix_index import unpack
 from services.placement.ledger import Ledger
 from services.placement.promises import Promises
 from services.placement.repeats import Repeats
@@ -81,8 +83,13 @@ class Accounts:
             worker = self._fleet.workers.get(one.worker)
             if worker is not None:
                 key, column = (one.tenant, one.request), worker.column
-                self._bookings.book(key, one.attempt, worker.id, column, one.tokens, now, priority=one.priority)
+                silent_s = BOOKING_LIMIT_S if one.silent_ms is None else one.silent_ms / 1000
+                self._bookings.book(
+                    key, one.attempt, worker.id, column, one.tokens, now, priority=one.priority, silent_s=silent_s
+                )
                 self._repeats.place(key, worker.id, worker.epoch, one.attempt, now)
+                whole = len(one.hashes) // HASH_BYTES * HASH_BYTES
+                self._promises.make(key, worker.id, unpack(one.hashes[:whole]), now)
 
     def give_up(self, key: tuple[str, str], attempt: int, failed: bool) -> None:
         """A bare producer's attempt is over, in whatever way: each of them may say so. `failed`: nobody has it."""

@@ -78,7 +78,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """To the worker that handed a request over: it has an owner."""
+    """To whoever let go of something, a worker or a replica: it has an owner."""
 
     reply: str
 

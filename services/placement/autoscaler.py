@@ -7,7 +7,7 @@ caller's monotonic seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvproto.messages import Heartbeat, ModelSignals, Refused, State
@@ -27,13 +27,13 @@ class _Model:
 
 
 class Autoscaler:
-    """Owned by the core, which tells it what comes. `booked(worker)` counts what no heartbeat counts yet. `by_ordinal`:
-    whoever removes workers takes the one with the highest number, as a StatefulSet does."""
+    """Owned by the core, which tells it what comes. What is placed counts once a worker says that it has it: whoever
+    only asks for placements makes nobody start workers. `by_ordinal`: whoever removes workers takes the one with the
+    highest number, as a StatefulSet does."""
 
     def __init__(
         self,
         fleet: Fleet,
-        booked: Callable[[str], int],
         rules: Rules | None = None,
         models: Iterable[str] = (),
         *,
@@ -41,7 +41,6 @@ class Autoscaler:
     ) -> None:
         self.rules = rules or Rules()
         self._fleet = fleet
-        self._booked = booked
         self._by_ordinal = by_ordinal
         self._heard: dict[str, Heard] = {}
         self._models: dict[str, _Model] = {}
@@ -120,14 +119,13 @@ class Autoscaler:
         for one in heard:
             one.sample(now, self.rules.recent_s)
         known = len(heard) == len(ready)
-        booked = sum(self._booked(worker.id) for worker in ready)
-        sample = self._measure(heard, len(ready), living, model.outside, booked, now, known=known)
+        sample = self._measure(heard, len(ready), living, model.outside, now, known=known)
         model.scaler.observe(sample, now)
         waits = [one.load.oldest_wait_s + now - one.at for one in heard if one.load.waiting]
         highest = _highest(workers)
         model.signals = ModelSignals(
             name,
-            queue_depth=sum(one.load.waiting for one in heard) + booked + model.outside.requests(now),
+            queue_depth=sum(one.load.waiting for one in heard) + model.outside.requests(now),
             oldest_wait_s=max([*waits, model.outside.since_s(now) if not ready else 0.0]),
             saturation=sample.saturation,
             desired=model.scaler.desired,
@@ -147,10 +145,10 @@ class Autoscaler:
             self._leaving[name] = highest
 
     def _measure(
-        self, heard: list[Heard], ready: int, living: int, outside: Outside, booked: int, now: float, *, known: bool
+        self, heard: list[Heard], ready: int, living: int, outside: Outside, now: float, *, known: bool
     ) -> Sample:
         rate = mean_rate(heard)
-        requests = sum(one.load.waiting + one.load.running for one in heard) + booked
+        requests = sum(one.load.waiting + one.load.running for one in heard)
         asked = bool(requests) or outside.is_asked(now) or any(one.tokens_per_s for one in heard)
         if not heard:
             return Sample(ready, living, asked=asked, known=known)

@@ -7,27 +7,48 @@ Without bookings, every request of a burst between two heartbeats would see the 
        ├──placed again, refused, offered to somebody else──▶ released
        ├──a heartbeat heard more than a period later, and no word of acceptance──▶ dropped: it is in there, or lost
        ├──the worker left or restarted──▶ gone with it
-       └──5 s──▶ expired: a lost release never leaves phantom load
+       ├──no word for a second after its asker stopped waiting for us, else for 5 s──▶ expired: it was never sent
+       └──its tenant has too many of them there──▶ the oldest go: who only asks, and sends nothing, keeps few away
 
 What a worker's milestones say comes to every replica, so a booking is released wherever it was made or shared.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 from kvproto.messages import Heartbeat
 from services.placement.workloads import Workloads
 
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0
+WORD_S = 1.0  # from an answer that was in time to the word that a worker has the request
 STAY_LIMIT_S = 3600.0  # of an accepted one whose end was never heard
 MAX_BOOKED = 65_536  # in each state; beyond, the oldest are taken to be over
 EARLY_KEPT = 4096  # attempts of which milestones came before another replica's word of their booking
 
 Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
+
+
+@dataclass(frozen=True, slots=True)
+class PhantomLimits:
+    """What one tenant's requests that no worker has accepted may count for, at one worker: beyond, it is the newest
+    that do. Without a limit, whoever asks for placements and sends nothing would have all others refused."""
+
+    requests: int = 256
+    seconds: float = 10.0  # of prefill, at the rate that the worker measured
+
+
+@dataclass(slots=True)
+class _Share:
+    """Of one tenant at one worker, not accepted; oldest first."""
+
+    keys: dict[Key, None] = field(default_factory=dict)
+    tokens: float = 0.0
 
 
 @dataclass(slots=True)
@@ -47,9 +68,16 @@ class Booking:
 class Bookings:
     """Owned by the core; `now` never goes back. What is booked is in the workloads."""
 
-    def __init__(self, workloads: Workloads, max_booked: int = MAX_BOOKED) -> None:
+    def __init__(
+        self, workloads: Workloads, max_booked: int = MAX_BOOKED, limits: PhantomLimits = PhantomLimits()
+    ) -> None:
+        self.phantoms_total = 0  # released because their tenant had too many
         self._workloads = workloads
         self._max_booked = max_booked
+        self._limits = limits
+        self._shares: dict[tuple[str, str], _Share] = {}  # by tenant and worker; no empty entries
+        self._expiring: list[tuple[float, int, Key, Booking]] = []  # a heap; what is released meanwhile stays in it
+        self._numbers = count()
         self._fresh: dict[Key, Booking] = {}  # not accepted yet; oldest first
         self._accepted: dict[Key, Booking] = {}  # oldest acceptance first
         self._at: dict[str, dict[Key, Booking]] = {}  # fresh ones per worker, oldest first; no empty entries
@@ -65,24 +93,57 @@ class Bookings:
         """Accepted and not known to have ended."""
         return len(self._accepted)
 
+    def priority_of(self, key: Key) -> int | None:
+        """None: nothing is booked of it."""
+        booking = self._fresh.get(key) or self._accepted.get(key)
+        return None if booking is None else booking.priority
+
     def requests_at(self, worker: str) -> int:
         return len(self._at.get(worker, ()))
 
     # ------------------------------------------------------------------ a request's life
 
     def book(
-        self, key: Key, attempt: int, worker: str, column: int, tokens: float, now: float, *, priority: int = 0
-    ) -> None:
-        """Book one attempt; what the request had booked before is released."""
+        self,
+        key: Key,
+        attempt: int,
+        worker: str,
+        column: int,
+        tokens: float,
+        now: float,
+        *,
+        priority: int = 0,
+        silent_s: float = BOOKING_LIMIT_S,
+    ) -> list[Key]:
+        """Book one attempt; what the request had booked before is released. Returns whose bookings had to make room:
+        they are taken to be over. `silent_s`: without a word for so long it was not sent."""
         self.release(key, now)
         booking = Booking(worker, column, attempt, tokens, now, priority)
         self._fresh[key] = booking
         self._at.setdefault(worker, {})[key] = booking
+        share = self._shares.setdefault((key[0], worker), _Share())
+        share.keys[key] = None
+        share.tokens += tokens
+        expires = now + min(silent_s, BOOKING_LIMIT_S)
+        heapq.heappush(self._expiring, (expires, next(self._numbers), key, booking))
         self._workloads.give(column, tokens, now, priority=priority)
-        if len(self._fresh) > self._max_booked:
-            self.release(next(iter(self._fresh)), now)
         for passed in self._early.pop((key, worker, attempt), ()):
             passed()  # the worker was quicker than the replica that booked it
+        return self._make_room(share, column, now)
+
+    def _make_room(self, share: _Share, column: int, now: float) -> list[Key]:
+        gone: list[Key] = []
+        if len(share.keys) > 1:
+            rate = self._workloads.of(column, now).prefill_tokens_per_s
+            most = self._limits.seconds * rate if rate > 0 else float("inf")
+            while len(share.keys) > 1 and (len(share.keys) > self._limits.requests or share.tokens > most):
+                gone.append(next(iter(share.keys)))
+                self.release(gone[-1], now)
+            self.phantoms_total += len(gone)
+        if len(self._fresh) > self._max_booked:
+            gone.append(next(iter(self._fresh)))
+            self.release(gone[-1], now)
+        return gone
 
     def accept(self, key: Key, worker: str, attempt: int) -> None:
         """The worker has it: from its next heartbeat on it is counted there."""
@@ -147,9 +208,12 @@ class Bookings:
 
     def expire(self, now: float) -> list[Key]:
         """Returns those of which nothing was ever heard."""
-        silent = _older(self._fresh, now - BOOKING_LIMIT_S)
-        for key in silent:
-            self.release(key, now)
+        silent: list[Key] = []
+        while self._expiring and self._expiring[0][0] < now:
+            _, _, key, booking = heapq.heappop(self._expiring)
+            if self._fresh.get(key) is booking:
+                self.release(key, now)
+                silent.append(key)
         for key in _older(self._accepted, now - STAY_LIMIT_S):
             self._drop(key)
         return silent
@@ -195,6 +259,12 @@ class Bookings:
         del held[key]
         if not held:
             del self._at[booking.worker]
+        of_tenant = key[0], booking.worker
+        share = self._shares[of_tenant]
+        del share.keys[key]
+        share.tokens -= booking.tokens
+        if not share.keys:
+            del self._shares[of_tenant]
 
     def check_integrity(self) -> None:
         """Every booking is in one state, and found both ways, in order. Raises AssertionError."""
@@ -211,6 +281,11 @@ class Bookings:
         assert max(len(self._fresh), len(self._accepted)) <= self._max_booked
         assert not any(booking.accepted for booking in self._fresh.values())
         assert all(booking.accepted for booking in self._accepted.values())
+        assert sum(len(share.keys) for share in self._shares.values()) == len(self._fresh)
+        for (tenant, worker), share in self._shares.items():
+            assert 0 < len(share.keys) <= max(self._limits.requests, 1)
+            assert all(key[0] == tenant and self._fresh[key].worker == worker for key in share.keys)
+            assert abs(share.tokens - sum(self._fresh[key].tokens for key in share.keys)) < 1
         for each in (self._fresh, *self._at.values()):
             times = [booking.booked_at for booking in each.values()]
             assert times == sorted(times)

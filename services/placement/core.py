@@ -32,11 +32,12 @@ from services.placement.actions import (
     PassOn,
     PingWorker,
     Share,
+    TakenOver,
     failed_frame,
 )
 from services.placement.autoscale import Rules
 from services.placement.autoscaler import Autoscaler
-from services.placement.bookings import Bookings
+from services.placement.bookings import Bookings, PhantomLimits
 from services.placement.decider import Decider
 from services.placement.events import (
     BlocksChanged,
@@ -69,12 +70,12 @@ from services.placement.fleet import Fleet
 from services.placement.forwarding import Forwarding
 from services.placement.index.follower import Follows
 from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger import Ledger
+from services.placement.ledger import Ledger, kept_in_all
 from services.placement.metrics_aggregator import MetricsAggregator
 from services.placement.neighbours import Neighbours
 from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
 from services.placement.preload import Preload
-from services.placement.promises import Promises
+from services.placement.promises import MAX_WORKERS, Promises
 from services.placement.prompts import Prompts
 from services.placement.repeats import Repeats
 from services.placement.victim import Survey
@@ -89,8 +90,8 @@ class PlacementCore:
 
     `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
     are told of bookings. `keeps_hashes`: ended decisions come back as Records. `max_wait_s`: how long a producer's
-    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has. `rules`,
-    `models` and `by_ordinal` are the autoscaler's.
+    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has.
+    `phantoms`: how much counts of what no worker has accepted. `rules`, `models` and `by_ordinal` are the autoscaler's.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class PlacementCore:
         keeps_hashes: bool = False,
         max_wait_s: float | None = None,
         max_producer_priority: int = 0,
+        phantoms: PhantomLimits = PhantomLimits(),
         neighbours: Neighbours | None = None,
         rules: Rules | None = None,
         models: Iterable[str] = (),
@@ -121,12 +123,12 @@ class PlacementCore:
         self.workloads = Workloads()
         self.fleet = Fleet(self.workloads)
         self.vaults: dict[str, str] = {}  # living ones: id -> epoch
-        self.bookings = Bookings(self.workloads)
+        self.bookings = Bookings(self.workloads, limits=phantoms)
         self.indexer = indexer or KvIndexer()
-        self.promises = Promises()
+        self.promises = Promises(max_workers=max(MAX_WORKERS, self.indexer.max_workers))
         self.feedback = Feedback()
         self.metrics = MetricsAggregator(self.bookings.requests_at)
-        self.ledger = Ledger(keeps_hashes=keeps_hashes)
+        self.ledger = Ledger(kept_in_all=kept_in_all(self.indexer.max_workers), keeps_hashes=keeps_hashes)
         self.repeats = Repeats()
         self.accounts = Accounts(
             placement, self.fleet, self.bookings, self.promises, self.feedback, self.ledger, self.repeats
@@ -145,7 +147,7 @@ class PlacementCore:
             self.neighbours,
         )
         self.abroad = Abroad(self.neighbours, self.decider, placement)
-        self.autoscaler = Autoscaler(self.fleet, self.bookings.requests_at, rules, models, by_ordinal=by_ordinal)
+        self.autoscaler = Autoscaler(self.fleet, rules, models, by_ordinal=by_ordinal)
         self.decider.leaving = self.autoscaler.leaving
         self.forwarding = Forwarding(
             placement,
@@ -189,8 +191,8 @@ class PlacementCore:
                 return self.forwarding.on_nobody_listens(reader, attempt, now)
             case CapsuleHeard(reply, capsule):
                 return self.forwarding.carry_on(capsule, reply, now)
-            case WatchesHeard(watches):
-                return self._adopt(watches, now)
+            case WatchesHeard(watches, reply):
+                return [*([TakenOver(reply)] if reply else []), *self._adopt(watches, now)]
             case BlocksChanged(worker, changes):
                 self.indexer.on_changes(worker, changes, now)
                 return []
@@ -214,11 +216,11 @@ class PlacementCore:
                     for one in batch.abroad:
                         self.neighbours.learn(one, now)
                 return []
-            case SnapshotHeard(worker, part):
-                self.indexer.on_snapshot(worker, part, now)
+            case SnapshotHeard(worker, part, pull):
+                self.indexer.on_snapshot(worker, part, now, pull)
                 return []
-            case SnapshotRefused(worker, epoch):
-                self.indexer.on_snapshot_refused(worker, epoch, now)
+            case SnapshotRefused(worker, pull):
+                self.indexer.on_snapshot_refused(worker, pull, now)
                 return []
             case ExplainAsked(reply, request, tenant):
                 return [Explain(reply, self.ledger.explain(request, tenant))]
@@ -328,6 +330,7 @@ class PlacementCore:
         worker = self.fleet.workers.get(milestones.worker)
         if worker is None or worker.epoch != milestones.epoch:
             return []
+        milestones = worker.milestones.new_of(milestones)
         actions: list[Action] = []
         for one in milestones.items:
             if one.passed is Passed.ENDED:

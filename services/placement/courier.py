@@ -11,10 +11,12 @@ from typing import Any
 
 from kvproto import codec
 from kvproto.connection import JSON_HEADER, Connection
-from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch
+from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
 from kvproto.messages import (
     Booked,
     BookedBatch,
+    CancelRequest,
+    Capsule,
     Encoding,
     Explanation,
     Failed,
@@ -56,7 +58,10 @@ log = logging.getLogger(__name__)
 
 MAX_SHARED = 4096
 SHARE_S = 0.002  # bookings of so long go to the other replicas in one message
+SHARED_AT_ONCE = 64  # but not more: with the hashes of their blocks these take half a megabyte at most
 WATCHES_PER_MESSAGE = 512  # with ids of the longest kind 0.6 MB
+HAND_OVER_S, HAND_OVER_TRIES = 1.0, 3  # for another replica to take what this one lets go of
+HANDED_AT_ONCE = 64
 TAKEN = b"taken"
 PASS_ON_S = 0.7  # for another region to take a bare producer's request
 INBOX_HEADER = "Kvfleet-Inbox"  # the producer's, whom the other region answers
@@ -94,6 +99,8 @@ class Courier:
         self._refused: deque[Refused] = deque(maxlen=MAX_SHARED)
         self._abroad: deque[WentAbroad] = deque(maxlen=MAX_SHARED)
         self.passing = 0  # requests that another region is being asked to take
+        self._handing: list[asyncio.Task[None]] = []
+        self._hands = asyncio.Semaphore(HANDED_AT_ONCE)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         publish, subjects = self._connection.publish, self._subjects
@@ -121,13 +128,13 @@ class Courier:
                     case TakenOver(reply):
                         await publish(reply, TAKEN)
                     case CarryOn(capsule):
-                        await publish(subjects.placement_capsules(), codec.encode(capsule))
+                        self._handing.append(asyncio.create_task(self._carry_on(capsule)))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
                     case Share(booked, refused, abroad):
                         self._share(booked, refused, abroad)
-                    case PullSnapshot(worker, epoch):
-                        await self._hearing.pull(worker, epoch)
+                    case PullSnapshot(worker, _, pull):
+                        await self._hearing.pull(worker, pull)
                     case Explain(reply, decisions):
                         await publish(reply, codec.encode(Explanation(self._placement, decisions)))
                     case Record():
@@ -145,9 +152,6 @@ class Courier:
                     # As if the worker had refused: the next one, or the producer hears.
                     refusal = failed_frame(error, action.request.request, action.request.attempt)
                     waiting.extend(self._handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
-                if isinstance(action, CarryOn):
-                    body = action.capsule.request
-                    waiting.append(Fail(body.inbox, failed_frame(error, body.request, body.attempt), body.encoding))
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
         """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
@@ -195,8 +199,12 @@ class Courier:
         self._abroad.clear()
         self._booked.clear()
         self._refused.clear()
+        first, *more = (
+            batch.items[at : at + SHARED_AT_ONCE] for at in range(0, max(len(batch.items), 1), SHARED_AT_ONCE)
+        )
         try:
-            await self._connection.publish(self._subjects.placement_bookings(), codec.encode(batch))
+            for part in (replace(batch, items=first), *(BookedBatch(self._placement, items) for items in more)):
+                await self._connection.publish(self._subjects.placement_bookings(), codec.encode(part))
         except KvfleetError as error:
             self.unsent_total += 1
             log.debug("placement: bookings not shared: %s", error)
@@ -220,15 +228,43 @@ class Courier:
         if not taken:
             await self.carry_out(self._handle(replace(event, abroad=True)))
 
+    async def _carry_on(self, capsule: Capsule) -> None:
+        """Another replica has it, or its producer hears that nobody has."""
+        body = capsule.request
+        error = await self._handed_over(self._subjects.placement_capsules(), codec.encode(capsule))
+        if error is not None:
+            gone = Unavailable(f"this placement goes, and no other one took the request ({error}): ask again")
+            held = body.attempt if capsule.held_attempt is None else capsule.held_attempt
+            failed = Fail(body.inbox, failed_frame(gone, body.request, max(body.attempt, 0)), body.encoding)
+            await self.carry_out([failed, Cancel(capsule.worker, CancelRequest(body.request, held))])
+
     async def hand_on(self, watches: tuple[Watch, ...]) -> None:
-        """Have another replica go on watching. Never raises: nobody else is there to do it."""
+        """Have another replica go on watching; returns when that and every capsule is settled. Never raises. What
+        nobody takes is watched no more: its worker goes on with it."""
         for start in range(0, len(watches), WATCHES_PER_MESSAGE):
             message = Watches(self._placement, watches[start : start + WATCHES_PER_MESSAGE])
-            try:
-                await self._connection.publish(self._subjects.placement_watches(), codec.encode(message))
-            except KvfleetError as error:
-                self.unsent_total += 1
+            error = await self._handed_over(self._subjects.placement_watches(), codec.encode(message))
+            if error is not None:
                 log.warning("placement: %d watches not handed on: %s", len(message.items), error)
+        handing, self._handing = self._handing, []
+        await asyncio.gather(*handing)
+
+    async def _handed_over(self, subject: str, data: bytes) -> Exception | None:
+        """Whether another replica says that it has it, else why not. One that dies in between is followed by a further
+        try, which NATS brings to a further one."""
+        failure: Exception | None = None
+        async with self._hands:
+            for _ in range(HAND_OVER_TRIES):
+                try:
+                    await self._connection.request(subject, data, HAND_OVER_S)
+                    return None
+                except WorkerLost as error:  # NATS knows of nobody
+                    failure = error
+                    break
+                except (TimeoutError, KvfleetError) as error:
+                    failure = error
+        self.unsent_total += 1
+        return failure
 
 
 def _encode_failed(failed: Failed, encoding: Encoding) -> bytes:

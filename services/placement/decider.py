@@ -15,7 +15,7 @@ from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest, Refused, Tier
 from services.placement.admission import TurnedAway, limit_of
-from services.placement.bookings import Bookings
+from services.placement.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
 from services.placement.fleet import Fleet, Ready, Space, Worker
 from services.placement.heat import Heat, Prefix
 from services.placement.index.kv_indexer import KvIndexer
@@ -31,6 +31,7 @@ from services.placement.refused_now import RefusedNow
 from services.placement.workloads import PRICED_TIERS, Floats, Workloads
 
 LONGEST_S = 1e9  # that an answer can say
+SHARED_BLOCKS = 512  # of a prompt, of which other replicas hear that they are being computed
 
 
 @dataclass(slots=True)
@@ -223,8 +224,14 @@ class Decider:
         if not question.candidates or worker.space != question.candidates[0].space:
             hashes, block_size = self._prompts.hashes(worker.space, tenant, ask), worker.space.block_size
         key = tenant, ask.request
-        self._bookings.book(key, ask.attempt, worker.id, worker.column, feed, now, priority=ask.priority)
-        self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority))
+        silent_s = BOOKING_LIMIT_S if ask.deadline_ms is None else min(ask.deadline_ms / 1000 + WORD_S, BOOKING_LIMIT_S)
+        for over in self._bookings.book(
+            key, ask.attempt, worker.id, worker.column, feed, now, priority=ask.priority, silent_s=silent_s
+        ):
+            self._promises.break_off(over)
+        silent_ms = None if ask.deadline_ms is None else round(silent_s * 1000)
+        first = hashes[:SHARED_BLOCKS].tobytes()
+        self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority, silent_ms, first))
         self._promises.make(key, worker.id, hashes, now)
         self._ledger.note(
             Entry(

@@ -155,6 +155,7 @@ class SnapshotHeard:
 
     worker: str
     part: Snapshot
+    pull: int | None = None  # that it answers, if that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class SnapshotRefused:
     """The worker cannot be asked, or its answer cannot be read."""
 
     worker: str
-    epoch: str
+    pull: int | None = None  # as above
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class WatchesHeard:
     """A replica that goes asks another one to go on watching."""
 
     watches: Watches
+    reply: str = ""  # of whoever waits to hear that they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
 from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord
+from services.placement.heard_milestones import HeardMilestones
 from services.placement.prompts import AddressSpace, address_space
 from services.placement.workloads import Columns, Workloads
 
@@ -38,6 +39,7 @@ class Worker:
     attaches: bool = False  # an attempt there may have several readers
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
+    milestones: HeardMilestones = field(default_factory=HeardMilestones)
 
     pinged_at: float = -1e9
 
@@ -119,7 +121,7 @@ class Fleet:
 
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
-        column = self.workloads.add(_token_bytes(record), now)
+        column = self.workloads.add(_token_bytes(record), record.block_size, now)
         space = address_space(record)
         worker = Worker(
             record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record),

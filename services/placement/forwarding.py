@@ -156,8 +156,8 @@ class Forwarding:
         return any((reader := self._find(key)) and reader.inbox == inbox for key in self.keys_of(request))
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
-        """Take over what a draining worker lets go of or, without `reply`, a replica that goes. A worker gets no answer
-        if there is no room for it here, and tells the producer itself then."""
+        """Take over what a draining worker lets go of, or a replica that goes. Without room for it here there is no
+        answer to `reply`: whoever waits for it tells the producer, unless another one takes it."""
         body, source = capsule.request, capsule.worker
         held_attempt = body.attempt if capsule.held_attempt is None else capsule.held_attempt
         actions: list[Action] = [TakenOver(reply)] if reply else []
@@ -180,8 +180,9 @@ class Forwarding:
 
     def adopt(self, watch: Watch, now: float) -> list[Action]:
         """Go on watching what another replica watched."""
-        if self.in_flight >= self._limit:
-            return []
+        known = (self.watching.get(key) for key in self.keys_of(watch.request))
+        if self.in_flight >= self._limit or any(one.watch() == watch for one in known if one is not None):
+            return []  # no room, or told twice: the answer to the first was late
         forwarded = Forwarded(
             "", watch.tenant, watch.request, watch.inbox, watch.encoding, watch.attempt,
             worker=watch.worker, epoch=watch.epoch,
@@ -189,12 +190,12 @@ class Forwarding:
         self._enter(forwarded)
         return self.watching.adopt(forwarded, now)
 
-    def leave(self, has_others: bool, now: float) -> list[Action]:
+    def leave(self, now: float) -> list[Action]:
         """This replica goes: what no worker has accepted is for another one, or its producer hears of it now."""
         actions: list[Action] = [offered.take_back() for offered in self._offered.values()]
         for held in [*self._offered.values(), *self._parked.values()]:
             self._parked.pop(held.key, None)
-            capsule = held.capsule(now) if has_others else None
+            capsule = held.capsule(now)
             if capsule is None:
                 actions += self._fail(held, Unavailable("this placement goes: ask again"))
             else:

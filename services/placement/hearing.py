@@ -78,13 +78,12 @@ class Hearing:
         self._guard = guard
         self._system = system
         self._subscriptions: list[Subscription] = []
-        self._pulling: dict[str, str] = {}  # worker -> the life that was asked
 
     async def start(self) -> None:
         """Returns when everybody who is registered is known. Raises Unavailable."""
         subjects, subscribe = self._subjects, self._connection.subscribe
         for subject, callback in (
-            (f"{self._snapshots}*", self._on_snapshot),
+            (f"{self._snapshots}>", self._on_snapshot),
             (subjects.events_all(), self._on_events),
             (subjects.milestones_all(), self._on_milestones),
             (subjects.placement_bookings(), self._on_bookings),
@@ -105,21 +104,26 @@ class Hearing:
 
     # ------------------------------------------------------------------ snapshots
 
-    async def pull(self, worker: str, epoch: str) -> None:
+    async def pull(self, worker: str, pull: int) -> None:
         """Ask a worker for all it holds. Raises Unavailable; whoever is not there is told of as SnapshotRefused."""
-        self._pulling[worker] = epoch
         self.snapshots_asked_total += 1
         question = codec.encode(SnapshotRequest())
-        await self._connection.publish(self._subjects.blocks(worker), question, reply=self._snapshots + worker)
+        await self._connection.publish(
+            self._subjects.blocks(worker), question, reply=f"{self._snapshots}{worker}.{pull}"
+        )
 
     async def _on_snapshot(self, message: Message) -> None:
-        worker = message.subject.removeprefix(self._snapshots)
+        worker, _, number = message.subject.removeprefix(self._snapshots).partition(".")
+        if not number.isdecimal():
+            self.malformed_total += 1
+            return
+        pull = int(number)
         if is_no_responders(message):
-            self._tell(SnapshotRefused(worker, self._pulling.get(worker, "")))
+            self._tell(SnapshotRefused(worker, pull))
             return
         part = self._read(message, lambda: codec.decode(Snapshot, message.data))
         if part is not None:
-            self._tell(SnapshotHeard(worker, part))
+            self._tell(SnapshotHeard(worker, part, pull))
 
     # ------------------------------------------------------------------ workers and vaults
 
@@ -140,7 +144,6 @@ class Hearing:
             return  # no subject reaches it
         match change:
             case Change.LEFT:
-                self._pulling.pop(view.record.id, None)
                 self._tell(WorkerLeft(view.record.id))
             case Change.JOINED:
                 self._tell(WorkerJoined(self._known_state(view), view.heartbeat))
@@ -153,7 +156,6 @@ class Hearing:
         if record.role is not Role.VAULT or not is_token(record.id):
             return
         if change is Change.LEFT:
-            self._pulling.pop(record.id, None)
             self._tell(VaultLeft(record.id))
         elif change is not Change.UPDATED:
             self._tell(VaultJoined(record.id, record.epoch))

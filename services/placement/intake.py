@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 from kvproto import codec, subjects
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
@@ -22,20 +23,22 @@ WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 
 def is_inbox(reply: str, *, of_producer: bool = False, of_worker: bool = False, tenant: str | None = None) -> bool:
     """Whether an answer may go to this subject: an inbox, and of no placement's or worker's inbox space, but where a
-    worker asks.
+    worker asks; and but for a producer's, to which frames go, none where streams are read.
 
     A producer's must not be an ingress's either: its worker writes there many times, unasked. Nor another tenant's.
     """
     if tenant is not None and not subjects.may_read(reply, tenant):
         return False
     space = reply.partition(".")[0]
-    if not subjects.is_inbox(reply) or (of_producer and space == INGRESS_INBOX):
+    if of_producer and space == INGRESS_INBOX:
+        return False
+    if not (subjects.is_inbox(reply) if of_producer else subjects.is_answer_inbox(reply)):
         return False
     return space not in ((PLACEMENT_INBOX,) if of_worker else (PLACEMENT_INBOX, WORKER_INBOX))
 
 
-def read_place(subject: str, reply: str, data: bytes) -> PlaceAsked | Fail:
-    """`<namespace>.place.<tenant>.<model>` with a PlaceRequest in wire form."""
+def read_place(subject: str, reply: str, data: bytes, *, max_priority: int = 100) -> PlaceAsked | Fail:
+    """`<namespace>.place.<tenant>.<model>` with a PlaceRequest in wire form; higher priorities are cut."""
     request, attempt = "", 0
     try:
         tenant, token = _tenant_and_model(subject)
@@ -44,7 +47,7 @@ def read_place(subject: str, reply: str, data: bytes) -> PlaceAsked | Fail:
         _check_model(ask.model, token)
     except KvfleetError as error:
         return Fail(reply, failed_frame(error, request, attempt))
-    return PlaceAsked(reply, tenant, ask)
+    return PlaceAsked(reply, tenant, replace(ask, priority=max_priority) if ask.priority > max_priority else ask)
 
 
 def read_generate(
@@ -84,22 +87,22 @@ def read_answer(data: bytes) -> list[Frame]:
 
 
 def read_capsule(reply: str, data: bytes) -> CapsuleHeard:
-    """A worker waits for the answer, another replica does not. Raises InvalidRequest, CodecError among them."""
+    """Of a worker, or another replica. Raises InvalidRequest, CodecError among them."""
     capsule = codec.decode(Capsule, data)
-    if reply and not is_inbox(reply, of_worker=True):
-        raise InvalidRequest("must be an inbox", field="reply")
+    _check_taker(reply)
     _check_taken_over(capsule.tenant, capsule.request.request, capsule.worker, capsule.request.inbox)
     return CapsuleHeard(reply, capsule)
 
 
-def read_watches(data: bytes) -> WatchesHeard:
+def read_watches(reply: str, data: bytes) -> WatchesHeard:
     """Raises InvalidRequest, CodecError among them."""
     watches = codec.decode(Watches, data)
+    _check_taker(reply)
     for one in watches.items:
         _check_taken_over(one.tenant, one.request, one.worker, one.inbox)
         if not one.epoch:
             raise InvalidRequest("must not be empty", field="epoch")
-    return WatchesHeard(watches)
+    return WatchesHeard(watches, reply)
 
 
 def read_disconnect(data: bytes) -> str | None:
@@ -112,6 +115,12 @@ def read_disconnect(data: bytes) -> str | None:
         return None
     worker = name.removeprefix(WORKER_CONNECTION)
     return worker if is_token(worker) else None
+
+
+def _check_taker(reply: str) -> None:
+    """Whoever lets go waits for an answer; replicas of older versions do not."""
+    if reply and not subjects.is_answer_inbox(reply):
+        raise InvalidRequest("must be an inbox", field="reply")
 
 
 def _check_taken_over(tenant: str, request: str, worker: str, inbox: str) -> None:

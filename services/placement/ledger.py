@@ -18,8 +18,10 @@ from services.placement.price_kernel import COST, TERMS
 from services.placement.workloads import PRICED_TIERS, Floats
 
 KEPT = 4096
-KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come
+KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come; for large fleets
+KEPT_PER_WORKER = 96  # so many for each worker: what 64 slots run, and half as many that wait
 CANDIDATES_KEPT = 8
+ATTEMPTS_KEPT = 16  # of one request: its tenant numbers them, and one answer holds them all
 PART = 4  # decisions that are written out at a time: each takes about a tenth of a millisecond
 PART_SEEN = 512  # entries that are looked at for them
 
@@ -100,9 +102,10 @@ class HitTokens:
 class Ledger:
     """Owned by the core. Hashes are kept only for a ledger's file."""
 
-    def __init__(self, *, kept: int = KEPT, keeps_hashes: bool = False) -> None:
+    def __init__(self, *, kept: int = KEPT, kept_in_all: int = KEPT_IN_ALL, keeps_hashes: bool = False) -> None:
         self.keeps_hashes = keeps_hashes
         self.hits = HitTokens()
+        self.kept_in_all = kept_in_all
         self._kept = kept
         self._entries: OrderedDict[tuple[str, str, int], Entry] = OrderedDict()
         self._ended: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # first ended first
@@ -119,8 +122,10 @@ class Ledger:
         self._entries.pop(key, None)
         self._ended.pop(key, None)
         self._entries[key] = entry
-        while len(self._entries) > KEPT_IN_ALL:
-            self._forget(next(iter(self._entries)))
+        if len(attempts := self._attempts[key[:2]]) > ATTEMPTS_KEPT:
+            self._forget((*key[:2], attempts[0]))
+        while len(self._entries) > self.kept_in_all:  # of those that have ended nothing more is to come
+            self._forget(next(iter(self._ended or self._entries)))
 
     def on_milestone(self, worker: str, milestone: Milestone) -> Entry | None:
         """What happened to a decision of this replica: its entry, else None."""
@@ -145,9 +150,11 @@ class Ledger:
         return entry
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
-        """Decisions about a request, one per attempt, oldest first."""
+        """Decisions about a request, one per attempt, oldest first; of several tenants' requests of that id the last
+        that were first asked for, so many as one request has at most."""
         keys = [(tenant, request)] if tenant is not None else [key for key in self._attempts if key[1] == request]
-        return tuple(self._entries[*key, attempt].decision() for key in keys for attempt in self._attempts.get(key, ()))
+        found = [self._entries[*key, attempt] for key in keys for attempt in self._attempts.get(key, ())]
+        return tuple(entry.decision() for entry in found[-ATTEMPTS_KEPT:])
 
     def newest(self, limit: int, tenant: str | None = None, model: str | None = None) -> Newest:
         """The last decisions as they are now, newest first: of this tenant and model, if they are named."""
@@ -175,7 +182,13 @@ class Ledger:
         assert listed == set(self._entries)
         assert set(self._ended) == {key for key, entry in self._entries.items() if entry.actual.ended}
         assert len(self._ended) <= self._kept
-        assert len(self._entries) <= KEPT_IN_ALL
+        assert max(map(len, self._attempts.values()), default=0) <= ATTEMPTS_KEPT
+        assert len(self._entries) <= self.kept_in_all
+
+
+def kept_in_all(workers: int) -> int:
+    """For a fleet of so many."""
+    return max(KEPT_IN_ALL, KEPT + KEPT_PER_WORKER * workers)
 
 
 class Newest:

@@ -15,11 +15,12 @@ from __future__ import annotations
     TOKEN_BYTES,  # of K and V, as restored
     BLOCKS_USED,
     BLOCKS,
+    BLOCK_TOKENS,
     TOKEN_S,  # seconds per decoded token, all its sequences together; 0: not measured
     STEP_S,  # seconds per decode step; 0: not measured
     OUTPUT,  # tokens that a request generates
     AHEAD,  # of BACKLOG, what comes before a request of the priority in question; set in views
     AHEAD_REQUESTS,  # the same of REQUESTS
-) = range(17)
-COUNT = 17
+) = range(18)
+COUNT = 18
 NEVER_NEGATIVE = [RATE, BACKLOG, REQUESTS, SLOTS, STAY, RECENT, CREDIT, STEP_S, OUTPUT]

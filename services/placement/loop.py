@@ -38,23 +38,33 @@ from kvproto.errors import CodecError, InvalidRequest, Unavailable
 from kvproto.ids import new_request_id
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import ExplainRequest, MemberRecord
-from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix, is_inbox, request_inboxes
+from kvproto.subjects import Subjects, is_inbox, request_inboxes
 from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.tracing import Tracer
 from services.placement import intake
-from services.placement.actions import Action, Answer, Fail, Forward
+from services.placement.actions import Action, Fail
 from services.placement.alarm import Alarm
 from services.placement.autoscale import Rules
+from services.placement.bookings import PhantomLimits
 from services.placement.core import PlacementCore
 from services.placement.courier import INBOX_HEADER, TAKEN, Courier
 from services.placement.decision_trace import DecisionTraces
-from services.placement.events import Event, ExplainAsked, GenerateAsked, NobodyListens, Tick, WorkerAnswered
+from services.placement.events import (
+    Event,
+    ExplainAsked,
+    GenerateAsked,
+    NobodyListens,
+    PlaceAsked,
+    Tick,
+    WorkerAnswered,
+)
 from services.placement.hearing import Hearing
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger_file import LedgerFile
 from services.placement.long_questions import LongQuestions
 from services.placement.neighbours import SPILL_S, Neighbours
+from services.placement.place_desk import PlaceDesk, say_placed
 from services.placement.policies import DEFAULT_POLICY
 from services.placement.prompts import HashedPrompts
 from services.placement.region_desk import RegionDesk
@@ -75,8 +85,9 @@ class PlacementLoop:
     are hashed as workers do; without it nobody knows who holds what. `ledger_file` takes ended decisions. `system` is
     a connection as the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two
     seconds. `max_wait_s` is the patience of producers that state no deadline, `max_producer_priority` the highest they
-    can have. `rules`, `models` and `by_ordinal` are the autoscaler's. `on_fenced` is called if a later process takes
-    this id over: then this one must end. Raises InvalidRequest for an unknown policy.
+    can have, `phantoms` how much of a tenant counts that no worker has accepted. `rules`, `models` and `by_ordinal` are
+    the autoscaler's. `on_fenced` is called if a later process takes this id over: then this one must end. Raises
+    InvalidRequest for an unknown policy.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class PlacementLoop:
         system: Connection | None = None,
         max_wait_s: float | None = MAX_WAIT_S,
         max_producer_priority: int = 0,
+        phantoms: PhantomLimits = PhantomLimits(),
         spill_s: float = SPILL_S,
         rules: Rules | None = None,
         models: Iterable[str] = (),
@@ -100,7 +112,7 @@ class PlacementLoop:
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
         tracer: Tracer = tracing.NULL,
     ) -> None:
-        self.inbox_prefix = inbox_prefix(PLACEMENT_INBOX, record.id)
+        self.inbox_prefix = connection.inbox_prefix
         self.core = PlacementCore(
             record.id,
             self.inbox_prefix,
@@ -112,6 +124,7 @@ class PlacementLoop:
             keeps_hashes=ledger_file is not None,
             max_wait_s=max_wait_s,
             max_producer_priority=max_producer_priority,
+            phantoms=phantoms,
             neighbours=Neighbours(subjects.region, spill_s),
             rules=rules,
             models=models,
@@ -120,11 +133,9 @@ class PlacementLoop:
         self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
         self.long_questions = LongQuestions(connection, self.core, self._spawn)
         self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
-        self.ignored_total = 0  # requests without an inbox to answer to
+        self.ignored_total = 0  # without an inbox to answer to
         self.internal_errors_total = 0
         self._unsent_total = 0  # of answers that need no decision
-        self.decision_seconds_total = 0.0  # own time of `decisions_asked_total` answers to kvf.place
-        self.decisions_asked_total = 0
         self.regions = RegionDesk(
             record.id, connection, subjects, self.core, self.hearing.members, self._tell, fleet_key
         )
@@ -140,6 +151,9 @@ class PlacementLoop:
         )
         self.traces = DecisionTraces(tracer, self.core.ledger)
         self.courier.offered = self.traces.offered
+        self.desk = PlaceDesk(
+            self._decide, self.courier.carry_out, self._guarded, self._spawn, fleet_key or b"", max_producer_priority
+        )
         self._connection = connection
         self._subjects = subjects
         self._record = record
@@ -147,6 +161,7 @@ class PlacementLoop:
         self._lease: Lease | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
+        self._deciding: asyncio.Task[None] | None = None
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -167,7 +182,8 @@ class PlacementLoop:
     @property
     def malformed_total(self) -> int:
         """Messages refused, or dropped, because the bytes or a field were wrong."""
-        return self.refused_total + self.hearing.malformed_total + self.long_questions.refused_total
+        others = self.hearing.malformed_total + self.desk.refused_total + self.long_questions.refused_total
+        return self.refused_total + others
 
     @property
     def decisions_total(self) -> int:
@@ -201,27 +217,6 @@ class PlacementLoop:
         """Tasks of its own, for leak tests."""
         return len(self._tasks)
 
-    # ------------------------------------------------------------------ a Client asks who
-
-    async def _on_place(self, message: Message, *, abroad: bool = False) -> None:
-        began = time.perf_counter()
-        if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
-            self.ignored_total += 1
-            return
-        read = intake.read_place(message.subject, message.reply, message.data)
-        if isinstance(read, Fail):
-            self.refused_total += 1
-            await self.courier.carry_out([read])
-            return
-        read = replace(read, abroad=abroad) if abroad else read
-        handle, headers = self._handle, message.headers
-        actions = handle(read) if headers is None else self.traces.place(read, headers, handle)
-        self.decisions_asked_total += 1
-        self.decision_seconds_total += time.perf_counter() - began
-        if log.isEnabledFor(logging.DEBUG):
-            _say_placed(read.ask.request, actions)
-        await self.courier.carry_out(actions)
-
     # ------------------------------------------------------------------ a bare producer asks for tokens
 
     async def _on_generate(self, message: Message) -> None:
@@ -235,7 +230,7 @@ class PlacementLoop:
             return
         actions = self.traces.forward(read, message.headers, self._handle)
         if log.isEnabledFor(logging.DEBUG):
-            _say_placed(read.request, actions)
+            say_placed(read.request, actions)
         await self.courier.carry_out(actions)
 
     def _read_generate(self, message: Message, inbox: str) -> GenerateAsked | Fail:
@@ -248,9 +243,6 @@ class PlacementLoop:
             new_seed=int.from_bytes(os.urandom(8), "little"),
             unix_ms=int(time.time() * 1000),
         )
-
-    async def _on_place_abroad(self, message: Message) -> None:
-        await self._on_place(message, abroad=True)
 
     async def _on_generate_abroad(self, message: Message) -> None:
         """Another region passes a producer's request on. What would be refused here at once is left to that one."""
@@ -297,7 +289,7 @@ class PlacementLoop:
         await self._take_over(message, lambda: intake.read_capsule(message.reply, message.data))
 
     async def _on_watches(self, message: Message) -> None:
-        await self._take_over(message, lambda: intake.read_watches(message.data))
+        await self._take_over(message, lambda: intake.read_watches(message.reply, message.data))
 
     async def _take_over(self, message: Message, read: Callable[[], Event]) -> None:
         try:
@@ -309,6 +301,9 @@ class PlacementLoop:
         await self.courier.carry_out(self._handle(event))
 
     # ------------------------------------------------------------------ what the core decides
+
+    def _decide(self, asked: PlaceAsked, headers: dict[str, str] | None) -> list[Action]:
+        return self._handle(asked) if headers is None else self.traces.place(asked, headers, self._handle)
 
     def _handle(self, event: Event) -> list[Action]:
         if self._stopped:
@@ -368,19 +363,17 @@ class PlacementLoop:
         self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(self._on_answer)))
         await self.hearing.start()
         self._tell(Tick())
+        self._deciding = asyncio.create_task(self.desk.run())
+        self._deciding.add_done_callback(self._finished)
         # Not before that: whoever scales would read the minimum out of it, and let workers go.
         self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
         self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(self._on_explain)))
         abroad: tuple[tuple[str, Callable[[Message], Awaitable[None]]], ...] = ()
         if subjects.region:
             self._heard += await self.regions.start(self._guarded)
-            abroad = (
-                (subjects.region_place_all(), self._on_place_abroad),
-                (subjects.region_generate_all(), self._on_generate_abroad),
-            )
+            abroad = ((subjects.region_generate_all(), self._on_generate_abroad),)
         for subject, callback in (
             *abroad,
-            (subjects.place_all(), self._on_place),
             (subjects.generate_all(), self._on_generate),
             (subjects.placement_capsules(), self._on_capsule),
             (subjects.placement_watches(), self._on_watches),
@@ -388,6 +381,7 @@ class PlacementLoop:
             (subjects.placement_victim(), self.long_questions.on_victim),
         ):
             self._asked.append(await subscribe(subject, self._guarded(callback), queue=QUEUE))
+        await self.desk.start(self._listen_to_clients)
         await self._connection.synced()
         lease = Lease(await Bucket.open(self._connection, subjects.members_bucket), self._record)
         await lease.renew()
@@ -396,9 +390,16 @@ class PlacementLoop:
         if subjects.region:
             self._telling = self._spawn(self.regions.run())
 
+    async def _listen_to_clients(self) -> list[Subscription]:
+        subscribe, subjects = self._connection.subscribe, self._subjects
+        asked = [(subjects.place_all(), self.desk.on_place)]
+        if subjects.region:
+            asked.append((subjects.region_place_all(), self.desk.on_place_abroad))
+        return [await subscribe(subject, self._guarded(callback), queue=QUEUE) for subject, callback in asked]
+
     async def stop(self, grace_s: float = 3.0) -> None:
         """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`; what is left is
-        handed on, if there is another replica, else producers hear of what no worker has. Never raises."""
+        handed on, and producers hear of what neither a worker nor another replica has. Never raises."""
         if self._stopped:
             return
         if self._renewing is not None:
@@ -408,21 +409,23 @@ class PlacementLoop:
             await self.regions.leave()
         if self._lease is not None:
             await self._lease.release()
+        await self.desk.stop()
         for asked in self._asked:
             await _quietly(asked.drain(), 1.0)
+        while self._deciding is not None and self.desk.waiting and not self._deciding.done():
+            await asyncio.sleep(0)
         until = self._now() + grace_s
         while (self.in_flight or self.courier.passing) and self._now() < until:
             await asyncio.sleep(0.02)
         self._stopped = True  # what comes from here on is for whoever goes on
-        has_others, forwarding = self.courier.has_others(), self.core.forwarding
-        await self.courier.carry_out(forwarding.leave(has_others, self._now()))
-        if has_others:
-            await self.courier.hand_on(forwarding.watching.watches())
+        forwarding = self.core.forwarding
+        await self.courier.carry_out(forwarding.leave(self._now()))
+        await self.courier.hand_on(forwarding.watching.watches())
         self._alarm.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)
         await self.hearing.stop()
-        await end(list(self._tasks))
+        await end([*self._tasks, *([self._deciding] if self._deciding is not None else [])])
 
     # ------------------------------------------------------------------ tasks
 
@@ -463,20 +466,6 @@ async def _quietly(work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         await asyncio.wait_for(work, timeout_s)
     except Exception as error:  # the connection may be gone; stopping goes on
         log.debug("placement: while stopping: %r", error, exc_info=True)
-
-
-def _say_placed(request: str | None, actions: list[Action]) -> None:
-    """For whoever reads the logs of one request; the ledger knows more."""
-    for action in actions:
-        if isinstance(action, Answer):
-            one = action.placement
-            about = {"request": request, "worker": one.worker, "attempt": one.attempt}
-            log.debug("request %s: attempt %d goes to %s: %s", request, one.attempt, one.worker, one.why, extra=about)
-        elif isinstance(action, Forward):
-            about = {"request": request, "worker": action.worker}
-            log.debug("request %s: offered to %s", request, action.worker, extra=about)
-        elif isinstance(action, Fail):
-            log.debug("request %s: refused: %s", request, action.failed.message, extra={"request": request})
 
 
 def _is_attempt(token: str) -> bool:

@@ -6,7 +6,6 @@ import gc
 import logging
 import random
 import sys
-from dataclasses import replace
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
@@ -17,7 +16,8 @@ from kvservice.membership import member_record, open_bucket
 from kvservice.nats_connection import connect
 from kvservice.probes import Probes
 from kvservice.settings import load
-from kvservice.tracing import open_tracer
+from kvservice.tracing_start import open_tracer
+from services.placement.bookings import PhantomLimits
 from services.placement.index.kv_indexer import KvIndexer
 from services.placement.ledger_file import LedgerFile
 from services.placement.loop import PlacementLoop
@@ -57,10 +57,10 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         role="placement",
         role_inbox=PLACEMENT_INBOX,
         member=member,
+        fleet_key=settings.fleet_key,
         on_closed=lambda: life.fatal("the NATS connection is closed for good"),
     )
     life.closing("connection", connection.close)
-    record = replace(record, inbox=connection.inbox_prefix)
     await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
     system = await _system_connection(settings, member)
     if system is not None:
@@ -80,6 +80,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         system=system,
         max_wait_s=settings.max_wait_s,
         max_producer_priority=settings.max_producer_priority,
+        phantoms=PhantomLimits(settings.max_unaccepted, settings.max_unaccepted_s),
         spill_s=settings.spill_wait_s,
         rules=settings.rules(),
         models=settings.model_names,

@@ -108,6 +108,21 @@ def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
             "requests refused because they would have had to wait for too long",
             lambda: core.decider.turned_away.refused_total,
         ),
+        Reading(
+            "kvfleet_placement_late_requests_total",
+            "requests not decided because nobody would have waited for the answer",
+            lambda: loop.desk.late_total,
+        ),
+        Reading(
+            "kvfleet_placement_stood_back_total",
+            "times it took no more requests until it had decided most of those that it had",
+            lambda: loop.desk.stood_back_total,
+        ),
+        Reading(
+            "kvfleet_placement_phantom_requests_total",
+            "requests that no longer count, as their tenant has too many placed that no worker has accepted",
+            lambda: core.bookings.phantoms_total,
+        ),
         Reading("kvfleet_placement_internal_errors_total", "faults of ours", lambda: loop.internal_errors_total),
         Reading("kvfleet_placement_booked_requests", "requests booked at workers", lambda: loop.booked),
         Reading(
@@ -122,7 +137,9 @@ def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
         ),
         Reading("kvfleet_placement_ledger_decisions", "decisions that can be explained", lambda: len(core.ledger)),
         Reading(
-            "kvfleet_placement_decision_seconds_total", "own time of decisions", lambda: loop.decision_seconds_total
+            "kvfleet_placement_decision_seconds_total",
+            "own time of decisions",
+            lambda: loop.desk.decision_seconds_total,
         ),
         Reading(
             "kvfleet_placement_malformed_messages_total", "messages refused as wrong", lambda: loop.malformed_total

@@ -13,10 +13,14 @@ import math
 import numpy as np
 from numba import njit
 
+from services.placement.heat import COOLS_S
 from services.placement.load_rows import (
     AHEAD,
     AHEAD_REQUESTS,
     AT,
+    BLOCK_TOKENS,
+    BLOCKS,
+    BLOCKS_USED,
     OUTPUT,
     RATE,
     RATE_AT,
@@ -115,6 +119,29 @@ def _until_slot(values, worker, mean_stay):
 
 
 @njit
+def _recent(values, worker, now):
+    """Tokens to prefill that it was given in about the last minute."""
+    return values[RECENT, worker] * math.exp(-(now - values[AT, worker]) / RECENT_S)
+
+
+@njit
+def _uses(values, worker, heat, now):
+    """How many requests will find what is computed there, of the `heat` that part ways at its end.
+
+    It lasts until no request comes for as long as the worker's cache keeps what nobody uses: until what the worker is
+    given fills the room that running sequences leave. Of requests that come by chance, so many a second, e^(rate *
+    time) - 1 come before such a gap. All of them where the cache keeps everything, or its size is not known.
+    """
+    if values[BLOCKS, worker] <= 0:
+        return heat
+    room = max(values[BLOCKS, worker] - values[BLOCKS_USED, worker], 0.0) * values[BLOCK_TOKENS, worker]
+    filled = _recent(values, worker, now) * COOLS_S / RECENT_S  # in the time that heat counts
+    if room >= filled:
+        return heat
+    return min(heat, math.expm1(min(heat * room / filled, 50.0)))
+
+
+@njit
 def waits(values, now, out):
     """Fills `out` `[workers]`: seconds until a request would be begun there. Who has not measured anything, in a fleet
     that has not, is taken to be free."""
@@ -133,7 +160,7 @@ def waits(values, now, out):
 def price(values, restore, matched, tokens, heat, now, others, busy, out):
     """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where.
 
-    `values` `[17, workers]` (load_rows), `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each tier's
+    `values` `[18, workers]` (load_rows), `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each tier's
     with those of faster ones. A peer's blocks begin with the chain's first, a vault's where the worker's own end.
     """
     mean, token_s, mean_stay = _mean_rate(values), _least_token_s(values), _mean_stay(values)
@@ -171,13 +198,13 @@ def price(values, restore, matched, tokens, heat, now, others, busy, out):
             if tier == HOST:
                 fetched_here, end_here = fetched, end
         out[FETCH, worker], out[PREFILL, worker] = fetch, prefill
-        recent = values[RECENT, worker] * math.exp(-idle / RECENT_S) / (rate * RECENT_S)
-        out[HARM, worker] = others + busy * recent
+        out[HARM, worker] = others + busy * _recent(values, worker, now) / (rate * RECENT_S)
         least = min(least, prefill)
     for worker in range(values.shape[1]):
         copied = out[PREFILL, worker] - least
-        out[COPY, worker] = 0.0 - min(copied, COPY_S) * heat / (1 + heat)
-        out[HARM, worker] *= least + copied / (1 + heat)
+        uses = _uses(values, worker, heat, now)
+        out[COPY, worker] = 0.0 - min(copied, COPY_S) * uses / (1 + uses)
+        out[HARM, worker] *= least + copied / (1 + uses)
         cost = 0.0
         for term in range(COST):
             cost += out[term, worker]

@@ -9,24 +9,59 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.placement import count_kernel
 from services.placement.index.prefix_index import Hashes, PrefixIndex
 from services.placement.workloads import Floats
 
-MAX_BLOCKS = 131_072
-MAX_WORKERS = 256
-MAX_MADE = 16_384  # requests whose blocks are to come; of more, the oldest go without
+MAX_WORKERS = 128
+BLOCKS_PER_WORKER = 1_024  # 64 prompts of 16 blocks that nobody has, or 8 of 128
+MADE_PER_WORKER = 128  # requests whose blocks are to come, running and waiting; of more in all, the oldest go without
 LIMIT_S = 60.0
 EVENTS_S = 0.5  # by when events about blocks of a finished prefill have come
+
+FEWEST_PLACES = 256  # of counted blocks; a power of two
 
 Key = tuple[str, str]
 
 
-class Promises:
-    """Owned by the core. `now` never goes back."""
+class BlockCounts:
+    """How many of some chains have each block. At most half of the places are taken."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
-        self._index = PrefixIndex(max_blocks, max_workers, tiers=1)
+    def __init__(self) -> None:
+        self._blocks: Hashes = np.zeros((FEWEST_PLACES, 2), dtype=np.uint64)
+        self._counts = np.zeros(FEWEST_PLACES, dtype=np.int64)  # 0: nothing is in this place
+        self._used = 0
+
+    def __len__(self) -> int:
+        return self._used
+
+    def add(self, hashes: Hashes) -> None:
+        """One more chain."""
+        while 2 * (self._used + len(hashes)) > len(self._counts):
+            self.grow()
+        self._used += count_kernel.add(self._blocks, self._counts, hashes)
+
+    def grow(self) -> None:
+        places = 2 * len(self._counts)
+        blocks, counts = np.zeros((places, 2), dtype=np.uint64), np.zeros(places, dtype=np.int64)
+        count_kernel.move(self._blocks, self._counts, blocks, counts)
+        self._blocks, self._counts = blocks, counts
+
+    def take(self, hashes: Hashes) -> Hashes:
+        """One chain less; its blocks that no other one has."""
+        last: Hashes = hashes[count_kernel.take(self._blocks, self._counts, hashes)]
+        self._used -= len(last)
+        return last
+
+
+class Promises:
+    """Of at most `max_workers`; memory grows with them. Owned by the core. `now` never goes back."""
+
+    def __init__(self, max_blocks: int | None = None, max_workers: int = MAX_WORKERS) -> None:
+        self.max_made = MADE_PER_WORKER * max_workers
+        self._index = PrefixIndex(max_blocks or BLOCKS_PER_WORKER * max_workers, max_workers, tiers=1)
         self._holders: dict[str, int] = {}
+        self._counts: dict[str, BlockCounts] = {}  # by worker: how many promises have each block
         self._asked: tuple[str, ...] = ()  # of `depths`, and the holders that it found:
         self._asked_holders = np.empty(0, dtype=np.intp)
         self._generation = -1
@@ -46,9 +81,11 @@ class Promises:
                 self._holders[worker] = self._index.add_holder()
             except OverflowError:
                 return  # more workers than there is room for: they go without
+            self._counts[worker] = BlockCounts()
         self._index.store(self._holders[worker], 0, hashes)
+        self._counts[worker].add(hashes)
         self._made[key] = now, worker, hashes
-        if len(self._made) > MAX_MADE:
+        if len(self._made) > self.max_made:
             self.break_off(next(iter(self._made)))
 
     def fulfil(self, key: Key, worker: str, now: float) -> None:
@@ -59,7 +96,7 @@ class Promises:
             self._kept[key] = (now, *made[1:])
 
     def break_off(self, key: Key) -> None:
-        """It will not be computed, or not there; those of others stay, but for blocks they have in common with it."""
+        """It will not be computed, or not there; what others have in common with it stays."""
         for table in (self._made, self._kept):
             made = table.pop(key, None)
             if made is not None:
@@ -69,6 +106,7 @@ class Promises:
         holder = self._holders.pop(worker, None)
         if holder is not None:
             self._index.retire(holder)
+            del self._counts[worker]
             for table in (self._made, self._kept):
                 for key in [key for key, (_, name, _) in table.items() if name == worker]:
                     del table[key]
@@ -98,8 +136,9 @@ class Promises:
         return depths
 
     def _take_back(self, made: tuple[float, str, Hashes]) -> None:
+        """All but the blocks that other promises of the worker have."""
         _, worker, hashes = made
-        self._index.remove(self._holders[worker], 0, hashes)
+        self._index.remove(self._holders[worker], 0, self._counts[worker].take(hashes))
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
@@ -108,5 +147,12 @@ class Promises:
             times = [at for at, _, _ in table.values()]
             assert times == sorted(times)
             assert all(name in self._holders for _, name, _ in table.values())
+        promised: dict[str, set[bytes]] = {worker: set() for worker in self._holders}
+        for table in (self._made, self._kept):
+            for _, name, hashes in table.values():
+                promised[name].update(block.tobytes() for block in hashes)
+        assert {name: len(blocks) for name, blocks in promised.items()} == {
+            name: len(counts) for name, counts in self._counts.items()
+        }
         assert not self._made.keys() & self._kept.keys()
-        assert len(self._made) <= MAX_MADE
+        assert len(self._made) <= self.max_made

@@ -42,6 +42,7 @@ class Repeats:
         self._placed: OrderedDict[Key, Known] = OrderedDict()  # oldest first, as the others
         self._running: OrderedDict[Key, Known] = OrderedDict()
         self._ended: OrderedDict[Key, Known] = OrderedDict()
+        self._at: dict[str, dict[Key, Known]] = {}  # what can be had at each worker; no empty entries
 
     def __len__(self) -> int:
         return len(self._placed) + len(self._running) + len(self._ended)
@@ -58,8 +59,7 @@ class Repeats:
         """No worker has it, or whoever did is lost: it takes a later attempt."""
         known = self._placed.get(key) or self._running.get(key)
         if known is not None and known.attempt == attempt:
-            known.is_there = False
-            self._put(self._ended, key, known, self._now)
+            self._put(self._ended, key, known, self._now, is_there=False)
 
     def on_milestone(self, worker: str, epoch: str, one: Milestone, now: float) -> None:
         key = one.tenant, one.request
@@ -70,10 +70,8 @@ class Repeats:
         if known is None or (known.worker, known.epoch, known.attempt) != (worker, epoch, one.attempt):
             known = Known(worker, epoch, one.attempt)
         if one.passed is Passed.ENDED:
-            known.is_there = one.code is None
-            self._put(self._ended, key, known, now)
+            self._put(self._ended, key, known, now, is_there=one.code is None)
         elif key not in self._running or before is not known:
-            known.is_there = True
             self._put(self._running, key, known, now)
 
     def has_finished(self, key: Key, attempt: int) -> bool:
@@ -81,12 +79,12 @@ class Repeats:
         return known is not None and known.attempt == attempt and known.is_there
 
     def drop_worker(self, worker: str) -> None:
-        """It is gone, or in another life."""
-        for table in (self._placed, self._running, self._ended):
-            for key in [key for key, known in table.items() if known.worker == worker]:
-                table[key].is_there = False
-                if table is not self._ended:
-                    self.give_up(key, table[key].attempt)
+        """It is gone, or in another life. Costs what it had, whatever the others have."""
+        for key, known in list(self._at.get(worker, {}).items()):
+            if key in self._ended:
+                self._set_aside(key, known)  # it stays where it is: since its end no time has passed anew
+            else:
+                self._put(self._ended, key, known, self._now, is_there=False)
 
     def tick(self, now: float) -> None:
         self._now = now
@@ -95,15 +93,33 @@ class Repeats:
                 key, known = next(iter(table.items()))
                 if now - known.at <= limit:
                     break
-                del table[key]
+                self._take_out(key)
 
-    def _put(self, table: OrderedDict[Key, Known], key: Key, known: Known, now: float) -> None:
-        for one in (self._placed, self._running, self._ended):
-            one.pop(key, None)
+    def _put(
+        self, table: OrderedDict[Key, Known], key: Key, known: Known, now: float, *, is_there: bool = True
+    ) -> None:
+        self._take_out(key)
         known.at = self._now = max(now, self._now)
+        known.is_there = is_there
         table[key] = known
+        if is_there:
+            self._at.setdefault(known.worker, {})[key] = known
         if len(table) > self._max_kept:
-            table.popitem(last=False)
+            self._take_out(next(iter(table)))
+
+    def _take_out(self, key: Key) -> None:
+        for table in (self._placed, self._running, self._ended):
+            if (known := table.pop(key, None)) is not None:
+                self._set_aside(key, known)
+
+    def _set_aside(self, key: Key, known: Known) -> None:
+        """Nobody can have it at its worker any more."""
+        if known.is_there:
+            known.is_there = False
+            held = self._at[known.worker]
+            del held[key]
+            if not held:
+                del self._at[known.worker]
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
@@ -114,3 +130,6 @@ class Repeats:
             times = [known.at for known in table.values()]
             assert times == sorted(times)
         assert all(known.is_there for table in tables[:2] for known in table.values())
+        assert all(self._at.values())
+        listed = {key: worker for worker, held in self._at.items() for key in held}
+        assert listed == {key: known.worker for table in tables for key, known in table.items() if known.is_there}

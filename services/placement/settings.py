@@ -37,6 +37,11 @@ class PlacementSettings(ServiceSettings):
     max_producer_priority: int = Field(
         0, ge=-100, le=100, description="highest priority of a bare producer's request: more is cut down to it"
     )
+    max_unaccepted: int = Field(
+        256, ge=1, description="requests of a tenant that count at a worker before it has accepted them; of more, the "
+        "newest do"
+    )  # fmt: skip
+    max_unaccepted_s: float = Field(10.0, gt=0, description="the same in seconds of the worker's prefill")
     models: str = Field(
         "", description="models of this fleet, separated by commas: they have signals, and requests for them count, "
         "while nobody serves them"

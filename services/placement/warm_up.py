@@ -15,23 +15,35 @@ import numpy as np
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
-from services.placement import load_rows, match_kernel, price_kernel
-from services.placement.index import hash_kernel, kernels, reading, sole_kernel
+from services.placement import count_kernel, heat, load_rows, match_kernel, price_kernel
+from services.placement.index import entry_kernels, find_kernel, hash_kernel, reading, sole_kernel
 from services.placement.index.changes import read_changes
 from services.placement.index.hashing import chain
 from services.placement.index.prefix_index import PrefixIndex, pack
+from services.placement.promises import BlockCounts
 from services.placement.workloads import PRICED_TIERS, Workloads
 
 SOURCES = tuple(
     Path(str(one.__file__))
-    for one in (kernels, sole_kernel, reading, hash_kernel, match_kernel, price_kernel, load_rows)
+    for one in (
+        entry_kernels,
+        find_kernel,
+        sole_kernel,
+        reading,
+        hash_kernel,
+        match_kernel,
+        price_kernel,
+        load_rows,
+        heat,
+        count_kernel,
+    )
 )
 CALLED = (
-    kernels.store,
-    kernels.remove,
-    kernels.forget,
-    kernels.compact,
-    kernels.find,
+    entry_kernels.store,
+    entry_kernels.remove,
+    entry_kernels.forget,
+    entry_kernels.compact,
+    find_kernel.find,
     sole_kernel.count,
     sole_kernel.owners,
     reading.read,
@@ -39,6 +51,9 @@ CALLED = (
     match_kernel.fill,
     price_kernel.price,
     price_kernel.cheapest,
+    count_kernel.add,
+    count_kernel.take,
+    count_kernel.move,
 )
 
 
@@ -73,8 +88,12 @@ def _call_all() -> None:
         index.clean(8)
         index.count_sole(index.mask_of([holder]), 0, 8, np.zeros(64, dtype=np.int64))
         index.sole_holders(hashes, index.mask_of([holder]))
+        counts = BlockCounts()
+        counts.add(hashes)
+        counts.take(hashes)
+        counts.grow()
     workloads = Workloads()
-    idle = workloads.view(np.array([workloads.add(0.0, 0.0)]), 0.0)
+    idle = workloads.view(np.array([workloads.add(0.0, 1, 0.0)]), 0.0)
     matched = np.zeros((len(PRICED_TIERS), 1))
     groups = np.zeros(1, dtype=np.int64)
     match_kernel.fill(np.zeros((3, 1), dtype=np.int32), groups, np.ones(1), 0, 16.0, 0.0, matched, matched.copy())

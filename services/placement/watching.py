@@ -73,8 +73,9 @@ class Watching:
         forwarded.body = forwarded.offer = None  # they can be large
         self._watched[forwarded.key] = forwarded
         known = self._fleet.workers.get(forwarded.worker)
-        if known is not None and forwarded.epoch < known.epoch:
-            self._set_lost([forwarded], now)  # the last word of a life that is over
+        if known is not None and forwarded.epoch != known.epoch:
+            # The last word of a life that is over; one that is only just beginning shows itself within the grace.
+            self._set_lost([forwarded], now)
 
     def adopt(self, forwarded: Forwarded, now: float) -> list[Action]:
         """What another replica was watching."""
@@ -137,8 +138,10 @@ class Watching:
     # ------------------------------------------------------------------ workers come and go
 
     def on_new_epoch(self, worker: str, epoch: str, now: float) -> None:
-        """What its former life accepted is lost."""
+        """What its former life accepted is lost; what this one did, before it was known, is not."""
         self._orphans.pop(worker, None)
+        for forwarded in self._lost_at(worker, epoch):
+            self.watch(forwarded, now)
         self._set_lost([f for f in self._watched.values() if f.worker == worker and f.epoch != epoch], now)
 
     def on_beat(self, worker: str, epoch: str, now: float) -> None:

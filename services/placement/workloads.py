@@ -108,7 +108,7 @@ class Workloads:
 
     # ------------------------------------------------------------------ columns
 
-    def add(self, token_bytes: float, now: float) -> int:
+    def add(self, token_bytes: float, block_tokens: int, now: float) -> int:
         if self._free:
             column = self._free.pop()
         else:
@@ -122,6 +122,7 @@ class Workloads:
         self._values[rows.AT, column] = now
         self._values[rows.CREDIT, column] = 1.0
         self._values[rows.TOKEN_BYTES, column] = token_bytes
+        self._values[rows.BLOCK_TOKENS, column] = block_tokens
         self._levels.pop(column, None)
         return column
 

@@ -200,8 +200,9 @@ class VaultLoop:
             state=self._state,
             load=Load(tiers={Tier.VAULT.value: self.load()}),
             event_seq=self.log.seq,
-            digest=self.log.digest,
+            digest=self.log.plain_digest,
             held=self.store.held_blocks,
+            tier_digest=self.log.digest,
         )
 
     def load(self) -> TierLoad:

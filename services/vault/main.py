@@ -17,12 +17,12 @@ from kvproto.messages import Role, Tier
 from kvproto.subjects import VAULT_INBOX, Subjects
 from kvservice import lifecycle, logs
 from kvservice.block_spans import recorder_of
-from kvservice.data_plane import reachable, runtime_folder, server_context
+from kvservice.data_plane import limits_of, reachable, runtime_folder, server_context
 from kvservice.membership import member_record, open_bucket
 from kvservice.nats_connection import connect
 from kvservice.probes import Probes
 from kvservice.settings import load
-from kvservice.tracing import open_tracer
+from kvservice.tracing_start import open_tracer
 from services.vault.disk import DiskStore
 from services.vault.disk_thread import DiskThread
 from services.vault.loop import CLOSE_S, VaultLoop
@@ -86,6 +86,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
         tcp=(settings.data_plane_host, settings.data_plane_port),
         unix_path=runtime_folder(settings, life) / f"{member}.sock",
         tls=tls,
+        limits=limits_of(settings),
         on_traced=recorder_of(tracer, Tier.VAULT),
     )
     loop = VaultLoop(

@@ -166,6 +166,7 @@ class VaultStore:
             self.counters.stored_total += 1
             self.counters.stored_bytes_total += header.length
             self._table.insert(entry)
+            self._wake_disk()  # when it was reserved there may have been nothing that could be written
             return True
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
@@ -205,6 +206,7 @@ class VaultStore:
         with self._lock:
             for entry in entries:
                 self._table.unpin(entry)
+            self._wake_disk()
 
     # ------------------------------------------------------------------ what the disk's thread calls
 
@@ -310,11 +312,15 @@ class VaultStore:
     # ------------------------------------------------------------------ inside
 
     def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> Entry | None:
-        """Under the lock: a place for a block, and a word to the disk if there is little room left."""
+        """Under the lock: a place for a block."""
         entry = self._table.expect(header, asked_for=asked_for)
+        self._wake_disk()
+        return entry
+
+    def _wake_disk(self) -> None:
+        """Under the lock: a word to the disk if there is little room left."""
         if self._disk is not None and self._table.room < self._spare_bytes:
             self._disk.wake()
-        return entry
 
     def _is_whole(self, entry: Entry) -> bool:
         """Of a pinned block. If it is not, it is let go of, and gone from memory."""

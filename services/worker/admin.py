@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvproto import codec
@@ -139,9 +140,20 @@ class AdminDesk:
             inspection = await self._engine.call(lambda engine: _inspect(engine, root, ids))
             return codec.encode(await self._with_vaults(inspection, root, ids))
         if request.command is AdminCommand.ERASE:
-            await self._engine.call(lambda engine: engine.erase(root, ids))
+            await self._erase(request, tenant, ids)
             return b""
         return await self._kv(replace(request, ids=ids), tenant, root)
+
+    async def _erase(self, request: AdminRequest, tenant: str, ids: tuple[int, ...]) -> None:
+        """Each sequence goes up to where others continue it, so whichever comes last takes what they share."""
+        chains = [ids]
+        for stray in request.strays:
+            if stray.start > len(ids):
+                raise InvalidRequest(f"begins behind {stray.start} ids, there are {len(ids)}", field="strays")
+            chains.append(ids[: stray.start] + stray.ids)
+        for one in chains:
+            root = self._roots.of(tenant, one)
+            await self._engine.call(partial(_erase, root=root, ids=one, keep=request.keep))
 
     async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
         """Also what vaults have of it, as far as they say in time."""
@@ -190,6 +202,11 @@ class AdminDesk:
             return
         for part in parts:
             await self._publish(message.reply, codec.encode(part))
+
+
+def _erase(engine: Engine, root: Root, ids: tuple[int, ...], keep: int) -> None:
+    """On the engine's thread."""
+    engine.erase(root, ids, keep)
 
 
 def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:

@@ -163,19 +163,19 @@ class BlockPool:
         block = self._index.find(block_hash)
         while block is not None:
             blocks.append(block)
-            block = self._index.find(self._index[block].parent)
+            block = self._index.find(self._index[block].before)
         return blocks[::-1]
 
-    def continuations(self, block_hash: bytes) -> list[list[bytes]]:
-        """Every chain of full blocks that continues this one, by hashes: each beginning of one counts too."""
-        found: list[list[bytes]] = []
-        above: list[tuple[bytes, list[bytes]]] = [(block_hash, [])]
+    def continuations(self, block_hash: bytes) -> dict[bytes, bytes]:
+        """Every full block that continues this one, directly or not, and the root that it is kept under."""
+        found: dict[bytes, bytes] = {}
+        above = [block_hash]
         while above:
-            before, path = above.pop()
-            for block in self._index.children(before):
-                if (own := self._index[block].hash) is not None:
-                    found.append([*path, own])
-                    above.append((own, found[-1]))
+            for block in self._index.children(above.pop()):
+                content = self._index[block]
+                if content.hash is not None:
+                    found[content.hash] = content.root
+                    above.append(content.hash)
         return found
 
     def lists_block(self, block: int) -> bool:
@@ -232,58 +232,67 @@ class BlockPool:
 
     # ------------------------------------------------------------------ content
 
-    def fill(self, block: int, parent: bytes, ids: Sequence[int], block_hash: bytes, *, lossy: bool = False) -> int:
-        """`block`, held by the caller alone, now has KV for all its tokens: make it findable.
+    def fill(
+        self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
+    ) -> int:
+        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: make it
+        findable.
 
         Returns the block to use from now on: where the same content is cached already the caller holds that one
         instead, and `block` is free again.
         """
+        block_hash = hashes[at]
         twin = self._index.find(block_hash)
         if twin is not None:
             self.acquire((twin,))
             self._refs[block] = 0
             self._free.append(block)
             return twin
-        self._index.add(block, Content(parent, tuple(ids), block_hash, lossy))
+        content = Content.of(root, hashes, at, ids, full=True, lossy=lossy)
+        self._index.add(block, content)
         self.digest ^= digest_term(block_hash)
-        if self._stored and self._stored[-1][1][-1] == parent:
+        if self._stored and self._stored[-1][1][-1] == content.parent:
             self._stored[-1][1].append(block_hash)
         else:
-            self._stored.append((parent, [block_hash]))
+            self._stored.append((content.parent, [block_hash]))
         return block
 
-    def keep_tail(self, block: int, parent: bytes, ids: Sequence[int], *, lossy: bool = False) -> None:
-        """Mark the partially filled last block of a holder, before it is released, as worth keeping.
+    def keep_tail(
+        self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
+    ) -> None:
+        """Mark the partially filled last block of a holder, the `at`-th of its chain, as worth keeping, before it is
+        released.
 
         `ids` are the tokens it has KV for, fewer than a block. Of tails of which one begins with the other only the
         longer is kept.
         """
-        tail = tuple(ids)
-        if not tail or self._index.longest_child(parent, tail)[1] == len(tail):
+        tail = Content.of(root, hashes, at, ids, full=False, lossy=lossy)
+        if not ids or self._index.longest_child(tail.parent, ids)[1] == len(ids):
             return
-        for shorter in self._index.shorter_tails(parent, tail):
+        for shorter in self._index.shorter_tails(tail.parent, tail.ids):
             self._forget(shorter)
-        self._index.add(block, Content(parent, tail, None, lossy))
+        self._index.add(block, tail)
 
-    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
-        the public prefix, which is nobody's.
+        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens.
 
         Returns how many blocks went, a partial tail included.
         """
         size, gone = self.block_size, 0
-        public = root.blocks if isinstance(root, ForkedRoot) else 0
-        cached = self.chain_to(hashes)
-        for full in range(len(cached), -1, -1):
+        first = max(keep // size, root.blocks if isinstance(root, ForkedRoot) else 0)
+        for full in range(len(hashes), first - 1, -1):
             start = full * size
             parent = parent_of(root, hashes, full)
             for tail in self._index.shorter_tails(parent, (*ids[start : start + size], -1)):
                 if not self._refs[tail]:
                     self._forget(tail)
                     gone += 1
-            if full <= public:
+            if full <= first:
                 break
-            block = cached[full - 1]
+            block = self._index.find(hashes[full - 1])
+            if block is None:
+                continue
             if self._refs[block] or self._index.has_children(hashes[full - 1]):
                 break
             self._forget(block)
@@ -322,10 +331,10 @@ class BlockPool:
     def _rest(self, block: int) -> None:
         """A cached block that nobody holds any more becomes idle."""
         self._idle += 1
-        parent = self._index[block].parent
-        siblings = self._idle_children.get(parent, 0)
-        self._idle_children[parent] = siblings + 1
-        if not siblings and self.windowed and (before := self._index.find(parent)) is not None:
+        content = self._index[block]
+        siblings = self._idle_children.get(content.before, 0)
+        self._idle_children[content.before] = siblings + 1
+        if not siblings and self.windowed and (before := self._index.find(content.before)) is not None:
             self._policy.withdraw(before)  # evictable until now, as only held blocks continued it
         self._policy.touch(block, self._tick)
         if self._is_leaf(block):
@@ -335,12 +344,12 @@ class BlockPool:
         """An idle block is about to be held, or to leave the index."""
         self._idle -= 1
         self._policy.withdraw(block)
-        parent = self._index[block].parent
-        siblings = self._idle_children.pop(parent) - 1
+        content = self._index[block]
+        siblings = self._idle_children.pop(content.before) - 1
         if siblings:
-            self._idle_children[parent] = siblings
+            self._idle_children[content.before] = siblings
             return
-        before = self._index.find(parent)
+        before = self._index.find(content.before)
         if before is not None and not self._refs[before]:
             self._policy.offer(before)
 
@@ -378,36 +387,3 @@ class BlockPool:
                     self._free.append(block)
                 if (gone := self._unlist(block)) is not None:
                     above.append(gone)
-
-    def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
-        """Raises AssertionError if the books do not balance.
-
-        `holders`: the blocks of every holder, where the caller knows them all; reference counts must then match.
-        """
-        self._index.check_integrity()
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert all(not self._refs[block] and block not in self._index for block in free)
-        idle = {block for block in self._index.blocks() if not self._refs[block]}
-        assert len(idle) == self._idle
-        held = {block for block in range(self.num_blocks) if self._refs[block]}
-        assert len(free) + len(idle) + len(held) == self.num_blocks, "a block is lost"
-        assert min(self._refs) >= 0
-        assert self._policy.offered() == {block for block in idle if self._is_leaf(block)}
-        resting: dict[bytes, int] = {}
-        for block in idle:
-            parent = self._index[block].parent
-            resting[parent] = resting.get(parent, 0) + 1
-        assert self._idle_children == resting
-        for block in () if self.windowed else self._index.blocks():
-            before = self._index.find(self._index[block].parent)
-            if before is not None:
-                assert self._refs[before] >= self._refs[block], "a block is held without the one before it"
-        if holders is not None:
-            counted = [0] * self.num_blocks
-            for blocks in holders:
-                held_by_one = [block for block in blocks if block >= 0]  # -1: let go
-                assert len(set(held_by_one)) == len(held_by_one), "a holder lists a block twice"
-                for block in held_by_one:
-                    counted[block] += 1
-            assert counted == self._refs

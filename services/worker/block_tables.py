@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from services.worker.block_pool import BlockPool, Match
+from services.worker.pool_integrity import check_integrity
 from services.worker.sequence import Sequence, State
 
 
@@ -89,9 +90,10 @@ class BlockTables:
             if self._is_findable(sequence, at):
                 sequence.blocks[at] = self.pool.fill(
                     sequence.blocks[at],
-                    sequence.parent_of(at),
+                    sequence.root,
+                    sequence.hashes,
+                    at,
                     sequence.block_ids(at, size),
-                    sequence.hashes[at],
                     lossy=sequence.lossy,
                 )
                 sequence.lossy = sequence.lossy or self.pool.is_lossy(sequence.hashes[at])
@@ -107,7 +109,8 @@ class BlockTables:
         last = sequence.computed // size
         if keep_tail and sequence.computed % size and sequence.filled == last and self._is_findable(sequence, last):
             ids = sequence.block_ids(last, size)
-            self.pool.keep_tail(sequence.blocks[last], sequence.parent_of(last), ids, lossy=sequence.lossy)
+            block, hashes = sequence.blocks[last], sequence.hashes
+            self.pool.keep_tail(block, sequence.root, hashes, last, ids, lossy=sequence.lossy)
         self.pool.release(sequence.blocks[sequence.passed :])
         sequence.blocks = []
         sequence.computed = sequence.filled = sequence.passed = 0
@@ -139,4 +142,4 @@ class BlockTables:
             assert sequence.blocks[: sequence.passed] == [-1] * sequence.passed
             assert -1 not in sequence.blocks[sequence.passed :]
             assert sequence.passed == min(self._first_reached(sequence.computed), len(sequence.blocks))
-        self.pool.check_integrity([*(sequence.blocks for sequence in sequences), *others])
+        check_integrity(self.pool, [*(sequence.blocks for sequence in sequences), *others])

@@ -2,7 +2,8 @@
 
 One timer for both, set when there is something to say and not yet its time; while nothing happens nothing runs.
 Milestones wait for NATS while it is away (the heartbeat's beat asks again); events do not: a listener sees the gap and
-pulls a snapshot.
+pulls a snapshot. Of milestones there is no snapshot, so the last ones before an outage are said again after it: at
+once, and when all listeners should be back too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from services.worker.outbox import Outbox
 from services.worker.outputs import StepResult
 
 MILESTONE_PERIOD_S = 0.02  # between two messages
+UNSURE_S = 10.0  # longer than it takes to notice that a server is gone: what was said since then may not have arrived
+ALL_BACK_S = 5.0  # after this connection all others should be back
 
 
 class Broadcast:
@@ -42,6 +45,8 @@ class Broadcast:
         self._publisher = publisher
         self._milestones = milestones
         self._milestones_at = 0.0  # when the next message of them may leave
+        self._unsure_since: float | None = None  # after an outage, until everybody is back
+        self._settling: asyncio.TimerHandle | None = None
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop's handles do not tell
         self._snapshots = 0  # being taken
@@ -78,8 +83,31 @@ class Broadcast:
         self._timer_at = due
         self._timer = asyncio.get_running_loop().call_at(due, self._ring)
 
+    def away(self) -> None:
+        """The connection is lost, and what it was given lately may be too."""
+        if self._settling is not None:
+            self._settling.cancel()
+        if self._unsure_since is None:
+            self._unsure_since = asyncio.get_running_loop().time() - UNSURE_S
+
+    async def back(self) -> None:
+        """There is a connection again."""
+        self._say_again()
+        self._settling = asyncio.get_running_loop().call_later(ALL_BACK_S, self._settle)
+
+    def _settle(self) -> None:
+        self._say_again()
+        self._unsure_since = None
+
+    def _say_again(self) -> None:
+        if self._unsure_since is not None:
+            self._milestones.take_back(self._unsure_since)
+            self.wake()
+
     def flush(self) -> None:
         """Hand everything to the outbox: the process is about to end."""
+        if self._settling is not None:
+            self._settling.cancel()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -102,6 +130,8 @@ class Broadcast:
             self._outbox.send(self._events_subject, codec.encode_events(events))
 
     def _send_milestones(self) -> None:
-        message = self._milestones.take()
+        now = asyncio.get_running_loop().time()
+        sure_until = now - UNSURE_S if self._unsure_since is None else self._unsure_since
+        message = self._milestones.take(now, sure_until)
         if message is not None:
             self._outbox.send(self._milestones_subject, codec.encode(message))

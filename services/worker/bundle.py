@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +18,11 @@ from kvproto import codec
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from kvproto.ids import base32
 from kvproto.messages import Bundle
+from services.worker.model_folder import context_length_of
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
+log = logging.getLogger(__name__)
+
+UNTOLD_CONTEXT = 2048
 _SAMPLED_BYTES = 65_536
 _TENSOR_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # as in the format itself
@@ -130,7 +134,7 @@ def read_bundle(
     assert isinstance(text_config, dict)
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
-    context = next((int(text_config[key]) for key in _CONTEXT_KEYS if isinstance(text_config.get(key), int)), 2048)
+    context = context_length_of(text_config.get) or UNTOLD_CONTEXT
     special = {
         key: text
         for key, value in {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}.items()
@@ -172,13 +176,39 @@ def read_public_prefixes(path: Path | None) -> list[str]:
 
 
 def _whole_blocks(tokenizer_json: str, texts: Sequence[str], block_size: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each text, floored to whole blocks; texts shorter than a block are of no use."""
+    """Token ids of each text, floored to whole blocks. Says so of a text that text prompts will not share: too short,
+    or without what the tokenizer puts in front of them (a chat template writes that itself, bare ids need not)."""
     if not texts:
         return ()
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    floored = (tuple(one[: len(one) // block_size * block_size]) for one in ids)
-    return tuple(one for one in floored if one)
+    head = _put_in_front(tokenizer)
+    found = []
+    for number, text in enumerate(texts, 1):
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+        if len(ids) < block_size:
+            log.warning(
+                "public prefix %d is not shared: its %d tokens are less than a block of %d",
+                number,
+                len(ids),
+                block_size,
+            )
+            continue
+        if ids[: len(head)] != head:
+            log.warning(
+                "public prefix %d does not begin with %r, which the model's tokenizer puts in front of prompts: those "
+                "of /generate and /v1/completions will never match it. Write that in front of the text",
+                number,
+                tokenizer.decode(list(head), skip_special_tokens=False),
+            )
+        found.append(ids[: len(ids) // block_size * block_size])
+    return tuple(found)
+
+
+def _put_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a prompt begins with before its own tokens: BOS, or nothing."""
+    whole, own = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(own)] == own)
+    return tuple(whole[: next(starts, 0)])
 
 
 def _number(value: Any) -> float | None:

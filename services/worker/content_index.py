@@ -3,6 +3,9 @@
 Owns content only; who references a block, and whether it may go, is the block pool's business. Sorting a prefix's
 children by token ids makes the longest common prefix exact and cheap: the best match of a query is always one of its
 two neighbours in the sorted order.
+
+Behind a public prefix each tenant's blocks are hashed onto a key of their own. They are looked for under that key, and
+the edge from it to the last public block is kept for as long as a block lies under it: they continue that one.
 """
 
 from __future__ import annotations
@@ -11,15 +14,29 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvproto.block_hash import Root, before, parent_of, root_at
+
 
 class Content(NamedTuple):
-    """Tokens of one cached block. `hash` is None for a partial tail, which has no content address. `lossy`: it was
-    quantised once, or computed on a block that was."""
+    """Tokens of one cached block. `hash` is None for a partial tail, which has no content address. `parent` is what it
+    is hashed onto, `before` the block before it, or the root: the same but where a tenant's own blocks begin behind a
+    public prefix. `root` is the one that it is kept under. `lossy`: it was quantised once, or computed on a block that
+    was."""
 
     parent: bytes
     ids: tuple[int, ...]
     hash: bytes | None
+    before: bytes
+    root: bytes
     lossy: bool = False
+
+    @classmethod
+    def of(
+        cls, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, full: bool, lossy: bool
+    ) -> Content:
+        """The `at`-th block of a chain, or its partial tail there."""
+        own = hashes[at] if full else None
+        return cls(parent_of(root, hashes, at), tuple(ids), own, before(root, hashes, at), root_at(root, at), lossy)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -42,6 +59,7 @@ class ContentIndex:
         self._contents: dict[int, Content] = {}
         self._by_hash: dict[bytes, int] = {}
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        self._forks: dict[bytes, dict[bytes, None]] = {}  # last public block -> tenants' keys with children behind it
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -75,6 +93,8 @@ class ContentIndex:
         if content.hash is not None:
             self._by_hash[content.hash] = block
         insort(self._children.setdefault(content.parent, []), (content.ids, block))
+        if content.parent != content.before:
+            self._forks.setdefault(content.before, {})[content.parent] = None
 
     def remove(self, block: int) -> Content:
         content = self._contents.pop(block)
@@ -84,14 +104,20 @@ class ContentIndex:
         del siblings[bisect_left(siblings, (content.ids, block))]
         if not siblings:
             del self._children[content.parent]
+            if content.parent != content.before:
+                forks = self._forks[content.before]
+                del forks[content.parent]
+                if not forks:
+                    del self._forks[content.before]
         return content
 
     def has_children(self, block_hash: bytes) -> bool:
-        return block_hash in self._children
+        return block_hash in self._children or block_hash in self._forks
 
     def children(self, block_hash: bytes) -> list[int]:
-        """Blocks that continue a full block directly, tails included."""
-        return [block for _, block in self._children.get(block_hash, ())]
+        """Blocks that continue a full block directly, tails included, whoever's they are."""
+        keys = (block_hash, *self._forks.get(block_hash, ()))
+        return [block for key in keys for _, block in self._children.get(key, ())]
 
     def longest_child(self, parent: bytes, ids: Sequence[int], *, exact: bool = False) -> tuple[int | None, int]:
         """The block under `parent` that shares the most leading tokens with `ids`, and how many; (None, 0) if none.
@@ -122,10 +148,24 @@ class ContentIndex:
                 break
         return found
 
+    def is_listed(self, block: int) -> bool:
+        """Whether a block that is here is found under its hash, and among the children of what it is hashed onto."""
+        content = self._contents[block]
+        siblings = self._children.get(content.parent, [])
+        at = bisect_left(siblings, (content.ids, block))
+        found = content.hash is None or self._by_hash.get(content.hash) == block
+        return found and at < len(siblings) and siblings[at] == (content.ids, block)
+
     def check_integrity(self) -> None:
-        """Raises AssertionError if the three maps disagree."""
+        """Raises AssertionError if the maps disagree, or a block is here without the one before it."""
+        assert all(c.before in self._by_hash or c.before == c.root for c in self._contents.values())
         assert self._by_hash == {c.hash: block for block, c in self._contents.items() if c.hash is not None}
         listed = {block: (parent, ids) for parent, siblings in self._children.items() for ids, block in siblings}
         assert listed == {block: (c.parent, c.ids) for block, c in self._contents.items()}
         assert all(siblings and siblings == sorted(siblings) for siblings in self._children.values())
         assert sum(map(len, self._children.values())) == len(self._contents)
+        forks: dict[bytes, dict[bytes, None]] = {}
+        for content in self._contents.values():
+            if content.parent != content.before:
+                forks.setdefault(content.before, {})[content.parent] = None
+        assert self._forks == forks

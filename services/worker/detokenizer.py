@@ -29,6 +29,10 @@ class DetokenizerStream(Protocol):
     def push(self, token: int) -> str:
         """Text that became final with `token`; may be empty."""
 
+    def skip(self, ids: Sequence[int]) -> str | None:
+        """As a `push` of each to a new stream, but much faster: the text of them all. None, and nothing happens, if it
+        ends within a character there, or holds what is no text."""
+
     def flush(self) -> str:
         """Text that was waiting for more ids; the stream has ended."""
 
@@ -101,6 +105,18 @@ class TokenizerStream:
         self.pending = False
         return piece
 
+    def skip(self, ids: Sequence[int]) -> str | None:
+        new = [token for token in ids if not self._detokenizer.is_special(token)]
+        skipped = self._detokenizer.decode([*self._window, *new])[len(self._settled) :]
+        if REPLACEMENT in skipped:  # bytes that are no text are spelt otherwise among others than one by one
+            return None
+        for count in range(1, min(len(new), MAX_UNSETTLED) + 1):  # until it begins with a character
+            settled = self._detokenizer.decode(new[-count:])
+            if REPLACEMENT not in settled:
+                self._window, self._settled = new[-count:], settled
+                return skipped
+        return None if new else skipped
+
     def flush(self) -> str:
         text = self._detokenizer.decode(self._window)
         piece = text[len(self._settled) :]
@@ -126,6 +142,9 @@ class IdStream:
 
     def push(self, token: int) -> str:
         return f"{token} "
+
+    def skip(self, ids: Sequence[int]) -> str:
+        return "".join(map(self.push, ids))
 
     def flush(self) -> str:
         return ""

@@ -32,8 +32,10 @@ from services.worker.outputs import (
     SequenceTokens,
     StepResult,
 )
+from services.worker.pool_integrity import PoolAudit
 from services.worker.scheduler import Scheduler
 from services.worker.sequence import Key, Sequence, SequenceSpec, State
+from services.worker.step_memory import run_step
 from services.worker.step_plan import StepPlan
 from services.worker.step_rates import StepRates, StepTimes
 from services.worker.stopping import StopStrings
@@ -72,6 +74,7 @@ class Engine:
             scheduler.claims = self._claims
             self._verifier = Verifier(runner, tiers)
             scheduler.on_preempt = tiers.preempted
+        self._audit = PoolAudit(pool)
         self._detokenizer = detokenizer
         self._clock = clock
         self._eos_ids = frozenset(runner.eos_ids)
@@ -135,15 +138,18 @@ class Engine:
             self._start(sequence, self._clock())
             self._finish(sequence, reason)
 
-    def cancel(self, request: str, attempt: int | None = None) -> int:
+    def cancel(self, request: str, attempt: int | None = None, received: Items[int] = ()) -> int:
         """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored.
 
-        They are in no step any more, and their blocks are free. Returns how many there were.
+        They are in no step any more, and their blocks are free. What was computed of a choice past the tokens that its
+        last reader has `received` is forgotten: nobody could name it to have it erased. Returns how many there were.
         """
         self.runner.abort.obeyed(request, attempt)
         found = self._find(request, attempt)
         for sequence in found:
-            self._fail(sequence, Cancelled("the request was cancelled"))
+            choice = sequence.spec.choice
+            told = received[choice] if choice < len(received) else None
+            self._fail(sequence, Cancelled("the request was cancelled"), told=told)
         return len(found)
 
     def make_room(self, request: str, attempt: int, count: int) -> frozenset[tuple[str, int]]:
@@ -260,8 +266,8 @@ class Engine:
             self._start(sequence, now)
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
-        """Draws of the plan's slices, in order. What does not fit into memory leaves the plan, its request failed; all
-        of it leaves if nobody waits for it any more."""
+        """Draws of the plan's slices, in order. What does not fit into memory alone leaves the plan, its request
+        failed; all of it leaves if nobody waits for it any more."""
         if plan.slices:
             self.runner.copy_blocks(plan.copies)
         if self.tiers is not None:
@@ -271,24 +277,18 @@ class Engine:
         abort = self.runner.abort
         abort.begin(plan.sequences)
         try:
-            return self._compute(plan)
+            drawn = run_step(self.runner.run, plan.slices, self.scheduler.pacer.budget)
         except StepAborted:
             self.steps_aborted_total += 1
             plan.abandon()
             return []
         finally:
             abort.end()
-
-    def _compute(self, plan: StepPlan) -> list[Drawn]:
-        while True:
-            try:
-                return self.runner.run(plan.slices)
-            except OutOfMemory as error:
-                largest = max(range(len(plan.slices)), key=lambda at: (len(plan.slices[at].ids), plan.slices[at].end))
-                logger.warning("a step of %d tokens ran out of memory: %s", plan.fed_tokens, error)
-                self._fail(plan.drop(largest), error)
-                if not plan.slices:
-                    return []
+        for at in reversed(range(len(drawn))):
+            if isinstance(error := drawn[at], OutOfMemory):
+                del drawn[at]
+                self._fail(plan.drop(at), error)
+        return drawn
 
     def _commit(self, plan: StepPlan, drawn: list[Drawn]) -> None:
         self._drawing_steps += bool(drawn)
@@ -391,8 +391,15 @@ class Engine:
             )
         )
 
-    def _fail(self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True) -> None:
+    def _fail(
+        self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None
+    ) -> None:
+        """`told`: how many of its tokens its reader has, where that may be fewer than have left."""
         self._leave(sequence, keep_tail=keep_tail)
+        told = min(told, sequence.text.next_index) if told is not None else sequence.text.next_index
+        known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
+        if known < len(sequence.ids):
+            self._erase(sequence.root, sequence.hashes, sequence.ids, known)
         request, attempt, choice = sequence.key
         self._outputs.append(SequenceFailed(request, attempt, error, choice))
 
@@ -491,7 +498,7 @@ class Engine:
 
     @property
     def digest(self) -> int:
-        """XOR over the first 8 bytes (little endian) of every hash ever stored or removed."""
+        """Of what is held in each tier, as `EventLog.digest` has it."""
         return self.pool.digest ^ (self.tiers.digest if self.tiers is not None else 0)
 
     def cached_hashes(self) -> list[bytes]:
@@ -503,10 +510,15 @@ class Engine:
         below = self.tiers.holdings() if self.tiers is not None else {}
         return {Tier.DEVICE: self.cached_hashes()} | below
 
-    def erase(self, root: Root, ids: Items[int]) -> int:
-        """Forget what only this token sequence has, in every tier. Returns how many blocks of this worker went."""
-        hashes = chain(root, ids, self.pool.block_size)
-        return self.pool.erase(root, hashes, ids) if self.tiers is None else self.tiers.erase(root, hashes, ids)
+    def erase(self, root: Root, ids: Items[int], keep: int = 0) -> int:
+        """Forget what only this token sequence has behind its first `keep` tokens, in every tier. Returns how many
+        blocks of this worker went."""
+        return self._erase(root, chain(root, ids, self.pool.block_size), ids, keep)
+
+    def _erase(self, root: Root, hashes: Items[bytes], ids: Items[int], keep: int) -> int:
+        if self.tiers is None:
+            return self.pool.erase(root, hashes, ids, keep)
+        return self.tiers.erase(root, hashes, ids, keep)
 
     def depths(self, root: Root, ids: Items[int]) -> dict[Tier, int]:
         """How many leading tokens of `ids` are cached, by tier of this worker: there or in a faster one."""
@@ -531,6 +543,14 @@ class Engine:
             raise IndexError(f"the model has layers 0 to {self.runner.num_layers - 1}, not {layer}")
         tokens, blocks = self.locate(root, ids)
         return self.runner.read_kv(blocks, tokens, layer)
+
+    def audit(self) -> None:
+        """Look at some blocks of the device and of the host, others each time. Raises AssertionError if their books do
+        not balance."""
+        held = self.tiers.held() if self.tiers is not None else []
+        self._audit.look([*(sequence.blocks for sequence in self.scheduler.running), *held])
+        if self.tiers is not None:
+            self.tiers.audit()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if engine, scheduler and pool disagree."""

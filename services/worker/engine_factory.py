@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -28,6 +29,7 @@ from services.worker.tiers.tiers import Tiers
 log = logging.getLogger(__name__)
 
 FAKE_BLOCKS = 8192
+TORCH_MODULES = ("loader", "assembly", "attention.cpu.backend")
 
 
 def build_engine(
@@ -95,13 +97,24 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
     )
 
 
+def import_torch() -> None:
+    """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
+    from services.worker.model.deferred_compiler import defer_compiler
+
+    defer_compiler()
+    for module in TORCH_MODULES:
+        import_module(f"services.worker.model.{module}")
+
+
 def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
-    import torch  # here, so that a fake worker starts without it
+    import_torch()
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from services.worker.model.assembly import build_runner, with_kv_dtype
     from services.worker.model.kv_pool import blocks_that_fit, free_bytes
     from services.worker.model.loader import load_model
+    from services.worker.model.step_profile import meter_of, step_bytes
 
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers_on_host)
     torch.set_num_threads(threads)
@@ -109,7 +122,10 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
     loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
     fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
-    blocks = settings.blocks or blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction)
+    blocks = settings.blocks
+    if blocks is None:
+        step = step_bytes(loaded, settings.block_size, settings.step_tokens, meter_of(loaded.device))
+        blocks = blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction, step)
     shape = loaded.kv_shape
     if blocks * shape.bytes_per_block(settings.block_size) > free_bytes(loaded.device):
         raise OutOfMemory(f"{blocks} KV blocks need more than the {readable(free_bytes(loaded.device))} that are free")

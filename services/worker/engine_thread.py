@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -33,15 +33,15 @@ T = TypeVar("T")
 MEASURE_PERIOD_S = 0.05
 NOTHING_RAN_S = 0.001
 IDLE_PERIOD_S = 1.0  # an idle worker's rates change too: links are measured without requests
-CHECK_PERIOD_S = 10.0  # when idle
-CHECK_SHARE = 100  # a check that took t is not repeated within 100 t
+CHECK_PERIOD_S = 1.0  # when idle
 
 
 class EngineThread:
     """Runs `engine` from `start` to `stop`. All methods are for the loop's thread; callbacks are called there too.
 
     `on_result` gets the results of one or more steps, in order. `on_crash` is told of an exception out of a step, after
-    which the thread is gone: all its sequences, and all requests still to come, fail as EngineFailure (retryable).
+    which the thread is gone: all its sequences, and all requests still to come, fail as EngineFailure (retryable); of
+    one out of `on_result` too: the thread ends then, and no results are passed on any more.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class EngineThread:
         self._calls: set[asyncio.Future[object]] = set()
         self._results: deque[StepResult | Callable[[], None]] = deque()
         self._delivery_due = False
+        self._delivers = True  # until `on_result` fails
         self._wake = threading.Event()
         self._stopping = False
         self._measured = engine.load(), engine.rates()
@@ -91,10 +92,10 @@ class EngineThread:
         """After `submit`: so many sequences are to give way to this attempt. Answered with the attempts that go."""
         return self.call(lambda engine: engine.make_room(request, attempt, count))
 
-    def cancel(self, request: str, attempt: int | None = None) -> None:
+    def cancel(self, request: str, attempt: int | None = None, received: Sequence[int] = ()) -> None:
         """In no step that begins from now on; the one under way is given up if it is for nobody else."""
         self._engine.give_up(request, attempt)
-        self._command(partial(self._cancel, request, attempt, time.monotonic()))
+        self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
 
     def pause(self, request: str, attempt: int | None = None) -> None:
         self._command(partial(self._engine.pause, request, attempt))
@@ -211,8 +212,8 @@ class EngineThread:
         except KvfleetError as error:
             self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error, spec.choice)]))
 
-    def _cancel(self, request: str, attempt: int | None, asked: float) -> None:
-        if self._engine.cancel(request, attempt):
+    def _cancel(self, request: str, attempt: int | None, received: Sequence[int], asked: float) -> None:
+        if self._engine.cancel(request, attempt, received):
             self.cancel_to_free.observe(time.monotonic() - asked)
 
     def _answer(self, query: Callable[[Engine], T], future: asyncio.Future[T]) -> None:
@@ -232,12 +233,12 @@ class EngineThread:
             self._measured_at = now
 
     def _check(self) -> None:
-        """Balance the books while there is nothing to do: better to crash on wrong ones than to serve wrong blocks."""
-        began = time.monotonic()
-        if began >= self._check_due:
-            self._engine.check_integrity()
-            took = time.monotonic() - began
-            self._check_due = began + max(CHECK_PERIOD_S, CHECK_SHARE * took)
+        """Look through the books while there is nothing to do, a part each time: better to crash on wrong ones than to
+        serve wrong blocks."""
+        now = time.monotonic()
+        if now >= self._check_due:
+            self._engine.audit()
+            self._check_due = now + CHECK_PERIOD_S
 
     def _hand_over(self, result: StepResult | Callable[[], None]) -> None:
         self._results.append(result)
@@ -267,8 +268,17 @@ class EngineThread:
         self._pass_on(results)
 
     def _pass_on(self, results: list[StepResult]) -> None:
-        if results:
+        if not results or not self._delivers:
+            return
+        try:
             self._on_result(results)
+        except Exception as error:  # what these results were for would wait for ever
+            self._delivers = False
+            logger.exception("results of the engine were not taken")
+            self._stopping = True
+            self._wake.set()
+            if self._on_crash is not None:
+                self._on_crash(error)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

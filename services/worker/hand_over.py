@@ -43,7 +43,7 @@ Key = tuple[str, int]
 
 
 class HandOver:
-    """`has_successor`: whether another worker of this model is ready."""
+    """`has_successor`: whether another worker of this model is ready, None while that is being found out."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HandOver:
         frames: FrameBook,
         outbox: Outbox,
         broadcast: Broadcast,
-        has_successor: Callable[[], bool],
+        has_successor: Callable[[], bool | None],
     ) -> None:
         self.moved_total = 0
         self._worker = worker

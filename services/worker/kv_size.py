@@ -8,14 +8,12 @@ layers. Where every layer has a sliding window, a sequence holds no more blocks 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = {"int8": 4}  # a float32
 LENGTHS = (1024, 4096, 8192, 32_768, 131_072)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +104,6 @@ def readable(size: int) -> str:
             return f"{size:,} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
         value /= 1024
     return f"{value:,.1f} TiB"
-
-
-def parse_bytes(text: str) -> int:
-    """`8GiB`, `500 MB`, `1e9`: bytes. Raises ValueError."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a size such as 8GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def columns(auto: str, asked: Sequence[str] = ()) -> list[str]:

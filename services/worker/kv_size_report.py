@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from kvproto.errors import KvfleetError
+from kvservice.byte_size import parse_bytes
 from kvservice.settings import die
-from services.worker.kv_size import NUMBER_BYTES, columns, formula, kv_size, parse_bytes
+from services.worker.kv_size import NUMBER_BYTES, columns, formula, kv_size
 from services.worker.model_folder import local_folder
 from services.worker.settings import WorkerSettings
 

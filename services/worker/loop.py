@@ -45,8 +45,10 @@ from services.worker.milestones import MilestoneLog
 from services.worker.outbox import Outbox
 from services.worker.outputs import SequenceFailed, StepResult
 from services.worker.parting import Parting
+from services.worker.peers import Meet
 from services.worker.records import Record
-from services.worker.request_desk import RequestDesk, WorkerLimits
+from services.worker.request_desk import RequestDesk
+from services.worker.request_intake import WorkerLimits
 from services.worker.tiers.base import Remote
 
 log = logging.getLogger(__name__)
@@ -69,9 +71,10 @@ class WorkerLoop:
         limits: WorkerLimits,
         on_fatal: Callable[[str], None],
         remote: Remote | None = None,
-        has_successor: Callable[[], bool] = lambda: False,
+        has_successor: Callable[[], bool | None] = lambda: False,
         on_drain: Callable[[], None] = lambda: None,
         tracer: Tracer = tracing.NULL,
+        meet: Meet = lambda worker: None,
     ) -> None:
         """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
         self._on_drain = on_drain
@@ -109,6 +112,7 @@ class WorkerLoop:
             self._spawn,
             remote,
             tracer,
+            meet,
         )
         self.admin = AdminDesk(
             connection,
@@ -139,6 +143,8 @@ class WorkerLoop:
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
         me, names = self.record.id, self._subjects
+        self._connection.on_disconnect.append(self._broadcast.away)
+        self._connection.on_reconnect.append(self._broadcast.back)
         verbs = (
             ("generate.*", self.requests.on_generate),
             ("cancel", self.requests.on_cancel),
@@ -229,7 +235,8 @@ class WorkerLoop:
         self._on_fatal(str(error))
 
     def on_crash(self, error: BaseException) -> None:
-        """A step raised: the engine's state is unknown, so the process ends loudly; its requests go on elsewhere."""
+        """A step raised, or `on_results`: the state of the engine or of its streams is unknown, so the process ends
+        loudly; its requests go on elsewhere."""
         log.critical("the engine failed", exc_info=error)
         self._spawn(self._end_after_crash(error))
 
@@ -286,7 +293,8 @@ class WorkerLoop:
             load=self._load,
             rates=self._rates,
             event_seq=self._publisher.seq,
-            digest=self._publisher.digest,
+            digest=self._publisher.plain_digest,
             held=self._load.blocks_addressed,
             step_age_s=self._engine.step_age_s,
+            tier_digest=self._publisher.digest,
         )

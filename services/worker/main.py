@@ -27,7 +27,8 @@ from kvservice.membership import open_bucket
 from kvservice.nats_connection import connect
 from kvservice.probes import Probes
 from kvservice.settings import load
-from kvservice.tracing import Tracer, open_tracer
+from kvservice.tracing import Tracer
+from kvservice.tracing_start import open_tracer
 from services.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
 from services.worker.engine import Engine
 from services.worker.engine_factory import build_engine
@@ -37,7 +38,7 @@ from services.worker.loop import WorkerLoop
 from services.worker.model.device_watch import watch_device
 from services.worker.model_folder import resolve_model, served_name
 from services.worker.preloading import preload
-from services.worker.request_desk import WorkerLimits
+from services.worker.request_intake import WorkerLimits
 from services.worker.settings import WorkerSettings
 from services.worker.tier_network import TierNetwork
 from services.worker.worker_metrics import readings
@@ -130,9 +131,8 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     )
     thread.start()
     await network.follow(connection, subjects, worker.record)
-    await preload(
-        connection, subjects, thread, worker.record, engine.pool.num_blocks // PRELOADED_SHARE, settings.preload_s
-    )
+    blocks = engine.pool.num_blocks // PRELOADED_SHARE
+    await preload(connection, subjects, thread, worker.record, blocks, settings.preload_s, network.meet)
     await worker.start()
     starting.cancel()
 
@@ -193,12 +193,13 @@ def assemble(
         KvPublisher(lease.record.epoch),
         bundle,
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
-        WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s),
+        WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s, settings.max_producer_priority),
         on_fatal,
         network.remote if network is not None else None,
         network.has_successor if network is not None else lambda: False,
         on_drain,
         tracer,
+        network.meet if network is not None else lambda worker: None,
     )
     loops.append(loop)
     return loop, thread

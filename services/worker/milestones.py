@@ -4,7 +4,8 @@
         └────────────┴─────────────┴───────────▲      refused, failed, cancelled, moved, concluded: in whatever way
 
 Frames go to the requester alone; what a placement expected of an attempt it can only compare and release through
-these. A log is kept until it is taken, up to a limit: of an outage the newest part is worth most.
+these. A log is kept until it is taken, up to a limit: of an outage the newest part is worth most. What was taken lately
+is kept too: what a server took shortly before it hung or died has reached nobody, and is said again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class MilestoneLog:
         self._epoch = epoch
         self._kept = kept
         self._items: deque[Milestone] = deque()
+        self._first = 0  # number of the first of these
+        self._taken: deque[tuple[float, Milestone]] = deque()  # the ones right before them, and when they were taken
         self.dropped_total = 0
 
     def __len__(self) -> int:
@@ -41,15 +44,29 @@ class MilestoneLog:
         """The oldest one gives way if there are too many."""
         if len(self._items) >= self._kept:
             self._items.popleft()
+            self._first += 1
+            self._taken.clear()
             self.dropped_total += 1
         self._items.append(item)
 
-    def take(self) -> Milestones | None:
-        """The oldest ones, as many as one message carries; None if there are none."""
+    def take(self, now: float, sure_until: float) -> Milestones | None:
+        """The oldest ones, as many as one message carries; None if there are none. What was taken before `sure_until`
+        will not be wanted again."""
+        while self._taken and (self._taken[0][0] < sure_until or len(self._taken) > self._kept):
+            self._taken.popleft()
         if not self._items:
             return None
-        count = min(len(self._items), PER_MESSAGE)
-        return Milestones(self._worker, self._epoch, tuple(self._items.popleft() for _ in range(count)))
+        first, count = self._first, min(len(self._items), PER_MESSAGE)
+        said = tuple(self._items.popleft() for _ in range(count))
+        self._first += count
+        self._taken.extend((now, one) for one in said)
+        return Milestones(self._worker, self._epoch, said, first)
+
+    def take_back(self, since: float) -> None:
+        """What was taken since then waits again."""
+        while self._taken and self._taken[-1][0] >= since:
+            self._items.appendleft(self._taken.pop()[1])
+            self._first -= 1
 
 
 class Course:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvproto.errors import UnsupportedModel
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo_model"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+# Under which names configurations tell how many positions a model has.
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length")
+
+
+def context_length_of(value_of: Callable[[str], Any]) -> int | None:
+    """What a configuration says, `value_of` being what it has under a name; None if it does not tell."""
+    found = (value for value in map(value_of, CONTEXT_KEYS) if isinstance(value, int) and value > 1)
+    return next(found, None)
 
 
 def served_name(model: str) -> str:

@@ -31,7 +31,7 @@ MOST_CHAINS = 512
 
 
 class Parting:
-    """`has_successor`: whether another worker of this model takes new work."""
+    """`has_successor`: whether another worker of this model takes new work, None while that is being found out."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Parting:
         subjects: Subjects,
         engine: EngineThread,
         me: WorkerRecord,
-        has_successor: Callable[[], bool],
+        has_successor: Callable[[], bool | None],
     ) -> None:
         self.offered_total = 0  # blocks
         self._connection = connection
@@ -50,10 +50,14 @@ class Parting:
 
     async def run(self, limit_s: float) -> None:
         """Returns when vaults have what they take of it, after `limit_s` at the latest. Never raises."""
-        if limit_s < LEAST_S or not self._has_successor():
+        if limit_s < LEAST_S:
             return
         try:
             async with asyncio.timeout(limit_s):
+                while self._has_successor() is None:
+                    await asyncio.sleep(POLL_S)
+                if not self._has_successor():
+                    return
                 await asyncio.sleep(ANNOUNCED_S)
                 if self._has_successor() and await self._engine.call(_has_vaults):
                     await self._leave_behind()

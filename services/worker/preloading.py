@@ -16,6 +16,7 @@ from kvproto.errors import KvfleetError
 from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, Tier, WorkerRecord
 from kvproto.subjects import Subjects
 from services.worker.engine_thread import EngineThread
+from services.worker.peers import Meet
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,13 @@ CHAIN_S = 5.0  # for one chain
 
 
 async def preload(
-    connection: Connection, subjects: Subjects, thread: EngineThread, me: WorkerRecord, blocks: int, limit_s: float
+    connection: Connection,
+    subjects: Subjects,
+    thread: EngineThread,
+    me: WorkerRecord,
+    blocks: int,
+    limit_s: float,
+    meet: Meet = lambda worker: None,
 ) -> int:
     """Bring at most so many blocks within so many seconds. Returns how many came. Raises EngineFailure."""
     if not blocks or limit_s <= 0:
@@ -43,6 +50,8 @@ async def preload(
         left = end - asyncio.get_running_loop().time()
         if left <= 0:
             break
+        if (meeting := meet(chain.source)) is not None:
+            await meeting
         await _bring(thread, chain, min(left, CHAIN_S))
     came = await thread.call(lambda engine: engine.pool.addressed) - before
     log.info("preloaded %d blocks of %d prefixes that %s named", came, len(plan.chains), plan.placement)

@@ -8,15 +8,15 @@ has its result again. `loop` owns the worker's life and brings back what the eng
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from kvproto import codec
-from kvproto.block_hash import Root, chain
+from kvproto.block_hash import Root
 from kvproto.connection import Message, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
 from kvproto.messages import (
@@ -29,8 +29,7 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
-from kvproto.regions import seal, split
-from kvproto.subjects import is_inbox, may_read, tenant_of_word
+from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.tenant_roots import TenantRoots
 from kvproto.trace_context import in_headers, sampled
 from kvservice import tracing
@@ -41,26 +40,29 @@ from services.worker.engine_thread import EngineThread
 from services.worker.frames import FrameBook
 from services.worker.giving_way import Attempt, Departures
 from services.worker.outbox import Outbox
+from services.worker.peers import Meet
+from services.worker.prospector import Hashed, Prospector
 from services.worker.readers import Reader
 from services.worker.records import Record
-from services.worker.request_intake import check_capacity, check_request, content_of, sequences_of
+from services.worker.request_intake import (
+    WorkerLimits,
+    check_capacity,
+    check_request,
+    content_of,
+    of_its_asker,
+    sequences_of,
+)
 from services.worker.tiers.base import Remote
-from services.worker.tiers.break_even import LOOK_WORTH_S
-from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.restorer import FAR_LOOK_S, HANDED_LOOK_S
 
 log = logging.getLogger(__name__)
 
 INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
+INLINE_IDS = 4096  # of hashing
 
 Spawn = Callable[[Coroutine[object, object, None]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    waiting: int
-    fleet_key: bytes
-    drain_s: float
+Aside = tuple[str, int, str, str]  # request, attempt, inbox, tenant
 
 
 class RequestDesk:
@@ -81,8 +83,10 @@ class RequestDesk:
         spawn: Spawn,
         remote: Remote | None = None,
         tracer: Tracer = tracing.NULL,
+        meet: Meet = lambda worker: None,
     ) -> None:
         self._tracer = tracer
+        self._meet = meet
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
@@ -97,13 +101,13 @@ class RequestDesk:
         self._limits = limits
         self._state = state
         self._spawn = spawn
-        self._remote = remote
+        self._prospector = Prospector(remote, engine, record.block_size, limits.fleet_key)
         self._departures = Departures()
-        self._tokenising: set[tuple[str, int, str, str]] = set()  # request, attempt, inbox, tenant
-        self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._preparing: set[Aside] = set()
+        self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
 
     def close(self) -> None:
-        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+        self._preparers.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ generate
 
@@ -118,46 +122,69 @@ class RequestDesk:
             request = codec.decode(GenerateRequest, message.data)
             if message.headers and (given := sampled(in_headers(message.headers))) is not None:
                 request = replace(request, traceparent=given)
-            give_way = self._check(request, len(self._tokenising))
+            limits = self._limits
+            request = of_its_asker(request, message.reply, limits.fleet_key, limits.max_producer_priority)
+            give_way = self._check(request, len(self._preparing))
             if not may_read(request.inbox, tenant):
                 raise InvalidRequest("is another tenant's", field="inbox")
-            if request.prompt is not None and len(request.prompt) > INLINE_CHARACTERS:
-                key = request.request, request.attempt, request.inbox, tenant
-                if key not in self._tokenising:
-                    self._tokenising.add(key)  # from now on a cancel finds it
-                    self._spawn(self._tokenise_aside(message, request, tenant))
+            key = request.request, request.attempt, request.inbox, tenant
+            if key in self._preparing:
+                return
+            meeting = self._meet(request.source)
+            is_long = len(request.prompt or "") > INLINE_CHARACTERS or len(request.prompt_ids) > INLINE_IDS
+            if is_long or meeting is not None:
+                self._preparing.add(key)  # from now on a cancel finds it
+                self._spawn(self._prepare_aside(message, request, key, meeting))
                 return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
-            self._take(request, ids, tenant, message.reply, give_way)
+            self._take(request, ids, self._roots.of(tenant, ids), tenant, message.reply, give_way, {})
         except KvfleetError as error:
             if isinstance(error, CodecError):
                 self.malformed_total += 1
             self.refused_total += 1
             await self._refuse(message, request, error)
 
-    async def _tokenise_aside(self, message: Message, request: GenerateRequest, tenant: str) -> None:
-        """A long text takes long: on a thread, so that leases and other streams do not wait for it."""
-        key = request.request, request.attempt, request.inbox, tenant
+    async def _prepare_aside(
+        self, message: Message, request: GenerateRequest, key: Aside, meeting: Awaitable[None] | None
+    ) -> None:
+        """A long prompt takes long to be tokenised and hashed: on a thread, so that leases and other streams do not
+        wait for it."""
+        tenant = key[-1]
+        on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         try:
-            encoded = asyncio.get_running_loop().run_in_executor(
-                self._tokenisers, self._encode_prompt, request.prompt or ""
+            if meeting is not None:
+                await meeting
+            ids = request.prompt_ids or tuple(await on_thread(self._encode_prompt, request.prompt or ""))
+            root = self._roots.of(tenant, ids)
+            hashed = (
+                await on_thread(self._prospector.hash, request, root, ids)
+                if self._prospector.would_look(request, len(ids))
+                else {}
             )
-            ids = tuple(await encoded)
-            if key in self._tokenising:  # else it was cancelled meanwhile
+            if key in self._preparing:  # else it was cancelled meanwhile
                 give_way = self._check(request)  # others came meanwhile
-                self._take(request, ids, tenant, message.reply, give_way)
+                self._take(request, ids, root, tenant, message.reply, give_way, hashed)
         except KvfleetError as error:
             self.refused_total += 1
             await self._refuse(message, request, error)
         finally:
-            self._tokenising.discard(key)
+            self._preparing.discard(key)
 
-    def _take(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str, give_way: int) -> None:
+    def _take(
+        self,
+        request: GenerateRequest,
+        ids: tuple[int, ...],
+        root: Root,
+        tenant: str,
+        reply: str,
+        give_way: int,
+        hashed: Hashed,
+    ) -> None:
         """Raises InvalidRequest or Unavailable if the attempt is known and this is no further reader of it."""
         content = content_of(request, ids, tenant)
         known = self._frames.known(request.request, request.attempt)
         if known is None:
-            self._accept(request, ids, tenant, reply, content)
+            self._accept(request, ids, root, tenant, reply, content, hashed)
             if give_way:
                 self._make_room(request, give_way)
             return
@@ -178,7 +205,16 @@ class RequestDesk:
             accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
             self._outbox.send(reply, codec.encode_frames([accepted]))
 
-    def _accept(self, request: GenerateRequest, ids: tuple[int, ...], tenant: str, reply: str, content: bytes) -> None:
+    def _accept(
+        self,
+        request: GenerateRequest,
+        ids: tuple[int, ...],
+        root: Root,
+        tenant: str,
+        reply: str,
+        content: bytes,
+        hashed: Hashed,
+    ) -> None:
         self.requests_total += 1
         about = {"request": request.request, "tenant": tenant}
         log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
@@ -193,7 +229,6 @@ class RequestDesk:
         if not record.pending:
             self._outbox.send_frames(self._frames.conclude(record, len(ids), now))
             return
-        root = self._roots.of(tenant, ids)
         for spec in sequences_of(
             request,
             sorted(record.pending),
@@ -201,7 +236,9 @@ class RequestDesk:
             root=root,
             tenant=tenant,
             deadline=None if remaining is None else time.monotonic() + remaining,
-            prospect=self._prospects(request, root, ids, trace.span.traceparent if trace is not None else ""),
+            prospect=self._prospector.of(
+                request, root, ids, hashed, trace.span.traceparent if trace is not None else ""
+            ),
             trace=None if trace is None else trace.sequence,
         ):
             self._engine.submit(spec)
@@ -213,53 +250,6 @@ class RequestDesk:
 
         self._departures.ask(count)
         self._engine.make_room(request.request, request.attempt, count).add_done_callback(answered)
-
-    def _prospects(
-        self, request: GenerateRequest, root: Root, ids: tuple[int, ...], traceparent: str
-    ) -> Callable[[int], Prospect | None]:
-        """What can be had of each choice. Fresh ones share their prompt, and so what is found of it."""
-        shared: list[Prospect | None] = []
-
-        def of(choice: int) -> Prospect | None:
-            if outputs := request.continuation(choice).output_ids:
-                return self._look(request, root, ids + outputs, traceparent)
-            if not shared:
-                shared.append(self._look(request, root, ids, traceparent))
-            return shared[0]
-
-        return of
-
-    def _look(self, request: GenerateRequest, root: Root, known: tuple[int, ...], traceparent: str) -> Prospect | None:
-        """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
-        size = self._record.block_size
-        rate = self._engine.measure()[1].prefill_tokens_per_s
-        if self._remote is None or len(known) <= size:
-            return None
-        if rate and len(known) < LOOK_WORTH_S * rate and not request.handed_over:
-            return None
-        names = names_of(root, chain(root, known, size), known, size)
-        far = self._introduce(request)
-        source = request.source if far or not split(request.source)[0] else ""
-        finding = self._remote.look(
-            names,
-            exact=request.exact,
-            peer=source,
-            on_ready=self._engine.wake,
-            limit_s=FAR_LOOK_S if far else HANDED_LOOK_S if request.handed_over else None,
-            traceparent=traceparent,
-        )
-        return Prospect(names, finding, source, request.handed_over, far, traceparent)
-
-    def _introduce(self, request: GenerateRequest) -> bool:
-        """Whether its source is a worker of another region, vouched for by who has the fleet's key."""
-        if self._remote is None or not split(request.source)[0]:
-            return False
-        sealed = seal(self._limits.fleet_key, request.source, request.source_addresses)
-        if not self._limits.fleet_key or not hmac.compare_digest(sealed, request.source_seal):
-            log.warning("request %s: the addresses of %s are not believed", request.request, request.source)
-            return False
-        self._remote.introduce(request.source, request.source_addresses)
-        return True
 
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
@@ -300,9 +290,9 @@ class RequestDesk:
             self._malformed(message, error)
             return
         asker = tenant_of_word(message.subject)
-        self._tokenising -= {
+        self._preparing -= {
             (request, attempt, inbox, tenant)
-            for request, attempt, inbox, tenant in self._tokenising
+            for request, attempt, inbox, tenant in self._preparing
             if request == cancel.request
             and asker in (None, tenant)
             and cancel.attempt in (None, attempt)
@@ -312,15 +302,16 @@ class RequestDesk:
             self.on_let_go(cancel.request, attempt)
         for attempt in self._frames.attempts(cancel.request, asker):
             if cancel.attempt in (None, attempt):
-                self._leave(cancel.request, attempt, cancel.inbox)
+                self._leave(cancel.request, attempt, cancel.inbox, cancel.received)
 
-    def _leave(self, request: str, attempt: int, inbox: str) -> None:
-        """A reader leaves, all of them without `inbox`; with the last one the attempt ends."""
+    def _leave(self, request: str, attempt: int, inbox: str, received: Sequence[int] = ()) -> None:
+        """A reader leaves, all of them without `inbox`; with the last one, who has `received` so many tokens of each
+        choice, the attempt ends."""
         record = self._frames.find(request, attempt)
         if record is None or (inbox and not record.is_read_at(inbox)):
             return
         if self._frames.leave(record, inbox):
-            self._engine.cancel(request, attempt)
+            self._engine.cancel(request, attempt, received)
         else:
             self._park(record)
 
@@ -367,7 +358,7 @@ class RequestDesk:
         try:
             asked = codec.decode(ResendRequest, message.data)
             asker = tenant_of_word(message.subject)
-            if not is_inbox(asked.inbox) or (asker is not None and not may_read(asked.inbox, asker)):
+            if not is_inbox(asked.inbox) or (asker is not None and producers_tenant(asked.inbox) != asker):
                 raise CodecError("must be an inbox of one's own", field="inbox")
         except CodecError as error:
             self._malformed(message, error)

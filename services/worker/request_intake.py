@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from kvproto.messages import GenerateRequest, Load, Rates
-from kvproto.subjects import is_inbox
+from kvproto.sealed_inbox import is_of_the_fleet
+from kvproto.subjects import PLACEMENT_INBOX, VAULT_INBOX, WORKER_INBOX, is_inbox
 from services.worker.giving_way import could_give_way, full, until_served
 from services.worker.sequence import SequenceSpec
 from services.worker.sequence_trace import SequenceTrace
 from services.worker.tiers.prospect import Prospect
 
+NOT_FOR_FRAMES = (PLACEMENT_INBOX, WORKER_INBOX, VAULT_INBOX)  # what comes there would be taken for an answer
+
+
+def of_its_asker(request: GenerateRequest, reply: str, fleet_key: bytes, max_priority: int) -> GenerateRequest:
+    """With no more than `max_priority`, unless an ingress or a placement asks: these have cut it as is due. Higher ones
+    send others' waiting requests away, and a producer may publish to workers itself."""
+    if request.priority <= max_priority or is_of_the_fleet(reply, fleet_key):
+        return request
+    return replace(request, priority=max_priority)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    waiting: int
+    fleet_key: bytes
+    drain_s: float
+    max_producer_priority: int = 0
+
 
 def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_ms: float) -> None:
     """Raises the KvfleetError for which this worker does not take the request at any time."""
-    if not is_inbox(request.inbox):
-        raise InvalidRequest("must be an inbox: it begins with _ and has no wildcard", field="inbox")
+    if not is_inbox(request.inbox) or request.inbox.partition(".")[0] in NOT_FOR_FRAMES:
+        raise InvalidRequest("must be a reader's inbox: it begins with _ and has no wildcard", field="inbox")
     if bool(request.prompt_ids) == (request.prompt is not None):
         raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
     if request.prompt == "":

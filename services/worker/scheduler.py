@@ -186,11 +186,11 @@ class Scheduler:
         order = ServiceOrder(begun, waiting, now)
         leaders = PromptLeaders(begun, self.pool.block_size)
         unplanned = {id(sequence) for sequence in begun}
-        room = True  # whoever does not fit is not overtaken by smaller ones, else it might never run
         while allowance.grant(0) and (sequence := order.pop()) is not None:
             served: Sequence | None = sequence
             if sequence.state is State.WAITING:
-                if not room or len(self.running) >= self.slots:
+                if len(self.running) >= self.slots:
+                    order.drop_waiting()
                     continue
                 if self.tables.at_once(len(sequence.ids)) > self.pool.num_blocks:
                     self._fail(plan, sequence, self._out_of_memory(sequence))
@@ -199,7 +199,7 @@ class Scheduler:
                 if served is sequence and _runs(sequence):
                     unplanned.add(id(sequence))
             if served is None:
-                room = False
+                order.drop_waiting()  # whoever does not fit is not overtaken by smaller ones, else it might never run
             elif id(served) in unplanned:
                 unplanned.discard(id(served))
                 self._plan_chunk(plan, served, allowance)

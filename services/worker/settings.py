@@ -42,6 +42,10 @@ class WorkerSettings(DataPlaneSettings):
     )
     slots: int = Field(256, ge=1, description="most sequences that run at once")
     waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused as retryable")
+    max_producer_priority: int = Field(
+        0, ge=-100, le=100, description="highest priority of a request that neither ingress nor placement sends: more "
+        "is cut down to it"
+    )  # fmt: skip
     step_tokens: int = Field(2048, ge=1, description="most tokens of one step")
     itl_target_ms: float = Field(
         0.0, ge=0, description="how long a step beside running streams may take; 0: 2.5 times one without new prompts"
@@ -55,7 +59,7 @@ class WorkerSettings(DataPlaneSettings):
     )
     fleet_key_file: Path | None = Field(None, description="file that holds it")
     public_prefixes_file: Path | None = Field(
-        None, description="JSON list of texts (a rendered system prompt) whose cache all tenants share"
+        None, description="JSON list of texts (a rendered system prompt, with its BOS) whose cache all tenants share"
     )
     drain_s: float = Field(8.0, ge=0, description="how long SIGTERM waits for running sequences")
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from math import inf, sqrt
 
+from services.worker.step_memory import TokenBudget
+
 FACTOR = 2.5
 UNMEASURED_TOKENS_PER_S = 1000.0
 SHORT_S = 0.004  # no reader minds
@@ -77,7 +79,7 @@ class StepPacer:
     """`max_tokens` of a step at most; `itl_target_s` 0 paces by FACTOR alone."""
 
     def __init__(self, max_tokens: int, itl_target_s: float = 0.0) -> None:
-        self.max_tokens = max_tokens
+        self.budget = TokenBudget(max_tokens)
         self.itl_target_s = itl_target_s
         self._decode_seconds = 0.0
         self._decodes = 0
@@ -93,7 +95,7 @@ class StepPacer:
 
     def allowance(self, decodes: int) -> Allowance:
         """For a step in which so many streams decode."""
-        tokens = max(1, self.max_tokens - decodes)
+        tokens = max(1, self.budget.tokens - decodes)
         base, slope = self._cost()
         if not decodes:
             return Allowance(tokens, STEP_S if base else inf, MIN_LONE_CHUNK, base, slope, rest=REST)
@@ -113,6 +115,8 @@ class StepPacer:
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float) -> None:
         """A step took `seconds`; `position_sum` is that of its prompt tokens' positions."""
+        if decodes or prompt_tokens:
+            self.budget.fitted()
         if seconds <= 0:
             return
         self._observed += 1

@@ -19,6 +19,11 @@ class StopStrings:
     def __bool__(self) -> bool:
         return bool(self._strings)
 
+    @property
+    def longest(self) -> int:
+        """Characters of the longest one."""
+        return self._longest
+
     def find(self, text: str) -> int:
         """Where the earliest stop string in `text` begins, -1 if there is none."""
         found = [at for at in (text.find(s) for s in self._strings) if at >= 0]

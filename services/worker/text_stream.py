@@ -27,6 +27,8 @@ class Released(NamedTuple):
 
 
 NOTHING = Released((), ())
+REPLAYED_IDS = 32  # one by one
+CHARACTER_IDS = 4  # at most, of UTF-8
 
 
 class TextStream:
@@ -50,15 +52,30 @@ class TextStream:
 
         `text_sent` characters are with the client: what follows continues exactly there.
         """
-        text = ""
-        for token in ids:
-            text += "".join(self.push(token).text)
+        count, text = self._skip(ids)
+        if (end := self._stops.find(text)) >= 0:
+            self.stopped, text = True, text[:end]
+        elif count and (watched := self._stops.longest - 1) > 0:  # a stop string may begin there
+            self._ids.append(ids[count - 1])
+            self._pieces.append(text[-watched:])
+            text = text[:-watched]
+        for token in ids[count:]:
             if self.stopped:
                 break
+            text += "".join(self.push(token).text)
         self.next_index = len(ids)
         self._known_ids = len(self._ids)
         self._known_text = max(text_sent - len(text), 0)
         self._owed = text[text_sent:]
+
+    def _skip(self, ids: Sequence[int]) -> tuple[int, str]:
+        """Leading ids that are settled, and their text: all but the last ones, and those of a character that ends
+        there."""
+        most = len(ids) - REPLAYED_IDS
+        for count in range(most, max(most - CHARACTER_IDS, 0), -1):
+            if (text := self._decoder.skip(ids[:count])) is not None:
+                return count, text
+        return 0, ""
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Released:
         """A generated id. Returns what may leave now."""

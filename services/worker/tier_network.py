@@ -1,6 +1,7 @@
 """Loop: the worker's part of the data plane. Owns its listener, its keys, and who the vaults and peers are.
 
-members view ──every half second──▶ RemoteTiers (set_vaults, set_peers)
+vaults' records, watched ──every quarter second──▶ RemoteTiers (set_vaults)
+a peer's record, when a request names it ──Peers──▶ RemoteTiers (set_peers)
 kvf_keys ──▶ KeyRing ──▶ RemoteTiers and DataPlaneServer
 peers ──data plane──▶ DataPlaneServer ──▶ PeerStore ──▶ EngineLender ──▶ the engine's thread
 """
@@ -9,29 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from pathlib import Path
 
+from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing, KeyWatch, follow_keys
 from kvproto.dataplane.server import Counters, DataPlaneServer
+from kvproto.errors import Unavailable
 from kvproto.members import Members
-from kvproto.messages import Tier, WorkerRecord
+from kvproto.messages import Role, Tier, WorkerRecord
 from kvproto.regions import link_key
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.block_spans import recorder_of
-from kvservice.data_plane import client_context, reachable, server_context
+from kvservice.data_plane import client_context, limits_of, reachable, server_context
 from kvservice.tracing import Tracer
 from services.worker.engine_thread import EngineThread
 from services.worker.model.base import BlockMemory
+from services.worker.peers import Peers
 from services.worker.settings import WorkerSettings
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.lending import EngineLender
 from services.worker.tiers.peer_store import PeerStore
 from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress, peers_of, vaults_of
+from services.worker.tiers.source_address import SourceAddress, vaults_of
 from services.worker.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
@@ -60,10 +65,13 @@ class TierNetwork:
         self._tls = server_context(settings), client_context(settings)
         self._server: DataPlaneServer | None = None
         self._keys: KeyWatch | None = None
-        self._members: Members | None = None
+        self._vaults: Members | None = None
+        self._peers: Peers | None = None
+        self._workers: Members | None = None  # watched from when this one goes
+        self._watching: asyncio.Task[None] | None = None
         self._model: str | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self._known: tuple[list[SourceAddress], list[SourceAddress]] = [], []
+        self._known: list[SourceAddress] = []
 
     def remote_for(self, memory: BlockMemory) -> RemoteTiers:
         """What the engine of such blocks asks."""
@@ -86,6 +94,7 @@ class TierNetwork:
             tcp=(self._settings.data_plane_host, self._settings.data_plane_port),
             unix_path=self._folder / f"{self._worker}.sock",
             tls=self._tls[0],
+            limits=limits_of(self._settings),
             on_traced=recorder_of(self._tracer, Tier.PEER),
         )
         self._server.start()
@@ -95,48 +104,62 @@ class TierNetwork:
         """Learn keys and addresses, and go on doing so. Raises Unavailable."""
         self._keys = await follow_keys(connection, subjects, self.ring)
         self._model = me.model
-        self._members = Members(connection, subjects, hears=False)
-        await self._members.start()
-        self._refresh(me)
-        self._refreshing = asyncio.create_task(self._keep_fresh(me), name="tier-addresses")
+        self._vaults = Members(connection, subjects, hears=False, role=Role.VAULT)
+        self._workers = Members(connection, subjects, hears=False, role=Role.WORKER)
+        await self._vaults.start()
+        if self.remote is not None:
+            self._peers = Peers(await Bucket.open(connection, subjects.members_bucket), me, self.remote.set_peers)
+        self._refresh()
+        self._refreshing = asyncio.create_task(self._keep_fresh(), name="tier-addresses")
+
+    def meet(self, worker: str) -> Awaitable[None] | None:
+        """See `Peers`."""
+        return None if self._peers is None else self._peers.meet(worker)
 
     @property
     def served(self) -> Counters:
         """What peers asked of this worker."""
         return Counters() if self._server is None else self._server.counters
 
-    def has_successor(self) -> bool:
-        """Whether another worker of this model takes new work."""
-        if self._members is None or self._model is None:
+    def has_successor(self) -> bool | None:
+        """Whether another worker of this model takes new work; None: not known yet. Who asks is about to go: from then
+        on all workers are watched."""
+        if self._workers is None or self._model is None:
             return False
-        return any(view.record.id != self._worker for view in self._members.view.ready(self._model))
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch_workers(), name="successors")
+        if not self._watching.done():
+            return None
+        return any(view.record.id != self._worker for view in self._workers.view.ready(self._model))
 
-    async def _keep_fresh(self, me: WorkerRecord) -> None:
+    async def _watch_workers(self) -> None:
+        assert self._workers is not None
+        try:
+            await self._workers.start()
+        except Unavailable as error:
+            log.warning("who else serves this model is not known: %s", error)
+
+    async def _keep_fresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_PERIOD_S)
             try:
-                self._refresh(me)
-            except Exception:  # a loop's top: else vaults and peers would stay as they are for ever
-                log.exception("vaults and peers could not be taken over")
+                self._refresh()
+            except Exception:  # a loop's top: else vaults would stay as they are for ever
+                log.exception("vaults could not be taken over")
 
-    def _refresh(self, me: WorkerRecord) -> None:
-        assert self._members is not None
-        view = self._members.view
-        vaults = vaults_of(record for record, _ in view.members.values())
-        workers = [known for worker in view.workers if (known := view.with_state(worker)) is not None]
-        found = vaults, peers_of(workers, me)
-        if found == self._known or self.remote is None:
-            return
-        self._known = found
-        self.remote.set_vaults(found[0])
-        self.remote.set_peers(found[1])
+    def _refresh(self) -> None:
+        assert self._vaults is not None
+        found = vaults_of(record for record, _ in self._vaults.view.members.values())
+        if found != self._known and self.remote is not None:
+            self._known = found
+            self.remote.set_vaults(found)
 
     async def stop(self) -> None:
         """Nobody is served, nobody is asked any more."""
-        if self._refreshing is not None:
-            await end([self._refreshing])
-        if self._members is not None:
-            await self._members.stop()
+        await end(task for task in (self._refreshing, self._watching) if task is not None)
+        for members in (self._vaults, self._workers):
+            if members is not None:
+                await members.stop()
         if self._keys is not None:
             await self._keys.stop()
         loop = asyncio.get_running_loop()

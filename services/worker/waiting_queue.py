@@ -8,18 +8,17 @@ goes first. Between groups the order changes from step to step and within a step
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from services.worker.precedence import level_of
 from services.worker.sequence import Sequence, State
 
 _arrival = attrgetter("arrival")
 _deadline = attrgetter("spec.deadline", "arrival")
-_place = itemgetter(0)
 
 Key = tuple[int, int, bool, int]
 
@@ -36,13 +35,21 @@ class Group:
         return len(self._plain) + len(self._dated)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of service."""
-        if not self._dated:
-            return iter(self._plain)
-        places = chain(map(_arrival, self._plain), self._places)
-        return (
-            sequence for _, sequence in sorted(zip(places, chain(self._plain, self._dated), strict=True), key=_place)
-        )
+        """In the order of service. Sequences may leave meanwhile; those that are not come to cost nothing."""
+        plain_after, dated_after = -1, (float("-inf"), -1)
+        while True:
+            at = bisect_right(self._plain, plain_after, key=_arrival)
+            dated_at = bisect_right(self._dated, dated_after, key=_deadline)
+            plain = self._plain[at] if at < len(self._plain) else None
+            if dated_at < len(self._dated) and (plain is None or self._places[dated_at] < plain.arrival):
+                dated = self._dated[dated_at]
+                dated_after = _deadline(dated)
+                yield dated
+            elif plain is not None:
+                plain_after = plain.arrival
+                yield plain
+            else:
+                return
 
     def add(self, sequence: Sequence) -> None:
         if sequence.spec.deadline is None:
@@ -98,9 +105,9 @@ class WaitingQueue:
         """Of those that wait. Raises ValueError if nobody does."""
         return max(priority for priority, _ in self._groups)
 
-    def groups(self) -> list[list[Sequence]]:
-        """Each in the order of service; copies, as whoever goes through them may take sequences out."""
-        return [list(group) for group in self._groups.values()]
+    def groups(self) -> list[Group]:
+        """Each in the order of service; whoever goes through them may take sequences out."""
+        return list(self._groups.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the queue disagrees with its sequences."""
@@ -118,7 +125,7 @@ class ServiceOrder:
     that comes to the top.
     """
 
-    def __init__(self, begun: Iterable[Sequence], waiting: Iterable[list[Sequence]], now: float) -> None:
+    def __init__(self, begun: Iterable[Sequence], waiting: Iterable[Iterable[Sequence]], now: float) -> None:
         self._now = now
         self._heap: list[tuple[Key, Sequence, Iterator[Sequence]]] = []
         for members in chain(((sequence,) for sequence in begun), waiting):
@@ -138,6 +145,11 @@ class ServiceOrder:
                 heappush(self._heap, (self._key(following), following, rest))
             return sequence
         return None
+
+    def drop_waiting(self) -> None:
+        """From here on prompts begun alone."""
+        self._heap = [candidate for candidate in self._heap if candidate[1].state is not State.WAITING]
+        heapify(self._heap)
 
     def _key(self, sequence: Sequence) -> Key:
         spec = sequence.spec

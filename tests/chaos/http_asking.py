@@ -19,6 +19,7 @@ from tests.chaos.behaviour import Behaviour
 from tests.chaos.cases import Case
 from tests.chaos.fleet import key_of
 from tests.chaos.history import End, Exchange, Piece, Transport
+from tests.support import sse
 
 Clock = Callable[[], float]
 
@@ -30,6 +31,7 @@ ROUTES = {
     Transport.COMPLETIONS: "/v1/completions",
     Transport.GENERATE: "/generate",
 }
+EVENT_IDS = "text/event-stream; event-ids=1"
 _TIMEOUT = httpx.Timeout(PATIENCE_S, connect=1.0)
 
 
@@ -60,7 +62,7 @@ class HttpClients:
     ) -> None:
         """Until its end. `key`: an Idempotency-Key; with one, and with event ids, what broke is gone on with."""
         body = case.http_body(exchange.turn, stream=not behaviour.whole, session=session)
-        headers = {"Authorization": f"Bearer {key_of(case.tenant)}"}
+        headers = {"Authorization": f"Bearer {key_of(case.tenant)}", "Accept": EVENT_IDS}
         if key is not None:
             headers["Idempotency-Key"] = key
         caller = _Caller(exchange, case.transport, behaviour, self._now)
@@ -132,7 +134,7 @@ class HttpClients:
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
     """Id and data of each event."""
     event_id = ""
-    async for line in response.aiter_lines():
+    async for line in sse.alines(response):
         if line.startswith("id: "):
             event_id = line[4:]
         elif line.startswith("data: "):
@@ -224,7 +226,7 @@ class _Caller:
                 if choice["index"] in exchange.reasons:
                     exchange.after_end += 1
                 exchange.reasons[choice["index"]] = choice["finish_reason"]
-        if "kvfleet" in value:
+        if "worker_id" in value["kvfleet"]:
             exchange.cached_tokens = value["kvfleet"]["cached_tokens"]
             exchange.workers.append((at, value["kvfleet"]["worker_id"]))
             self._finished = True

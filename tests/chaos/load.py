@@ -23,6 +23,7 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.history import Answer, Exchange, History, Transport
 from tests.chaos.http_asking import HttpClients
 from tests.chaos.layout import FAKE, REAL, TENANTS, Role
+from tests.support.waiting import LIMIT_S
 
 THINK_S = {REAL: 0.5, FAKE: 0.2}
 CANARY_S = 1.5
@@ -58,7 +59,7 @@ class Load:
         self._bare_connection = bare = await self._fleet.connect("producer-public", prefix)
         self._bare = BareProducer(bare, self._fleet.subjects, self._fleet.now)
         for client in self.clients.values():
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 while {view.record.model for view in client.members.view.ready()} != set(self._fleet.layout.models):
                     await asyncio.sleep(0.02)
 

@@ -21,6 +21,7 @@ from kvproto.messages import Finished, Sampling, Started, Tokens
 from kvproto.subjects import INGRESS_INBOX, Subjects, inbox_prefix
 from tests.chaos.lab import ADDRESS, Host
 from tests.support.processes import KVFLEET
+from tests.support.waiting import LIMIT_S, until
 
 URL = f"nats://{ADDRESS}:4222"
 TOKENS, CUT_AT = 300, 40
@@ -41,14 +42,6 @@ def worker(host: Host, folder: Path) -> subprocess.Popen[bytes]:
     ]  # fmt: skip
     with (folder / f"{host.name}.log").open("ab") as log:
         return subprocess.Popen(host.command(KVFLEET, "worker", *flags), stdout=log, stderr=log)
-
-
-async def until(condition: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError("it did not happen")
-        await asyncio.sleep(0.02)
 
 
 async def opened() -> Connection:
@@ -88,15 +81,15 @@ async def scenario(folder: Path, hosts: list[Host]) -> dict[str, Any]:
     try:
         client = await Client.over(connection, subjects)
         view = client.members.view
-        await until(lambda: sum(1 for _ in view.ready("demo")) == len(hosts), 60)
+        await until(lambda: sum(1 for _ in view.ready("demo")) == len(hosts))
         epochs = {name: known.record.epoch for name, known in view.workers.items()}
         unbroken = await stream(client, "a" * 26, {})
         broken = await stream(client, "b" * 26, {host.name: host for host in hosts})
         lost = broken["workers"][0]
-        await until(lambda: not view.is_alive(lost), 10)
+        await until(lambda: not view.is_alive(lost))
         for host in hosts:
             host.heal()
-        await until(lambda: view.is_alive(lost), 30)
+        await until(lambda: view.is_alive(lost))
         after = await stream(client, "c" * 26, {})
         late = client.inbox.orphan_frames_total
         await client.close()
@@ -113,7 +106,7 @@ async def scenario(folder: Path, hosts: list[Host]) -> dict[str, Any]:
             host.heal()
         for process in processes:
             process.terminate()
-        codes = [await asyncio.to_thread(process.wait, 15) for process in processes]
+        codes = [await asyncio.to_thread(process.wait, LIMIT_S) for process in processes]
         await connection.close()
         print("exit codes", codes, file=sys.stderr)
 
@@ -124,7 +117,7 @@ def main(folder: Path, hosts: list[Host]) -> None:
         print(json.dumps(asyncio.run(scenario(folder, hosts))), flush=True)
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tests.chaos.checker import check
 from tests.chaos.history import Answer, Exchange, History, Transport
 from tests.chaos.load import answer_of
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 CASE = Case(
     "scene", Transport.CLIENT, "demo", "public", 90, {"temperature": 0.0, "ignore_eos": True}, tuple(range(9, 60))
@@ -63,7 +64,7 @@ class Stage:
         prefix = inbox_prefix(f"{PRODUCER_INBOX}.public", f"chaos{os.urandom(4).hex()}")
         connection = await Connection.open(self.client_way.url, name=prefix, inbox_prefix=prefix)
         self.client = await Client.over(connection, self.subjects)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(list(self.client.members.view.ready())) < 2:
                 await asyncio.sleep(0.02)
         return self
@@ -92,7 +93,7 @@ class Stage:
         some = [Exchange(n, CASE.transport, CASE.name, CASE.model, CASE.tenant, "plain", now()) for n in range(count)]
         asking = [asyncio.create_task(ask_client(self.client, CASE, PLAIN, one, now)) for one in some]
         if scene is not None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 while not all(one.pieces for one in some):
                     await asyncio.sleep(0.01)
             self.serving = some[0].worker_at(now()) or ""
@@ -109,7 +110,7 @@ class Stage:
         self.worker_ways[old].mangling = Mangling(("kvf.worker.*.cancel", "kvf.worker.*.cancel.*"), lost=1.0)
         self.worker_ways[other].latency_s = 0.1
         await self._members.delete(member_key("worker", old))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while self.client.members.view.is_alive(old):
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)  # what was right until then may have been read

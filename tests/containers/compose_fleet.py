@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import httpx
 
 from kvproto.testing.docker_daemon import client
 from tests.support.native_stream import native_stream
+from tests.support.waiting import wait_until
 
 SERVICE = "com.docker.compose.service"
 PROJECT = "com.docker.compose.project"
@@ -50,10 +50,7 @@ class ComposeFleet:
         return [name for name, worker in listed.items() if worker["state"] == "ready"]
 
     def wait(self, what: Callable[[], bool], timeout_s: float, told: str) -> None:
-        until = time.monotonic() + timeout_s
-        while not what():
-            assert time.monotonic() < until, told
-            time.sleep(0.2)
+        wait_until(what, timeout_s, told=told, pause_s=0.2)
 
 
 def service_of(container: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -14,6 +13,7 @@ from kvproto.testing.fixtures import FleetFactory
 from kvproto.testing.fleet_containers import FleetContainer, FleetContainers
 from tests.containers.compose_fleet import greedy
 from tests.containers.confinement import check_found, check_told
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,9 @@ def fleet(kvfleet_containers: FleetFactory) -> Iterator[FleetContainers]:
         yield fleet
 
 
-def wait_for(container: FleetContainer, health: str, timeout_s: float = 60) -> None:
-    until = time.monotonic() + timeout_s
-    while container.health != health:
-        assert time.monotonic() < until, f"{container.name} is {container.health}\n{container.log()}"
-        time.sleep(0.2)
+def wait_for(container: FleetContainer, health: str) -> None:
+    told = lambda: f"{container.name} is {container.health}\n{container.log()}"  # noqa: E731
+    wait_until(lambda: container.health == health, told=told, pause_s=0.2)
 
 
 def test_it_serves(fleet: FleetContainers) -> None:

@@ -90,6 +90,7 @@ MESSAGES: dict[str, Any] = {
     "resend_request_choices": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b", from_indices=(17, 0, 2**40)),
     "continuation": m.Continuation((1, 2), 5, m.FinishReason.LENGTH),
     "cancel_request": m.CancelRequest("a" * 26, 1),
+    "cancel_request_of_a_reader": m.CancelRequest("a" * 26, 1, "_INBOX.x", (3, 0, 7)),
     "resend_request": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b"),
     "pause_request": m.PauseRequest(**KEY, paused=True),
     "worker_record": RECORD,
@@ -103,6 +104,10 @@ MESSAGES: dict[str, Any] = {
     "worker_stats": m.WorkerStats(RECORD, HEARTBEAT),
     "inspection": m.Inspection(21, (4, 5)),
     "bundle": m.Bundle("m", "{}", None, "<s>", "</s>", (2,), 2048, 32_000, 0.6, special_tokens={"pad": "<pad>"}),
+    "admin_request_with_strays": m.AdminRequest(
+        m.AdminCommand.ERASE, "public", (1, 2), keep=1, strays=(m.Stray(1, (3, 4)), m.Stray(2, (5,)))
+    ),
+    "session_strays": m.SessionStrays((m.Stray(1, (3, 4)), m.Stray(2, ()))),
     "session_head": m.SessionHead("chat 1", "m", 6, 1, 1, 2, "w1", m.Turn("r", "i1", 3), "g"),
     "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
     "placement_stats_hits": m.PlacementStats("p1", "cost", ("w1",), 10, 1, 2, 3, 1000, 600, 700, 120, 5000, 1),

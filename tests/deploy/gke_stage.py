@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_tool.sh")
 TOOLS = ("gcloud", "kubectl", "terraform", "docker", "curl", "kvfleet", "gke-gcloud-auth-plugin")
@@ -95,7 +97,7 @@ class Stage:
         }
         done = subprocess.run(
             ["bash", str(self.root / "scripts" / script), *arguments],
-            env=variables, input=self.typed, capture_output=True, text=True, timeout=60,
+            env=variables, input=self.typed, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
 
         def read(path: Path) -> str:
@@ -129,7 +131,7 @@ def authority() -> tuple[str, str]:
         pair = Path(folder, "ca.crt"), Path(folder, "ca.key")
         make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc"]
         make += ["-subj", "/CN=ca", "-out", str(pair[0]), "-keyout", str(pair[1])]
-        subprocess.run(make, check=True, capture_output=True, timeout=30)
+        subprocess.run(make, check=True, capture_output=True, timeout=LIMIT_S)
         return pair[0].read_text(), pair[1].read_text()
 
 

@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from kvservice.settings import ServiceSettings
-from services.cli.main import app
+from services.cli.commands import app
 from services.ingress.settings import IngressSettings
 from services.placement.settings import PlacementSettings
 from services.vault.settings import VaultSettings

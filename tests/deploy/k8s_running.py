@@ -10,10 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,6 @@ def replaced(text: str, pairs: Mapping[str, str]) -> str:
     for old, new in pairs.items():
         text = text.replace(old, new)
     return text
-
-
-def until(condition: Callable[[], object], within_s: float, told: Callable[[], str]) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, told()
-        time.sleep(0.1)
 
 
 def secret_file(secrets: Secrets, name: str, key: str) -> bytes:
@@ -164,5 +156,5 @@ def of_image(
         **{key: "127.0.0.1" if value == "0.0.0.0" else value for key, value in env.items()},
         "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}",
     }
-    command = [sys.executable, "-m", "services.cli.main", *container["args"]]
+    command = [sys.executable, "-P", "-m", "services.cli.main", *container["args"]]
     return Running(name, folder / name, command, env, ports, paths)

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "check_metrics"
 
@@ -27,7 +29,7 @@ def script() -> ModuleType:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def test_it_explains_itself_and_lists_what_it_asks() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("checkov", "kustomize", "hadolint", "promtool", "docker-compose", "terraform", "shellcheck", "ruff")
 FILES = {
@@ -61,7 +63,7 @@ def run(root: Path, *words: str, fail_on: str = "nothing") -> tuple[int, str, li
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the inner pytest's plugins take seconds to import
     done = subprocess.run(
         [sys.executable, str(root / "scripts/deploy_check"), *words],
-        env=environment, cwd="/", capture_output=True, text=True, timeout=60,
+        env=environment, cwd="/", capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.stderr == ""
     return done.returncode, done.stdout, record.read_text().splitlines() if record.exists() else []

@@ -89,6 +89,11 @@ def test_an_image_says_whether_it_is_healthy_without_curl(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
+def test_python_imports_nothing_from_the_current_folder(image: str) -> None:
+    assert any(" PYTHONSAFEPATH=1 " in line for line in stages()[image] if line.startswith("ENV "))
+
+
+@pytest.mark.parametrize("image", IMAGES)
 def test_a_process_is_started_without_a_shell(image: str) -> None:
     entry = json.loads(last(image, "ENTRYPOINT"))
     assert entry == (["nats-server"] if image == "nats" else ["kvfleet"])

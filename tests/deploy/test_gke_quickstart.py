@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.gke_stage import Stage, make_stage, printed, tree
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_the_https_certificate_is_for_the_address(stage: Stage) -> None:
     secrets = stage.base / "work/secrets"
     names = subprocess.run(
         ["openssl", "x509", "-in", str(secrets / "ingress.crt"), "-noout", "-ext", "subjectAltName"],
-        capture_output=True, text=True, check=True, timeout=30,
+        capture_output=True, text=True, check=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert "IP Address:203.0.113.10" in names.stdout
     check = [
@@ -91,7 +92,7 @@ def test_the_https_certificate_is_for_the_address(stage: Stage) -> None:
         "sslserver",
         str(secrets / "ingress.crt"),
     ]
-    assert subprocess.run(check, capture_output=True, timeout=30).returncode == 0
+    assert subprocess.run(check, capture_output=True, timeout=LIMIT_S).returncode == 0
     assert (secrets / "ingress.key").stat().st_mode & 0o077 == 0
     own = secrets / "ingress-ca.crt"  # a public authority's: left alone, and what curl trusts
     own.write_text("a public authority\n")
@@ -109,7 +110,7 @@ def test_an_https_certificate_that_ends_soon_is_made_anew(stage: Stage) -> None:
         make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc"]
         make += ["-days", str(days), "-subj", "/CN=x", "-addext", "subjectAltName=IP:203.0.113.10"]
         make += ["-keyout", str(certificate.with_suffix(".key")), "-out", str(certificate)]
-        subprocess.run(make, check=True, capture_output=True, timeout=30)
+        subprocess.run(make, check=True, capture_output=True, timeout=LIMIT_S)
         before = certificate.read_bytes()
         assert stage.quickstart("--yes").code == 0
         assert (certificate.read_bytes() == before) == (days > 30)

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.deploy.gke_stage import ROLES, ROOT, Ran, Stage, authority, make_stage
+from tests.support.waiting import LIMIT_S
 
 KUBECTL = shutil.which("kubectl")
 CONTEXT = "gke_my-project_us-central1_kvfleet"
@@ -84,7 +85,7 @@ def test_the_fleets_authority_signs_the_ingress_certificate_and_names_nats(quick
     folder = quickstart[0].base / "work/secrets"
 
     def openssl(*arguments: str) -> str:
-        done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=LIMIT_S)
         return done.stdout + done.stderr
 
     assert openssl("verify", "-x509_strict", "-CAfile", f"{folder}/ca.crt", f"{folder}/ingress.crt").endswith("OK\n")

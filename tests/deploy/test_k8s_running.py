@@ -22,8 +22,9 @@ import pytest
 from kvproto.testing.nats_binary import find_nats_server
 from tests.deploy.k8s_objects import Object, named, pods
 from tests.deploy.k8s_render import K8S, ROOT, copied, render, render_or_fail
-from tests.deploy.k8s_running import Running, nats_servers, of_image, replaced, until
+from tests.deploy.k8s_running import Running, nats_servers, of_image, replaced
 from tests.support.secrets_rig import Secrets
+from tests.support.waiting import LIMIT_S, wait_until
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -70,12 +71,14 @@ def answers(one: Running, kind: str, name: str) -> bool:
 def init(cluster: list[Running], secrets: Secrets, folder: Path) -> tuple[int, str]:
     (pod,) = [one for one in pods(render("local")) if one.component == "init"]
     job = of_image(pod, render("local"), secrets, folder, cluster)
-    done = subprocess.run(job.command, env=job.env, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    done = subprocess.run(
+        job.command, env=job.env, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=ROOT
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_three_servers_become_one_cluster(cluster: list[Running], secrets: Secrets, tmp_path: Path) -> None:
-    until(lambda: all(answers(one, "StatefulSet", "nats") for one in cluster), 40, lambda: logs(*cluster))
+    wait_until(lambda: all(answers(one, "StatefulSet", "nats") for one in cluster), told=lambda: logs(*cluster))
     for one in cluster:
         told = one.get("/varz", "monitor")[1]
         assert (told["server_name"], told["cluster"]["name"]) == (one.name, "kvfleet")
@@ -95,7 +98,7 @@ def test_three_servers_become_one_cluster(cluster: list[Running], secrets: Secre
 @pytest.mark.parametrize("document", ["deploy/k8s/README.md", "docs/gke.md"])
 def test_an_operator_comes_in_as_documented(document: str, cluster: list[Running], secrets: Secrets) -> None:
     """By a forwarded port: under the name that the documented `kvfleet secrets` puts into the certificate."""
-    until(lambda: all(answers(one, "StatefulSet", "nats") for one in cluster), 40, lambda: logs(*cluster))
+    wait_until(lambda: all(answers(one, "StatefulSet", "nats") for one in cluster), told=lambda: logs(*cluster))
     text = (ROOT / document).read_text()
     told = dict(re.findall(r"(KVFLEET_NATS_\w+)=(\S+)", "\n".join(re.findall(r"^export .*$", text, re.MULTILINE))))
     assert told.keys() == {f"KVFLEET_NATS_{name}" for name in ("URL", "CA", "CERT", "KEY", "NKEY_SEED_FILE")}
@@ -105,8 +108,8 @@ def test_an_operator_comes_in_as_documented(document: str, cluster: list[Running
     env = {key: value for key, value in os.environ.items() if not key.startswith("KVFLEET_")}
     env |= {key: replaced(value, forwarded) for key, value in told.items()} | {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-m", "services.cli.main", "init", "--replicas", "3"],
-        env=env, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
+        [sys.executable, "-P", "-m", "services.cli.main", "init", "--replicas", "3"],
+        env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, done.stdout + done.stderr) == (0, "buckets of namespace kvf are ready\n")
 
@@ -122,8 +125,10 @@ def test_a_fleet_serves_with_what_the_manifests_give_it(
     fleet["worker"].env["KVFLEET_RUNNER"] = "fake"  # without torch: it starts in a second
     kinds = {role: roles[role].owner["kind"] for role in fleet}
     with running(list(fleet.values())) as processes:
-        until(
-            lambda: all(answers(one, kinds[role], role) for role, one in fleet.items()), 150, lambda: logs(*processes)
+        wait_until(
+            lambda: all(answers(one, kinds[role], role) for role, one in fleet.items()),
+            150,
+            told=lambda: logs(*processes),
         )
         assert all(one.get("/metrics", "metrics")[0] == 200 for one in processes)
         for role, used in (("ingress", {"nats", "https"}), ("placement", {"nats"}), ("worker", {"nats", "data_plane"})):
@@ -133,7 +138,7 @@ def test_a_fleet_serves_with_what_the_manifests_give_it(
         trusting = ssl.create_default_context(cafile=secrets["ca.crt"])
         bearer = {"Authorization": f"Bearer {secrets.text('api-key.txt')}"}
         url = f"https://127.0.0.1:{ingress.ports['https']}"
-        with httpx.Client(base_url=url, verify=trusting, trust_env=False, timeout=30) as http:
+        with httpx.Client(base_url=url, verify=trusting, trust_env=False, timeout=LIMIT_S) as http:
             body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
             assert http.post("/generate", json=body).status_code == 401
             answer = http.post("/generate", json=body, headers=bearer)
@@ -145,9 +150,9 @@ def test_a_fleet_serves_with_what_the_manifests_give_it(
         hook = container("StatefulSet", "worker")["lifecycle"]["preStop"]["exec"]["command"]
         assert hook[0] == "kvfleet"
         here = [str(worker.process.pid) if part == "1" else part for part in hook[1:]]  # in a container it is the first
-        subprocess.run([sys.executable, "-m", "services.cli.main", *here], env=worker.env, check=True, cwd=ROOT)
-        assert worker.process.wait(60) == 0, worker.log
-        until(lambda: ingress.get("/readyz", "metrics")[0] == 503, 20, lambda: logs(*processes))
+        subprocess.run([sys.executable, "-P", "-m", "services.cli.main", *here], env=worker.env, check=True, cwd=ROOT)
+        assert worker.process.wait(LIMIT_S) == 0, worker.log
+        wait_until(lambda: ingress.get("/readyz", "metrics")[0] == 503, told=lambda: logs(*processes))
         assert ingress.get("/livez", "metrics")[0] == 200, "it waits for another worker"
 
 
@@ -155,8 +160,8 @@ def test_a_server_reads_its_certificates_again(cluster: list[Running]) -> None:
     """As the README says: Secrets change in place, and the server is told."""
     (told,) = re.findall(r"nats-server (-sl=reload=\S+?)`", (K8S / "README.md").read_text())
     one = cluster[0]
-    subprocess.run([find_nats_server(), replaced(told, one.paths)], check=True, timeout=20)
-    until(lambda: "Reloaded: tls" in (one.folder / "log").read_text(), 10, lambda: one.log)
+    subprocess.run([find_nats_server(), replaced(told, one.paths)], check=True, timeout=LIMIT_S)
+    wait_until(lambda: "Reloaded: tls" in (one.folder / "log").read_text(), told=lambda: one.log)
     assert "Failed to reload" not in (one.folder / "log").read_text()
 
 
@@ -164,7 +169,9 @@ def test_a_server_leaves_as_its_hook_says(cluster: list[Running]) -> None:
     leaving = cluster[0]
     hook = container("StatefulSet", "nats")["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[0] == container("StatefulSet", "nats")["command"][0]
-    subprocess.run([find_nats_server(), *(replaced(part, leaving.paths) for part in hook[1:])], check=True, timeout=20)
+    subprocess.run(
+        [find_nats_server(), *(replaced(part, leaving.paths) for part in hook[1:])], check=True, timeout=LIMIT_S
+    )
     leaving.process.send_signal(signal.SIGTERM)
     given = named(render("local"), "StatefulSet", "nats")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     leaving.process.wait(given)
@@ -179,10 +186,10 @@ def test_every_file_of_the_configuration_is_there(secrets: Secrets, tmp_path: Pa
     """`nats-server -t` follows each include; without one of them it says which."""
     (first, *_) = nats_servers(render("gke-gpu"), secrets, tmp_path)
     check = [*first.command, "-t"]
-    good = subprocess.run(check, env=first.env, capture_output=True, text=True, timeout=20, check=False)
+    good = subprocess.run(check, env=first.env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert good.returncode == 0, good.stderr
     shutil.rmtree(first.folder / "configuration" / "roles")
-    bad = subprocess.run(check, env=first.env, capture_output=True, text=True, timeout=20, check=False)
+    bad = subprocess.run(check, env=first.env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert bad.returncode != 0
     assert "roles/" in bad.stderr
 
@@ -214,5 +221,5 @@ def test_a_tenants_producer_is_added_as_documented(tmp_path: Path) -> None:
             edit(k8s / "base" / "nats" / "nats.yaml", after, f"{20 * ' '}{item}")
         here = tmp_path / str(complete)
         (first, *_) = nats_servers(render_or_fail(k8s / "overlays" / "local"), secrets, here)
-        check = subprocess.run([*first.command, "-t"], env=first.env, capture_output=True, timeout=20, check=False)
+        check = subprocess.run([*first.command, "-t"], env=first.env, capture_output=True, timeout=LIMIT_S, check=False)
         assert (check.returncode == 0) == complete, check.stderr

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from exported_metrics import Exported, exported
 
+from tests.support.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVABILITY = ROOT / "deploy" / "observability"
 RULES = OBSERVABILITY / "rules" / "kvfleet.yml"
@@ -81,7 +83,7 @@ def promtool(*arguments: str | Path) -> str:
     tool = str(local) if local.exists() else shutil.which("promtool")
     if tool is None:
         pytest.skip("no promtool: run scripts/deploy_tools")
-    done = subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

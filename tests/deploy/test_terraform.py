@@ -15,6 +15,7 @@ import hcl2
 import pytest
 
 from tests.deploy.terraform_files import Module, against_schema, at, bodies, read, undescribed, wrong_names
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy/terraform/gke"
@@ -262,7 +263,7 @@ def test_terraform_itself_judges_the_variables(module: Module, tmp_path: Path) -
     def plan(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
             ["terraform", "plan", "-input=false", "-no-color", "-lock=false", *arguments],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 

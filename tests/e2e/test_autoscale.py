@@ -8,14 +8,15 @@ import random
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support import sse
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S, wait_until
 
 SLOTS = 4  # of a worker
 LONG = 1200  # tokens: longer than all of this takes
@@ -33,8 +34,8 @@ class Stream:
         self._thread.start()
 
     def _read(self, base: str, body: dict[str, object]) -> None:
-        with httpx.stream("POST", f"{base}/generate", json=body, timeout=60) as response:
-            for line in response.iter_lines():
+        with httpx.stream("POST", f"{base}/generate", json=body, timeout=LIMIT_S) as response:
+            for line in sse.lines(response):
                 if self._left.is_set():
                     return
                 if line.startswith("data: "):
@@ -49,16 +50,13 @@ class Stream:
 
     def whole(self) -> list[object]:
         """Its token ids; it must have ended well."""
-        self._thread.join(60)
+        self._thread.join(LIMIT_S)
         assert self.events[-1]["type"] == "done", self.events[-1]
         return [event["token_id"] for event in self.events if event["type"] == "token"]
 
 
-def until(condition: Callable[[], object], fleet: Up, within_s: float = 40.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, fleet.stderr
-        time.sleep(0.1)
+def until(condition: Callable[[], object], fleet: Up) -> None:
+    wait_until(condition, told=lambda: fleet.stderr, pause_s=0.1)
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import time
 
 from tests.support.processes import KVFLEET
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S
 
 
 def kvfleet(up: Up, *words: str) -> subprocess.CompletedProcess[str]:
     command = [KVFLEET, *words, f"--url={up.base}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def generate(up: Up, *flags: str) -> str:
@@ -29,7 +30,7 @@ def generate(up: Up, *flags: str) -> str:
 
 def test_why_a_request_went_where_it_went(up: Up) -> None:
     request = generate(up, "--policy=kv_load")
-    end = time.monotonic() + 5
+    end = time.monotonic() + LIMIT_S
     while True:
         told = kvfleet(up, "explain", request, "--json")
         assert told.returncode == 0, told.stderr
@@ -63,7 +64,11 @@ def test_what_is_wrong_is_one_line_and_exit_code_1(up: Up) -> None:
         assert refused.stderr.startswith("kvfleet: ")
         assert text in refused.stderr
     gone = subprocess.run(
-        [KVFLEET, "explain", "a", "--url=http://127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False
+        [KVFLEET, "explain", "a", "--url=http://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert gone.returncode == 1
     assert "http://127.0.0.1:1" in gone.stderr

@@ -22,6 +22,7 @@ from kvproto.client import Client, Generation
 from kvproto.messages import Finished, Sampling, Tokens
 from kvproto.testing.fixtures import ConfiguredNats
 from tests.support.processes import KVFLEET, Deployment, free_port
+from tests.support.waiting import LIMIT_S, until
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
 USERS = ("admin", "ingress", "placement", "worker", "vault", "producer-public", "sys")
@@ -127,13 +128,6 @@ async def read(client: Client, ids: list[int], workers: list[str], tokens: int =
                 workers.append(event.worker)
 
 
-async def until(condition: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        await asyncio.sleep(0.02)
-
-
 async def test_nobody_notices_that_a_worker_goes(fleet: Deployment) -> None:
     """A Client's streams and a bare producer's: all go on elsewhere, and hardly anything is computed again."""
     async with opened(fleet) as client, Producer() as producer:
@@ -152,8 +146,8 @@ async def test_nobody_notices_that_a_worker_goes(fleet: Deployment) -> None:
         fleet.services[leaving].process.terminate()
         assert await asyncio.to_thread(fleet.services[leaving].process.wait, 20) == 0
         assert time.monotonic() - began < DRAIN_S + 10
-        await asyncio.wait_for(asyncio.gather(*streams), 40)
-        await asyncio.wait_for(producer.over.wait(), 40)
+        await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
+        await asyncio.wait_for(producer.over.wait(), LIMIT_S)
         assert all(one == reference for one in ids)
         assert producer.ids == reference
         assert producer.kinds.count("finished") == 1
@@ -181,14 +175,14 @@ async def test_without_a_successor_blocks_wait_in_a_vault(fleet: Deployment) -> 
             env={**os.environ, **fleet._env("admin")},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
             check=False,
         )
         assert drained.returncode == 0, drained.stderr
-        assert fleet.services[leaving].process.wait(20) == 0
+        assert fleet.services[leaving].process.wait(LIMIT_S) == 0
         assert not stream.done(), "the stream was too short for this test"
         start(fleet, coming)
-        await asyncio.wait_for(stream, 40)
+        await asyncio.wait_for(stream, LIMIT_S)
         assert ended == [coming]
         assert len(ids) == tokens
         assert metric(coming, "kvfleet_worker_recomputed_tokens_total") <= BLOCK, fleet.logs()
@@ -200,8 +194,8 @@ async def test_what_only_the_leaving_worker_has_of_prefixes_in_demand_stays_in_a
     shared = tuple(range(400, 400 + 6 * BLOCK))
     sampling = replace(SAMPLING, max_tokens=4)
     async with opened(fleet) as client:
-        await until(lambda: "w3" in client.members.view.workers, 30)
-        await until(lambda: any(view.record.id == "w3" for view in client.members.view.ready("demo")), 30)
+        await until(lambda: "w3" in client.members.view.workers)
+        await until(lambda: any(view.record.id == "w3" for view in client.members.view.ready("demo")))
         for number in range(4):
             tail = tuple(range(600 + 50 * number, 600 + 50 * number + BLOCK))
             async with client.generate(Generation("demo", sampling, prompt_ids=shared + tail, worker="w3")) as stream:

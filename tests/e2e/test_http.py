@@ -13,12 +13,14 @@ import httpx
 import openai
 import pytest
 
+from tests.support import sse
 from tests.support.up import Up, alive
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 @pytest.fixture
 def http(up: Up) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=up.base, timeout=30.0, trust_env=False) as client:
+    with httpx.Client(base_url=up.base, timeout=LIMIT_S, trust_env=False) as client:
         yield client
 
 
@@ -32,7 +34,7 @@ def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str
     out = []
     with http.stream("POST", path, json=body) as response:
         assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
+        for line in sse.lines(response):
             if line.startswith("data: ") and line != "data: [DONE]":
                 out.append(json.loads(line[6:]))
     return out
@@ -224,24 +226,23 @@ def test_everything_is_back_at_its_baseline(http: httpx.Client, up: Up) -> None:
     def fds() -> int:
         return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in up.descendants() if alive(pid))
 
-    def settled() -> dict[str, Any]:
-        time.sleep(1.2)
-        workers: dict[str, Any] = http.get("/workers").json()
-        return workers
+    def is_idle() -> bool:
+        loads = [worker["load"] for worker in http.get("/workers").json().values()]
+        return not any(load["running"] or load["waiting"] or load["blocks_used"] for load in loads)
 
-    for worker in settled().values():
-        assert worker["load"]["running"] == worker["load"]["waiting"] == worker["load"]["blocks_used"] == 0
+    time.sleep(1.2)  # two heartbeats: what was said last may be older than the last request
+    wait_until(is_idle, pause_s=0.1)
     before = fds()
     for i in range(30):
         http.post("/generate", json={"prompt": f"x{i}", "max_tokens": 2})
         http.post("/generate", json={"prompt": ""})
-    for worker in settled().values():
-        assert worker["load"]["running"] == worker["load"]["blocks_used"] == 0
+    time.sleep(1.2)
+    wait_until(is_idle, pause_s=0.1)
     assert fds() <= before + 4
 
 
 def two_ready(http: httpx.Client) -> dict[str, Any]:
-    end = time.monotonic() + 60
+    end = time.monotonic() + LIMIT_S
     while True:
         workers: dict[str, Any] = http.get("/workers").json()
         if sum(worker["state"] == "ready" for worker in workers.values()) == 2:
@@ -258,7 +259,7 @@ def test_zz_a_killed_workers_stream_goes_on_with_the_same_text(up: Up, http: htt
         whole = events(http, "/generate", asked)
         text, killed = "", None
         with http.stream("POST", "/generate", json=asked) as response:
-            for line in response.iter_lines():
+            for line in sse.lines(response):
                 if not line.startswith("data: "):
                     continue
                 event = json.loads(line[6:])

@@ -9,17 +9,21 @@ from typing import Any
 
 import httpx
 
+from tests.support import sse
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S
 
 
 def read(up: Up, path: str, body: dict[str, Any], events: int | None = None, **headers: str) -> list[tuple[str, Any]]:
     """(id, data) of all events, or of so many: then the connection is closed."""
     found: list[tuple[str, Any]] = []
-    sent = {name.replace("_", "-"): value for name, value in headers.items()}
-    with httpx.stream("POST", f"{up.base}{path}", json=body, headers=sent, timeout=30, trust_env=False) as answer:
+    sent = {"accept": "text/event-stream; event-ids=1"} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
+    with httpx.stream("POST", f"{up.base}{path}", json=body, headers=sent, timeout=LIMIT_S, trust_env=False) as answer:
         assert answer.status_code == 200, answer.read()
         last = ""
-        for line in answer.iter_lines():
+        for line in sse.lines(answer):
             if line.startswith("id: "):
                 last = line.removeprefix("id: ")
             elif line.startswith("data: ") and line != "data: [DONE]":
@@ -31,7 +35,7 @@ def read(up: Up, path: str, body: dict[str, Any], events: int | None = None, **h
 
 def idle(up: Up) -> dict[str, int]:
     """Tokens generated so far, by worker, once nothing runs."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT_S
     while True:
         workers = httpx.get(f"{up.base}/workers", trust_env=False).json()
         if not any(one["load"]["running"] or one["load"]["waiting"] for one in workers.values()):
@@ -90,7 +94,7 @@ def test_a_key_is_one_request_to_the_whole_fleet(up: Up) -> None:
     key = {"idempotency-key": f"k-{time.time()}"}
     time.sleep(1.1)
     before = sum(idle(up).values())
-    answers = [httpx.post(f"{up.base}/v1/chat/completions", json=body, headers=key, timeout=30) for _ in range(3)]
+    answers = [httpx.post(f"{up.base}/v1/chat/completions", json=body, headers=key, timeout=LIMIT_S) for _ in range(3)]
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.content for answer in answers}) == 1
     time.sleep(1.1)

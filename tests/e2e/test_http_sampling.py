@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.test_producer import ask
 from tests.support.processes import KVFLEET
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S
 
 MESSAGES: Any = [{"role": "user", "content": "Good morrow, cousin."}]
 CONTEXT = 4096
@@ -96,7 +97,7 @@ def test_a_prompt_beyond_the_context_follows_the_policy(
         "model": "demo", "prompt": [5, 6] * (CONTEXT // 2 + 200), "max_tokens": max_tokens, "ignore_eos": True,
         "context_overflow": policy, "temperature": 0,
     }  # fmt: skip
-    answer = httpx.post(f"{up.base}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{up.base}/v1/completions", json=body, timeout=LIMIT_S)
     if not generated:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         return
@@ -112,7 +113,7 @@ def test_a_generation_is_cut_to_what_the_prompt_leaves(up: Up) -> None:
         "model": "demo", "prompt": [5] * (CONTEXT - 3), "max_tokens": 1000, "ignore_eos": True,
         "context_overflow": "truncate_generation",
     }  # fmt: skip
-    answer = httpx.post(f"{up.base}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{up.base}/v1/completions", json=body, timeout=LIMIT_S).json()
     assert answer["usage"]["completion_tokens"] == 3
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -151,7 +152,7 @@ async def test_a_bare_producers_mistakes_are_named(up: Up, body: dict[str, Any],
 
 def generate(up: Up, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [KVFLEET, "generate", "ROMEO:\nBut soft", f"--url={up.base}", "--max-tokens=3", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def test_the_command_line_asks_for_them_too(up: Up) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.main import app
+from services.cli.commands import app
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +41,9 @@ def test_json_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_wrong_ends_with_a_code() -> None:
     assert CliRunner().invoke(app, ["kv-size", "demo", "--memory", "much"]).exit_code == 2
+
+
+def test_a_memory_without_a_unit_is_refused() -> None:
+    done = CliRunner().invoke(app, ["kv-size", "demo", "--memory", "8"])
+    assert done.exit_code == 2
+    assert done.stderr == "kvfleet: --memory: '8' would be 8 bytes: say 8GiB, or 8B if that is meant\n"

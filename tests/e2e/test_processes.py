@@ -17,13 +17,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support import sse
 from tests.support.up import Up, alive
+from tests.support.waiting import LIMIT_S
 
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KVFLEET, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([KVFLEET, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def command_of(pid: int) -> str:
@@ -41,22 +43,22 @@ def gone(pids: list[int], within_s: float) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_process_and_no_state(number: int, tmp_path: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("kvfleet-*"))
+    before = set(Path(tempfile.gettempdir()).glob("kvf-*"))
     fleet = Up("--port", "0", "--runner", "fake", "--fake-tokens-per-s", "100").wait_ready()
     pids = fleet.descendants()
     assert len(pids) >= 5, "nats-server, placement, two workers, ingress"
     body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
-    with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=30) as response:
+    with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=LIMIT_S) as response:
         began = time.monotonic()
         fleet.process.send_signal(number)
-        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+        lines = [line for line in sse.lines(response) if line.startswith("data: ")]
         code = fleet.stop(number)
     last = json.loads(lines[-1][6:])
     assert last["type"] in ("done", "error"), "a stream that is cut says so"
     assert code == 0, fleet.stderr
     assert time.monotonic() - began < 10
     assert gone(pids, 1.0)
-    assert set(Path(tempfile.gettempdir()).glob("kvfleet-*")) <= before
+    assert set(Path(tempfile.gettempdir()).glob("kvf-*")) <= before
     assert "Traceback" not in fleet.stderr, fleet.stderr
 
 
@@ -66,6 +68,37 @@ def test_killed_outright_it_takes_its_children_along() -> None:
     fleet.process.kill()
     fleet.process.wait()
     assert gone(pids, 10.0)
+
+
+def test_whatever_was_killed_leaves_no_folder_behind(tmp_path: Path) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
+    fleet = Up("--port", "0", "--runner", "fake", "--state-dir", str(tmp_path / "state"), env=env).wait_ready()
+    for service in ("worker", "vault"):
+        victims = [pid for pid in fleet.descendants() if f"services.{service}.main" in command_of(pid)]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT_S
+    while httpx.get(f"{fleet.base}/health").json().get("workers_ready", 0) < 2 or len(fleet.descendants()) < 6:
+        assert time.monotonic() < deadline, fleet.stderr
+        time.sleep(0.1)
+    assert len(list(temporary.iterdir())) == 1, "all of them have their place in one folder"
+    pids = fleet.descendants()
+    fleet.process.kill()
+    fleet.process.wait()
+    assert gone(pids, 10.0)
+    fleet = Up("--port", "0", "--runner", "fake", env=env).wait_ready()
+    assert len(list(temporary.iterdir())) == 1, "it removed the one that was left"
+    assert fleet.stop() == 0
+    assert list(temporary.iterdir()) == []
+
+
+def test_an_empty_fleet_key_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "fleet.key").touch()
+    done = run("up", "--port", "0", "--runner", "fake", "--state-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"kvfleet: state_dir: {tmp_path / 'fleet.key'} is empty"
 
 
 def test_state_outlives_a_restart_where_it_is_kept(tmp_path: Path) -> None:
@@ -127,14 +160,14 @@ def test_a_killed_nats_server_is_a_pause_for_running_streams() -> None:
         nats = next(pid for pid in fleet.descendants() if "nats-server" in command_of(pid))
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
         events = []
-        with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=30) as response:
-            for line in response.iter_lines():
+        with httpx.stream("POST", f"{fleet.base}/generate", json=body, timeout=LIMIT_S) as response:
+            for line in sse.lines(response):
                 if line.startswith("data: "):
                     events.append(json.loads(line[6:]))
                     if len(events) == 100:
                         os.kill(nats, signal.SIGKILL)
         assert [event["type"] for event in events] == ["start", *["token"] * 400, "done"]
-        again = httpx.post(f"{fleet.base}/generate", json={**body, "max_tokens": 3}, timeout=30)
+        again = httpx.post(f"{fleet.base}/generate", json={**body, "max_tokens": 3}, timeout=LIMIT_S)
         assert again.status_code == 200
         assert "nats-server ended with code -9; starting it again" in fleet.stderr
     finally:

@@ -11,6 +11,7 @@ import nats
 import pytest
 
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S
 
 
 async def ask(nats_url: str, body: dict[str, Any], as_json: bool, model: str = "demo") -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ async def ask(nats_url: str, body: dict[str, Any], as_json: bool, model: str = "
         reply=inbox,
         headers={"Content-Type": "application/json"} if as_json else None,
     )
-    await asyncio.wait_for(done.wait(), 20)
+    await asyncio.wait_for(done.wait(), LIMIT_S)
     await asyncio.sleep(0.1)
     await nc.close()
     return frames

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from kvproto.testing.nats_regions import NatsRegions
 from tests.support.processes import Deployment
+from tests.support.waiting import LIMIT_S, wait_until
 
 PROMPT = [100 + i % 900 for i in range(2000)]
 # 2,000 tokens of a prompt take 0.7 s to compute, and a link on this machine milliseconds.
@@ -39,7 +39,7 @@ class Region(Deployment):
 
     def complete(self, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{self.base}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.base}/v1/completions", json=body, timeout=LIMIT_S)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -67,13 +67,6 @@ def regions(tmp_path: Path) -> Iterator[tuple[Region, Region]]:
         servers.stop()
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def cached(answer: dict[str, Any]) -> int:
     found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return found
@@ -88,16 +81,16 @@ def test_what_spills_takes_its_blocks_along_and_what_comes_back_brings_them(regi
 
     busy = threading.Thread(target=us.complete, args=([9] * 64, 3900))  # the only slot is taken for long
     busy.start()
-    wait_for(lambda: us.load("w0")["running"])
+    wait_until(lambda: us.load("w0")["running"])
     longer = [*PROMPT, *[777] * 1500]
     spilled = us.complete(longer)
-    wait_for(lambda: eu.load("w0")["prompt_tokens_total"] == len(longer))  # the other region served it
+    wait_until(lambda: eu.load("w0")["prompt_tokens_total"] == len(longer))  # the other region served it
     assert cached(spilled) >= len(PROMPT) - 16, "and what its home had computed was not computed again"
-    wait_for(lambda: eu.load("w0")["tiers"]["peer"]["hit_tokens_total"] >= len(PROMPT) - 16)
+    wait_until(lambda: eu.load("w0")["tiers"]["peer"]["hit_tokens_total"] >= len(PROMPT) - 16)
     busy.join()
 
     back = us.complete([*longer, 5, 6, 7])  # home again: the rest comes from over there
-    wait_for(lambda: us.load("w0")["tiers"]["peer"]["hit_tokens_total"] >= 1480)
+    wait_until(lambda: us.load("w0")["tiers"]["peer"]["hit_tokens_total"] >= 1480)
     assert cached(back) >= len(longer) - 16
 
 
@@ -110,4 +103,4 @@ def test_an_ingress_serves_what_only_another_region_has(regions: tuple[Region, R
     assert httpx.get(f"{us.base}/readyz").status_code == 200, "its requests are served"
     assert [one["id"] for one in httpx.get(f"{us.base}/v1/models").json()["data"]] == ["demo"]
     assert "kvfleet_ingress_spilled_attempts_total 1.0" in httpx.get(f"{us.base}/metrics").text
-    wait_for(lambda: eu.load("w0")["prompt_tokens_total"] == 100)
+    wait_until(lambda: eu.load("w0")["prompt_tokens_total"] == 100)

@@ -22,8 +22,10 @@ from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
 from kvservice.nats_connection import tls_context
 from kvservice.settings import ServiceSettings
+from tests.support import sse
 from tests.support.processes import Deployment, free_port
 from tests.support.secrets_rig import Secrets, production, tls_url
+from tests.support.waiting import LIMIT_S
 
 PROMPT = " ".join(f"king {number}" for number in range(60))
 USERS = ("admin", "ingress", "placement", "worker", "vault", "sys", "producer-public", "producer-acme")
@@ -116,9 +118,9 @@ def ask(fleet: SecureDeployment, prompt: str, count: int = 10) -> tuple[list[int
     """The ids, and the start event."""
     body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
     ids, start = [], {}
-    with httpx.stream("POST", f"{fleet.base}/generate", json=body, headers=fleet.headers, timeout=30) as response:
+    with httpx.stream("POST", f"{fleet.base}/generate", json=body, headers=fleet.headers, timeout=LIMIT_S) as response:
         assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
+        for line in sse.lines(response):
             if line.startswith("data: "):
                 event = json.loads(line[6:])
                 if event["type"] == "start":
@@ -155,8 +157,8 @@ def test_no_secret_is_in_an_environment_or_a_log(fleet: SecureDeployment) -> Non
 
 def test_the_data_plane_listens_by_tls_alone(fleet: SecureDeployment) -> None:
     for name in ("v0", "w0"):
-        with socket.create_connection(("127.0.0.1", fleet.ports[name]), 5) as plain:
-            plain.settimeout(10)
+        with socket.create_connection(("127.0.0.1", fleet.ports[name]), LIMIT_S) as plain:
+            plain.settimeout(LIMIT_S)
             plain.sendall(b"KVDP" + bytes(200))
             rest = b""
             try:
@@ -202,13 +204,15 @@ def test_kv_comes_back_from_the_vault_over_tls(fleet: SecureDeployment) -> None:
     worth it. The vault's Unix socket is gone: what comes back has been there by TCP, by TLS."""
     fleet.leave_tcp_alone()
     first: dict[int, list[int]] = {}
-    restored, end = 0, time.monotonic() + 40
+    restored, end = 0, time.monotonic() + LIMIT_S
     while restored < 64:
         for number in range(8):
             ids, start = ask(fleet, f"{number} {PROMPT}", 4)
             assert first.setdefault(number, ids) == ids
-            placed = httpx.get(f"{fleet.base}/v1/placements/{start['request_id']}", headers=fleet.headers).json()
-            actual = placed["attempts"][-1].get("actual") or {}
+            placed = httpx.get(f"{fleet.base}/v1/placements/{start['request_id']}", headers=fleet.headers)
+            if placed.status_code == 503:  # a busy placement did not answer in half a second
+                continue
+            actual = placed.json()["attempts"][-1].get("actual") or {}
             restored = max(restored, (actual.get("cached_tokens") or {}).get("vault", 0))
         assert time.monotonic() < end, fleet.logs()
     assert not list((fleet.sockets / "v0").glob("*.sock"))

@@ -12,7 +12,7 @@ import pytest
 
 
 def kvfleet(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli.main", "simulate", *flags]
+    command = [sys.executable, "-P", "-m", "services.cli.main", "simulate", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -60,6 +60,8 @@ def test_a_table_and_a_picture(trace: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
+        (["--trace", "/nowhere"], 1, "/nowhere: No such file or directory"),
+        (["--trace", __file__], 1, "line 1 is no request of a trace"),
         (["--trace", "/nowhere", "--workers", "2"], 1, "/nowhere: No such file or directory"),
         (["--trace", __file__, "--workers", "2"], 1, "line 1 is no request of a trace"),
         (["--trace", "/dev/null", "--workers", "2"], 1, "/dev/null: the trace is empty"),

@@ -7,22 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S, wait_until
 
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 FAKE = ("--port", "0", "--runner", "fake", "--workers", "1")
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def vaults_of(fleet: Up) -> list[int]:
@@ -53,13 +46,13 @@ def test_up_starts_vaults_and_starts_them_again_and_never_ends_because_of_one() 
         assert vaults_seen(fleet) == 2, "before the ready line"
         assert httpx.get(f"{fleet.base}/stats").json()["vaults"] == 2
         os.kill(first, signal.SIGKILL)
-        until(lambda: "v0 ended with code -9; starting it again" in fleet.stderr and len(vaults_of(fleet)) == 2)
+        wait_until(lambda: "v0 ended with code -9; starting it again" in fleet.stderr and len(vaults_of(fleet)) == 2)
         while "v0 ended again and again, given up" not in fleet.stderr:
             for pid in vaults_of(fleet):
                 if b"--id=v0" in command_of(pid):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        until(lambda: vaults_seen(fleet) == 1)
+        wait_until(lambda: vaults_seen(fleet) == 1)
         assert serves(fleet)
     finally:
         began = time.monotonic()
@@ -78,12 +71,12 @@ def test_up_without_a_vault() -> None:
 
 
 def test_the_command_says_what_it_takes() -> None:
-    done = subprocess.run([KVFLEET, "vault", "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([KVFLEET, "vault", "--help"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0
     for flag in ("--max-bytes", "--disk-dir", "--disk-max-bytes", "--data-plane-host", "--data-plane-cert"):
         assert flag in done.stdout
     wrong = subprocess.run(
-        [KVFLEET, "vault", "--max-bytes", "much"], capture_output=True, text=True, timeout=60, check=False
+        [KVFLEET, "vault", "--max-bytes", "much"], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert wrong.returncode == 2
     assert "--max-bytes" in wrong.stderr

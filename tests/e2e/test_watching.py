@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S
 
 ROLES = {"i0": "ingress", "p0": "placement", "v0": "vault", "w0": "worker"}
 
@@ -37,7 +38,7 @@ def test_every_process_is_listed_and_each_logs_a_request_by_its_id(tmp_path: Pat
             assert "process_resident_memory_bytes " in shown
         answer = httpx.post(f"{fleet.base}/generate", json={"prompt": "x", "max_tokens": 4}, trust_env=False)
         request = answer.headers["x-request-id"]
-        end = time.monotonic() + 10
+        end = time.monotonic() + LIMIT_S
         while logged(fleet, request) != {"ingress-i0", "placement-p0", "worker-w0"} and time.monotonic() < end:
             time.sleep(0.05)
         assert logged(fleet, request) == {"ingress-i0", "placement-p0", "worker-w0"}

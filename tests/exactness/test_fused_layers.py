@@ -28,6 +28,7 @@ from services.worker.model.fused.layer import FusedLayer
 from services.worker.model.fused.modules import Rotary
 from services.worker.model.linear.packed import Multiplier
 from services.worker.model.loader import adopt_model
+from services.worker.model.positions import trial_positions
 from services.worker.model.vector.program import Program
 
 VOCAB = 211  # the rig's
@@ -41,7 +42,23 @@ _GPT2: dict[str, Any] = {
     "vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3,
     "bos_token_id": 0, "eos_token_id": None,
 }  # fmt: skip
+_YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0}
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "short_factor": [1.5] * 16,
+    "long_factor": [2.0] * 16,
+}  # fmt: skip
 _TYPES = ["sliding_attention", "full_attention"]
+
+
+def _first_trained_on(length: int) -> dict[str, Any]:
+    return {"original_max_position_embeddings": length}
+
+
+def _ministral3(length: int) -> PreTrainedConfig:
+    scaled = _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    return hf.Ministral3Config(rope_parameters=scaled | _first_trained_on(length), sliding_window=None, **_GROUPED)
+
+
 # How many of the two layers run as one call.
 MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
     "llama": (lambda: hf.LlamaConfig(**_GROUPED), 2),
@@ -57,6 +74,12 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
     "gpt2": (lambda: hf.GPT2Config(**_GPT2), 2),
     "gpt2-scaled-by-layer": (lambda: hf.GPT2Config(scale_attn_by_inverse_layer_idx=True, **_GPT2), 2),
     "granite-plain": (lambda: hf.GraniteConfig(attention_multiplier=0.2, **_GROUPED), 2),
+    # rotations that know the length that the model was first trained on
+    "yarn": (lambda: hf.LlamaConfig(rope_parameters=_YARN | _first_trained_on(32), **_GROUPED), 2),
+    "longrope": (lambda: hf.LlamaConfig(rope_parameters=_LONGROPE | _first_trained_on(256), **_GROUPED), 2),
+    "ministral3": (lambda: _ministral3(32), 0),  # scales its queries from there on
+    "ministral3-late": (lambda: _ministral3(240), 0),
+    "ministral3-beyond-the-context": (lambda: _ministral3(256), 2),
     # something else between the parts, or under their names
     "granite": (lambda: hf.GraniteConfig(attention_multiplier=0.2, residual_multiplier=0.99, **_GROUPED), 0),
     "smollm3": (lambda: hf.SmolLM3Config(no_rope_layers=[1, 0], **_GROUPED), 1),
@@ -140,7 +163,7 @@ def test_in_bfloat16_it_errs_no_more_than_before(name: str) -> None:
     assert fuse(loaded.model, Multiplier(1), lambda: trial_logits(loaded, 16))["layers"] == MODELS[name][1]
     after = trial_logits(loaded, 16).double()
     ids = [VOCAB * (at + 1) // (len(before) + 1) for at in range(len(before))]
-    exact = plain_logits(copy.deepcopy(model).double(), ids)
+    exact = plain_logits(copy.deepcopy(model).double(), ids, trial_positions(loaded.config, loaded.context_length))
     assert (after - exact).abs().mean() <= 1.2 * (before - exact).abs().mean()
 
 
@@ -198,7 +221,15 @@ class Twice(Impostor):
         return super().forward(hidden_states, *others, **more)
 
 
-@pytest.mark.parametrize("kind", [Impostor, Scaled, Parallel, NormedResidual, Tuple, Shy, Twice])
+class ScaledLate(Impostor):
+    """From a position on that no setting names."""
+
+    def forward(self, hidden_states: Tensor, *others: Any, position_ids: Tensor, **more: Any) -> Tensor:
+        out = super().forward(hidden_states, *others, position_ids=position_ids, **more)
+        return torch.where(position_ids[..., None] >= 200, 1.001 * out, out)
+
+
+@pytest.mark.parametrize("kind", [Impostor, Scaled, Parallel, NormedResidual, Tuple, Shy, Twice, ScaledLate])
 def test_impostors_keep_their_code(kind: type[Impostor]) -> None:
     """`Impostor` itself is the control: it computes what it seems to."""
     loaded = adopt_model(made("llama"))

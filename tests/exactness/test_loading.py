@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ LONGROPE = {
     "rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128,
     "long_factor": [1.0] * 8, "short_factor": [1.0] * 8,
 }  # fmt: skip
+
+OWN_CODE = r"attention in code of the model's own \(%s\)"
 
 
 @pytest.mark.parametrize(
@@ -68,14 +71,35 @@ def test_refused_by_configuration(config: Any, feature: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        (lambda: hf.GptOssConfig(num_local_experts=2, head_dim=16, **TINY), "attention sinks"),
-        (lambda: hf.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2), "attention that cannot be rep"),
-        (lambda: hf.GPTJConfig(n_embd=32, n_head=2, n_layer=2, rotary_dim=8), "attention that cannot be replaced"),
+        (lambda: hf.GptOssConfig(num_local_experts=2, head_dim=16, **TINY), "attention with sinks"),
+        (lambda: hf.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2), OWN_CODE % "FalconAttention"),
+        (lambda: hf.GPTJConfig(n_embd=32, n_head=2, n_layer=2, rotary_dim=8), OWN_CODE % "GPTJAttention"),
+        (lambda: hf.CodeGenConfig(n_embd=32, n_head=4, n_layer=2, rotary_dim=4), OWN_CODE % "CodeGenAttention"),
+        (
+            lambda: hf.GPTNeoConfig(
+                hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
+            ),
+            OWN_CODE % "GPTNeoAttention, GPTNeoSelfAttention",
+        ),
+        (
+            lambda: hf.XGLMConfig(vocab_size=64, d_model=32, num_layers=2, attention_heads=2, ffn_dim=32),
+            OWN_CODE % "XGLMAttention",
+        ),
         (lambda: hf.BertConfig(**TINY), "attention that is not causal"),
         (lambda: hf.Gemma3TextConfig(use_bidirectional_attention=True, **TINY), "attention that is not causal"),
         (lambda: hf.DogeConfig(**TINY), "attention under a mask of the model's own"),
-        (lambda: hf.DiffLlamaConfig(**TINY), "attention outside AttentionInterface"),
-        (lambda: hf.Lfm2Config(layer_types=["conv", "full_attention"], **TINY), "attention outside AttentionInterface"),
+        (
+            lambda: hf.DiffLlamaConfig(**TINY),
+            r"attention that a layer calls several times \(DiffLlamaAttention, in layers 0, 1\)",
+        ),
+        (
+            lambda: hf.Lfm2Config(layer_types=["conv", "full_attention"], **TINY),
+            r"attention outside AttentionInterface \(in layer 0 of 2\)",
+        ),
+        (  # its configuration does not say so
+            lambda: hf.LlamaConfig(rope_parameters=LONGROPE | {"long_factor": [2.0] * 8}, **TINY),
+            "mixing tokens outside attention",
+        ),
         (
             lambda: hf.FalconH1Config(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **TINY),
             "mixing tokens outside attention",
@@ -103,7 +127,55 @@ def test_refused_by_what_it_computes(config: Any, feature: str) -> None:
     with pytest.raises(UnsupportedModel, match=feature) as raised:
         probe(model, CONTEXT)
     assert model.config.model_type in str(raised.value)
+    assert "transformers serve" in str(raised.value)
     assert raised.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("config", "instead"),
+    [
+        (lambda: PreTrainedConfig(), "write it into config.json as max_position_embeddings"),
+        (lambda: hf.LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}), "the same model in bfloat16"),
+        (lambda: hf.GPT2Config(reorder_and_upcast_attn=True), "without it in config.json"),
+        (lambda: hf.Llama4TextConfig(**LLAMA_4), "with max_position_embeddings of 32 in config.json"),
+        (lambda: hf.MambaConfig(), "transformers serve"),
+    ],
+)
+def test_a_refusal_says_what_would_serve_the_model(config: Callable[[], PreTrainedConfig], instead: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"is not supported; .*{instead}"):
+        supported_context(config())
+
+
+def test_a_shorter_context_serves_chunked_attention() -> None:
+    """As the refusal says."""
+    model = AutoModelForCausalLM.from_config(hf.Llama4TextConfig(**LLAMA_4 | {"max_position_embeddings": 32})).eval()
+    assert adopt_model(model).context_length == 32
+
+
+def test_longrope_is_served_up_to_its_original_context() -> None:
+    config = hf.LlamaConfig(rope_parameters=LONGROPE | {"long_factor": [2.0] * 8}, **TINY)
+    assert adopt_model(AutoModelForCausalLM.from_config(config), context_length=128).context_length == 128
+
+
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta"])
+def test_positions_begin_behind_the_padding_token_where_the_model_s_do(name: str) -> None:
+    loaded = adopt_model(make_model(name))
+    assert loaded.first_position == loaded.config.pad_token_id + 1
+    assert loaded.context_length == CONTEXT == loaded.config.max_position_embeddings - loaded.first_position
+    assert adopt_model(make_model(name), context_length=9).context_length == 9
+
+
+def test_positions_of_a_model_s_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("gpt2")
+    plain = model.transformer.forward
+
+    def forward(*given: Any, position_ids: Any = None, **named: Any) -> Any:
+        own = torch.arange(3, device=model.device)[None] + 5
+        return plain(*given, position_ids=own if position_ids is None else position_ids, **named)
+
+    monkeypatch.setattr(model.transformer, "forward", forward)
+    with pytest.raises(UnsupportedModel, match="positions that count neither from 0"):
+        adopt_model(model)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.remote import RemoteSettings, RemoteTiers
 from services.worker.tiers.source_address import SourceAddress
 from services.worker.tiers.tiers import Tiers
+from tests.support.waiting import LIMIT_S, wait_until
 
 SIZE = 16
 CACHED = 5 * SIZE
@@ -96,10 +97,7 @@ class TieredRig(Rig):
 
     def until_known(self, tier: Tier) -> None:
         """How fast blocks come from there."""
-        end = time.monotonic() + 10
-        while self.remote.speed(tier) is None:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: self.remote.speed(tier) is not None)
 
     def flush(self, *, host: bool = True) -> None:
         self.settle()
@@ -143,7 +141,8 @@ def make_tiered(
     def make(model: Any, *, codec: BlockCodec = BlockCodec.RAW) -> TieredRig:
         plain = Rig(model, backend=backend, blocks=4)
         shape = BlockShape(*plain.runner.memory.rows)
-        settings = RemoteSettings(f"w{len(closing)}", "here", plain.runner.memory.kv_format, shape, codec)
+        kv_format = plain.runner.memory.kv_format
+        settings = RemoteSettings(f"w{len(closing)}", "here", kv_format, shape, codec, look_limit_s=LIMIT_S)
         remote = RemoteTiers(settings, ring)
         closing.append(remote.close)
         remote.set_vaults([serve(VaultStore(MEMORY), f"v{len(closing)}", ring, folder, closing)])

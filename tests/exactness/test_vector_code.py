@@ -388,12 +388,13 @@ def resident(memory: torch.Tensor) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
 def test_pages_are_taken_ahead_of_their_use_and_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "AHEAD", 8 * HUGE_PAGE)
+    monkeypatch.setattr(memory_module, "LEAST_AHEAD", 4 * HUGE_PAGE)
+    monkeypatch.setattr(memory_module, "MOST_AHEAD", 8 * HUGE_PAGE)
     memory = huge_pages(40 * HUGE_PAGE)
     pages = PagesAhead(memory)
     assert resident(memory) == 0
-    for used, wanted in ((0, 8), (1, 8), (3 * HUGE_PAGE, 8), (5 * HUGE_PAGE, 13), (39 * HUGE_PAGE, 40), (1, 40)):
-        pages.reach(used)
+    for used, wanted in ((0, 4), (2, 4), (3, 7), (5, 10), (20, 28), (39, 40), (2, 40)):
+        pages.reach(used * HUGE_PAGE)
         pages.wait()
         assert resident(memory) == wanted * HUGE_PAGE
     assert not memory.any()

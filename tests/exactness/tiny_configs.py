@@ -36,6 +36,13 @@ _LLAMA_3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+_MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+_BEHIND_PADDING: dict[str, Any] = _BASE | {
+    "vocab_size": VOCAB + 1, "pad_token_id": VOCAB, "max_position_embeddings": VOCAB + 1 + CONTEXT,
+}  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # full attention: grouped-query, multi-query, biases, norms, tied and untied heads
@@ -48,6 +55,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "llama-biases": lambda: hf.LlamaConfig(attention_bias=True, mlp_bias=True, **_GROUPED),
     "mistral": lambda: hf.MistralConfig(num_key_value_heads=1, sliding_window=None, **_BASE),
+    # queries scaled by their position
+    "ministral3": lambda: hf.Ministral3Config(
+        head_dim=32, sliding_window=None, rope_parameters=_MINISTRAL_ROPE, **_GROUPED | {"initializer_range": 0.2}
+    ),
     "qwen2": lambda: hf.Qwen2Config(tie_word_embeddings=True, **_GROUPED),
     "qwen3": lambda: hf.Qwen3Config(head_dim=24, **_GROUPED),
     "gemma": lambda: hf.GemmaConfig(num_key_value_heads=1, head_dim=16, hidden_act="gelu_pytorch_tanh", **_BASE),
@@ -80,6 +91,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=CONTEXT, word_embed_proj_dim=32, bos_token_id=0, eos_token_id=None, pad_token_id=None,
     ),
     "biogpt": lambda: hf.BioGptConfig(**_BASE),
+    # learned positions that begin behind the index of the padding token, which no prompt of a test has
+    "roberta": lambda: hf.RobertaConfig(is_decoder=True, type_vocab_size=1, **_BEHIND_PADDING),
+    "xlm-roberta": lambda: hf.XLMRobertaConfig(is_decoder=True, type_vocab_size=1, **_BEHIND_PADDING),
     # a window in all layers
     "mistral-window": lambda: hf.MistralConfig(sliding_window=WINDOW, **_GROUPED),
     "starcoder2": lambda: hf.Starcoder2Config(sliding_window=WINDOW, **_GROUPED),
@@ -118,5 +132,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 # One for each way in which the engine or a backend differs; these run the long tests.
 REPRESENTATIVE = (
-    "gpt2", "llama-3-rope-tied", "llama-dynamic-rope", "qwen3", "gemma", "mistral-window", "gemma2", "qwen3-moe",
+    "gpt2", "llama-3-rope-tied", "llama-dynamic-rope", "ministral3", "qwen3", "gemma", "mistral-window", "gemma2",
+    "qwen3-moe",
 )  # fmt: skip

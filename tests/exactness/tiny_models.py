@@ -44,11 +44,15 @@ def make_model(name: str) -> Any:
 
 
 @torch.inference_mode()
-def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
-    """What transformers computes for `ids` in one forward pass, `[len, vocab]`; its sdpa knows no soft-capping."""
+def plain_logits(model: Any, ids: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
+    """What transformers computes for `ids` in one forward pass, `[len, vocab]`; its sdpa knows no soft-capping.
+
+    `positions` are its own unless given; the tokens then still attend to one another in order.
+    """
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
-    logits: Tensor = model(torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0].cpu()
+    given = {} if positions is None else {"position_ids": torch.tensor([list(positions)], device=model.device)}
+    logits: Tensor = model(torch.tensor([list(ids)], device=model.device), use_cache=False, **given).logits[0].cpu()
     model.set_attn_implementation(ours)
     return logits
 

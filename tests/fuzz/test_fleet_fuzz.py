@@ -140,7 +140,7 @@ class Placement:
         ways = {
             "beat": (SUBJECTS.heartbeat(who), hearing.members._heartbeat),
             "events": (SUBJECTS.events(who), hearing._on_events),
-            "snapshot": (f"_plc.p1.s.{who}", hearing._on_snapshot),
+            "snapshot": (f"_plc.p1.s.{who}.{number}", hearing._on_snapshot),
             "milestones": (SUBJECTS.milestones(who), hearing._on_milestones),
             "bookings": (SUBJECTS.placement_bookings(), hearing._on_bookings),
             "disconnect": ("$SYS.ACCOUNT.A.DISCONNECT", hearing._on_disconnect),

@@ -33,6 +33,7 @@ from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from tests.integration.ingress.ingress_rig import serve
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 SEED = 20261122
 FORM = [status_code_conformance, content_type_conformance, response_schema_conformance, response_headers_conformance]
@@ -72,13 +73,13 @@ def base(nats_url: str) -> Iterator[str]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    begun = ready.get(timeout=60)
+    begun = ready.get(timeout=LIMIT_S)
     if isinstance(begun, BaseException):
         raise begun
     url, loop, end = begun
     yield url
     loop.call_soon_threadsafe(end.set)
-    thread.join(20)
+    thread.join(LIMIT_S)
     if (error := ready.get(timeout=1)) is not None:
         raise error
 
@@ -141,7 +142,7 @@ def hold(operation: Any, mode: GenerationMode, examples: int, base: str, checks:
     def run(case: Any) -> None:
         if mode is GenerationMode.POSITIVE:
             make_possible(case.body)
-        answer = case.call(base_url=base, timeout=20)
+        answer = case.call(base_url=base, timeout=LIMIT_S)
         statuses[answer.status_code] += 1
         judge(case, answer, checks)
 
@@ -153,7 +154,7 @@ def test_what_is_there_has_its_described_form(base: str) -> None:
     """What chance would not find: a session, and where it is."""
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
     said = {"prompt": "Alas", "seq_id": "known/one", "max_tokens": 2, "logprobs": 1}
-    known = {"path_parameters": {"seq_id": "known/one"}}
+    known = {"path_parameters": {"seq_id": "known%2Fone"}}
     calls: list[tuple[str, str, dict[str, Any]]] = [
         ("/generate", "POST", {"body": said, "media_type": "application/json"}),
         ("/sessions/{seq_id}", "GET", known),
@@ -162,7 +163,7 @@ def test_what_is_there_has_its_described_form(base: str) -> None:
     ]
     for path, method, asked in calls:
         case = schema[path][method].Case(**asked)
-        answer = case.call(base_url=base, timeout=20)
+        answer = case.call(base_url=base, timeout=LIMIT_S)
         assert answer.status_code == 200, (path, answer.text)
         judge(case, answer, FORM)
 

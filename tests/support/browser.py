@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import LIMIT_S, wait_until
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--remote-debugging-pipe",
@@ -58,7 +60,7 @@ class Browser:
             self.close()
             raise
 
-    def call(self, method: str, timeout_s: float = 30.0, **params: Any) -> dict[str, Any]:
+    def call(self, method: str, timeout_s: float = LIMIT_S, **params: Any) -> dict[str, Any]:
         """Raises AssertionError for what the browser refuses, TimeoutError."""
         self._asked += 1
         number = self._asked
@@ -129,15 +131,11 @@ class Browser:
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")
         self.call("Input.insertText", text=text)
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-        end = time.monotonic() + timeout_s
-        while not (found := condition()):
-            assert time.monotonic() < end, f"not within {timeout_s:.0f} s; on the page:\n{self.text('body')}"
-            time.sleep(0.05)
-        return found
+    def until(self, condition: Callable[[], Any]) -> Any:
+        return wait_until(condition, told=lambda: f"on the page:\n{self.text('body')}", pause_s=0.05)
 
-    def until_text(self, selector: str, part: str, timeout_s: float = 10.0) -> None:
-        self.until(lambda: part in self.text(selector), timeout_s)
+    def until_text(self, selector: str, part: str) -> None:
+        self.until(lambda: part in self.text(selector))
 
     def look(self, width: int, height: int, scheme: str = "light") -> None:
         self.call(
@@ -152,7 +150,7 @@ class Browser:
     def close(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from tests.support import sse
+from tests.support.waiting import LIMIT_S
+
 
 class Streamed(NamedTuple):
     """Token ids, when each came (`time.monotonic`), and the terminal event."""
@@ -23,7 +26,7 @@ def native_stream(
     body: dict[str, Any],
     headers: dict[str, str] | None = None,
     on_token: Callable[[str, int], None] | None = None,
-    timeout_s: float = 30.0,
+    timeout_s: float = LIMIT_S,
 ) -> Streamed:
     """`on_token(worker, tokens so far)`, the worker being the one it started at."""
     ids: list[int] = []
@@ -31,7 +34,7 @@ def native_stream(
     worker = ""
     with httpx.stream("POST", f"{base}/generate", json=body, headers=headers or {}, timeout=timeout_s) as response:
         assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
+        for line in sse.lines(response):
             if not line.startswith("data: "):
                 continue
             event = json.loads(line[6:])

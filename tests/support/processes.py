@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.waiting import LIMIT_S
+
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 
 
@@ -48,7 +50,7 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(LIMIT_S)
 
 
 class Deployment:
@@ -86,7 +88,7 @@ class Deployment:
         flags = ["--runner=fake", f"--fake-tokens-per-s={tokens_per_s}", "--drain-s=0.5", "--workers-on-host=2"]
         return self.start("worker", name, *flags)
 
-    def wait_ready(self, workers: int, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, workers: int, timeout_s: float = LIMIT_S) -> None:
         end = time.monotonic() + timeout_s
         while True:
             try:

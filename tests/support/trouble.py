@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -18,14 +18,9 @@ from kvservice.membership import member_record
 from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
 from tests.support.unfailed import unfailed
+from tests.support.waiting import LIMIT_S, until
 
 PACE = 300  # tokens/s of one worker, all its streams together
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 @dataclass
@@ -79,7 +74,7 @@ class Fleet:
         assert running.ids == wanted
         return running
 
-    async def serve(self, tokens: int = 8, within_s: float = 20.0) -> Running:
+    async def serve(self, tokens: int = 8, within_s: float = LIMIT_S) -> Running:
         """One new request, served to its end."""
         return await asyncio.wait_for(self.run(Running(self.generation(tokens))), within_s)
 
@@ -99,7 +94,7 @@ class Fleet:
     async def leases_are_written(self) -> None:
         """Every worker's record is renewed from now on."""
         before = {worker: view.record_at for worker, view in self.client.members.view.workers.items()}
-        await until(lambda: all(v.record_at > before[w] for w, v in self.client.members.view.workers.items()), 40)
+        await until(lambda: all(v.record_at > before[w] for w, v in self.client.members.view.workers.items()))
 
     def check(self, epochs: dict[str, str]) -> None:
         """After the trouble: nobody ended, nobody lost its blocks, the view is whole."""

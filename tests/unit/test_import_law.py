@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -81,23 +81,23 @@ def tree(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text())
 
 
-def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements, those inside functions too, but not those for type checkers only."""
+def statements(node: ast.AST, *, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements, those inside functions too; those for type checkers alone only if `types`."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
-                yield from statements(other)
+                yield from statements(other, types=types)
         elif isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         else:
-            yield from statements(child)
+            yield from statements(child, types=types)
 
 
 @cache
-def imports(module: str) -> frozenset[str]:
+def imports(module: str, *, types: bool = False) -> frozenset[str]:
     """Full names: `from kvproto import codec` gives `kvproto.codec` where that is a module."""
     found = set()
-    for statement in statements(tree(module)):
+    for statement in statements(tree(module), types=types):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
         else:
@@ -134,6 +134,34 @@ def reached(module: str) -> Iterator[tuple[str, str]]:
                 waiting.append(name)
 
 
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Modules that reach themselves, those of one circle together (Tarjan's strongly connected components)."""
+    found: list[list[str]] = []
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        path.append(module)
+        for name in edges[module]:
+            if name not in order:
+                visit(name)
+            if name in path:
+                lowest[module] = min(lowest[module], lowest[name])
+        if lowest[module] == order[module]:
+            at = path.index(module)
+            circle = sorted(path[at:])
+            del path[at:]
+            if len(circle) > 1 or module in edges[module]:
+                found.append(circle)
+
+    for module in edges:
+        if module not in order:
+            visit(module)
+    return found
+
+
 def says_pure(module: str) -> bool:
     """A docstring that calls the module pure, without a reservation, in its first paragraph."""
     first = (ast.get_docstring(tree(module)) or "").split("\n\n")[0]
@@ -150,6 +178,21 @@ def test_floors() -> None:
     for module in SOURCES:
         allowed = below.get(floor(module), {"kvproto", "kvservice", floor(module)})
         assert {floor(name) for name in imports(module) if is_ours(name)} <= allowed, module
+
+
+def test_no_circles() -> None:
+    """Not even of imports inside functions or for type checkers: what needs the other's types belongs with it."""
+    edges = {module: sorted(imports(module, types=True) & set(SOURCES)) for module in SOURCES}
+    assert circles(edges) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+    assert circles({"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["d"], "f": ["f", "a"]}) == [
+        ["d", "e"],
+        ["a", "b", "c"],
+        ["f"],
+    ]
 
 
 def test_third_party() -> None:

@@ -127,14 +127,17 @@ class Link:
             self.bytes_out += count
             view = view[count:]
 
-    def has_arrived(self) -> bool:
-        """Whether something can be read now, if only the end."""
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def has_arrived(self, within_s: float = 0.0) -> bool:
+        """Whether something can be read now, or so soon, if only the end."""
         if self._tls is not None and self._tls.pending():
             return True
         poll = select.poll()
         try:
             poll.register(self._sock, select.POLLIN)
-            return bool(poll.poll(0))
+            return bool(poll.poll(within_s * 1000))
         except (OSError, ValueError):
             return True  # reading will tell
 

@@ -1,4 +1,9 @@
-"""Loop: the listener of a worker or a vault. One thread accepts, and each connection has a thread of its own.
+"""Loop: the listener of a worker or a vault. One thread accepts and waits for those that are idle; a connection has a
+thread while it asks for something.
+
+    stranger ──proves itself──▶ served ──nothing asked for a moment──▶ parked
+    (a thread each, few)          ▲  (a thread each, at most `Limits.threads`; more wait their turn)
+                                  └──────────something arrives──────────┘
 
 Threads and blocking sockets rather than an event loop: receiving and sending let go of the interpreter, and nothing
 that is slow here can delay a step or a heartbeat. `DataPlaneServer` owns them all and ends them in `close`.
@@ -13,7 +18,9 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvproto.dataplane import addresses, handshake
@@ -31,6 +38,17 @@ log = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 10.0
 _LAST_WORD_S = 0.5
+_LINGER_S = 0.05  # a thread waits so long for the next request of its connection, unless others wait for a thread
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A connection that has proven itself."""
+
+    link: Link
+    connection: Connection
+    name: str
+    idle_until: float = 0.0
 
 
 class DataPlaneServer:
@@ -68,7 +86,11 @@ class DataPlaneServer:
         self._addresses: tuple[addresses.Address, ...] = ()
         self._strangers: dict[threading.Thread, Link] = {}  # in their handshake, oldest first
         self._ending: dict[threading.Thread, Link] = {}  # strangers that made room for others
-        self._clients: dict[threading.Thread, Link] = {}
+        self._clients: dict[Link, _Client | None] = {}  # all that have proven themselves
+        self._parked: dict[int, _Client] = {}  # those of them that ask for nothing, by socket; idle longest first
+        self._ready: deque[_Client] = deque()  # those that wait for a thread
+        self._serving: set[threading.Thread] = set()
+        self._epoll = select.epoll()
         self._closing = False
         self._wake: tuple[socket.socket, socket.socket] | None = None  # a byte in the first ends the accepting thread
         self._accepting = threading.Thread(target=self._accept, name=f"dataplane-{identity}", daemon=True)
@@ -103,7 +125,7 @@ class DataPlaneServer:
     def counters(self) -> Counters:
         with self._lock:
             counters = self._tally.read()
-            links = [*self._strangers.values(), *self._ending.values(), *self._clients.values()]
+            links = [*self._strangers.values(), *self._ending.values(), *self._clients]
             open_connections = len(self._clients)
         return replace(
             counters,
@@ -118,12 +140,17 @@ class DataPlaneServer:
             if self._closing:
                 return
             self._closing = True
-            threads = [*self._strangers, *self._ending, *self._clients]
-            links = [*self._strangers.values(), *self._clients.values()]
+            threads = [*self._strangers, *self._ending, *self._serving]
+            links = [*self._strangers.values(), *self._clients]
+            unserved = [*self._parked.values(), *self._ready]
+            self._parked.clear()
+            self._ready.clear()
         if self._wake is not None:
             self._wake[0].send(b"x")
         for link in links:
             link.abort()
+        for client in unserved:
+            self._end(client)
         until = time.monotonic() + timeout_s
         if self._accepting.ident is not None:
             threads.append(self._accepting)
@@ -133,6 +160,7 @@ class DataPlaneServer:
         self._stop_listening()
         for sock in self._wake or ():
             sock.close()
+        self._epoll.close()
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:
@@ -146,17 +174,31 @@ class DataPlaneServer:
     # ------------------------------------------------------------------ accepting
 
     def _accept(self) -> None:
-        poll = select.poll()
         by_number = {listener.fileno(): listener for listener in self._listeners}
         assert self._wake is not None
         for number in (*by_number, self._wake[1].fileno()):
-            poll.register(number, select.POLLIN)
+            self._epoll.register(number, select.EPOLLIN)
         for listener in self._listeners:
             listener.setblocking(False)
         while not self._closing:
-            for number, _ in poll.poll():
+            for number, _ in self._epoll.poll(self._end_idle()):
                 if number in by_number:
                     self._take(by_number[number])
+                else:
+                    self._unpark(number)
+
+    def _end_idle(self) -> float:
+        """Connections that have asked nothing for too long. Returns seconds until there may be another one."""
+        now = time.monotonic()
+        with self._lock:
+            idle = [number for number, client in self._parked.items() if client.idle_until <= now]
+            ended = [self._parked.pop(number) for number in idle]
+            first = next(iter(self._parked.values()), None)
+        for client in ended:
+            self._epoll.unregister(client.link.fileno())
+            self._tally.add(timeouts=1)
+            self._end(client)
+        return min(1.0, self._limits.idle_s) if first is None else max(0.0, first.idle_until - now) + 0.001
 
     def _take(self, listener: socket.socket) -> None:
         try:
@@ -189,20 +231,41 @@ class DataPlaneServer:
     # ------------------------------------------------------------------ one connection, on its thread
 
     def _run(self, link: Link) -> None:
+        hello = None
         try:
             hello = self._authenticated(link)
-            if hello is not None:
-                self._serve(link, hello)
         finally:
-            self._forget(threading.current_thread())
-            link.close()
+            if hello is None:
+                self._forget(link)
+                link.close()
+        if hello is not None:
+            client = self._client_of(link, hello)
+            with self._lock:
+                serves = not self._closing and self._may_serve(client, threading.current_thread())
+                closing = self._closing
+            if closing:
+                self._end(client)
+            elif serves:
+                self._serve_all(client)
+
+    def _client_of(self, link: Link, hello: Hello) -> _Client:
+        def still_trusted() -> bool:
+            return self._keyring.get(hello.key_id) is not None
+
+        connection = Connection(link, self._store, self._tally, self._limits, still_trusted)
+        connection.on_traced, connection.client = self._on_traced, hello.identity
+        client = _Client(link, connection, hello.identity)
+        with self._lock:
+            self._clients[link] = client
+        return client
 
     def _authenticated(self, link: Link) -> Hello | None:
         until = time.monotonic() + self._limits.handshake_s
         try:
             if self._tls is not None and not link.is_local:
                 link.start_tls(self._tls, until)
-            return handshake.answer(link, self._keyring, identity=self._identity, admit=self._admit, deadline=until)
+            admit = partial(self._admit, link)
+            return handshake.answer(link, self._keyring, identity=self._identity, admit=admit, deadline=until)
         except HandshakeRefused as error:
             self._refuse(error.reason, str(error))
         except PeerTimeout:
@@ -211,47 +274,105 @@ class DataPlaneServer:
             self._refuse("gone", "a connection ended in its handshake")
         return None
 
-    def _admit(self) -> bool:
+    def _admit(self, link: Link) -> bool:
         me = threading.current_thread()
         with self._lock:
             if self._closing or len(self._clients) >= self._limits.connections or me not in self._strangers:
                 return False
-            self._clients[me] = self._strangers.pop(me)
+            del self._strangers[me]
+            self._clients[link] = None
         self._tally.add(connections=1)
         return True
 
-    def _serve(self, link: Link, hello: Hello) -> None:
-        def still_trusted() -> bool:
-            return self._keyring.get(hello.key_id) is not None
+    def _forget(self, link: Link) -> None:
+        me = threading.current_thread()
+        with self._lock:
+            known = self._strangers.pop(me, None) or self._ending.pop(me, None)
+            known = link if link in self._clients else known
+            self._clients.pop(link, None)
+        if known is not None:
+            self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
 
+    # ------------------------------------------------------------------ those that have proven themselves
+
+    def _may_serve(self, client: _Client, thread: threading.Thread) -> bool:
+        """Under the lock. Whether `thread` is to serve it; else it waits for another one to be done."""
+        if len(self._serving) >= self._limits.threads:
+            self._ready.append(client)
+            return False
+        self._serving.add(thread)
+        return True
+
+    def _serve_all(self, client: _Client | None) -> None:
+        """This one until it asks nothing more, and then those that wait for a thread."""
+        while client is not None:
+            if self._serve(client):
+                self._park(client)
+            else:
+                self._end(client)
+            with self._lock:
+                client = self._ready.popleft() if self._ready else None
+                if client is None:
+                    self._serving.discard(threading.current_thread())
+
+    def _serve(self, client: _Client) -> bool:
+        """Whether it may ask for more. Its thread goes once it has asked nothing for a moment."""
         try:
-            connection = Connection(link, self._store, self._tally, self._limits, still_trusted)
-            connection.on_traced, connection.client = self._on_traced, hello.identity
-            connection.serve()
+            while client.link.has_arrived(0.0 if self._ready else _LINGER_S):
+                client.connection.serve_one()
+            return True
         except ProtocolError as error:
             self._tally.add(malformed=error.reason != "key_withdrawn")
-            self._say("%s: %s", hello.identity, error)
-            self._last_word(link, error.reason, str(error))
+            self._say("%s: %s", client.name, error)
+            self._last_word(client.link, error.reason, str(error))
         except PeerTimeout as error:
             self._tally.add(timeouts=1)
-            log.debug("%s: %s", hello.identity, error)
+            log.debug("%s: %s", client.name, error)
         except DataPlaneError as error:
-            log.debug("%s: %s", hello.identity, error)
+            log.debug("%s: %s", client.name, error)
         except Exception:  # a thread's top: a store's fault ends this connection, not the listener
             self._tally.add(store_failures=1)
-            log.exception("serving %s failed", hello.identity)
-            self._last_word(link, "store", "the store failed")
+            log.exception("serving %s failed", client.name)
+            self._last_word(client.link, "store", "the store failed")
+        return False
+
+    def _park(self, client: _Client) -> None:
+        client.idle_until = time.monotonic() + self._limits.idle_s
+        with self._lock:
+            closing = self._closing
+            if not closing:
+                self._parked[client.link.fileno()] = client
+                self._epoll.register(client.link.fileno(), select.EPOLLIN)
+        if closing:
+            self._end(client)
+
+    def _unpark(self, number: int) -> None:
+        """Something arrived for it, if only its end."""
+        with self._lock:
+            client = self._parked.pop(number, None)
+            if client is None or self._closing:
+                return
+            self._epoll.unregister(number)
+            thread = threading.Thread(
+                target=self._serve_all, args=(client,), name=f"dataplane-{self._identity}-c", daemon=True
+            )
+            if not self._may_serve(client, thread):
+                return
+            try:
+                thread.start()  # under the lock: whoever finds it there may join it
+                return
+            except RuntimeError as error:
+                self._serving.discard(thread)
+                self._say("cannot start a thread: %s", error)
+        self._end(client)
+
+    def _end(self, client: _Client) -> None:
+        self._forget(client.link)
+        client.link.close()
 
     def _last_word(self, link: Link, reason: str, text: str) -> None:
         with contextlib.suppress(DataPlaneError):
             link.send([frame(Failure(reason, text))], time.monotonic() + _LAST_WORD_S)
-
-    def _forget(self, thread: threading.Thread) -> None:
-        with self._lock:
-            for links in (self._strangers, self._ending, self._clients):
-                link = links.pop(thread, None)
-                if link is not None:
-                    self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
 
     def _refuse(self, reason: str, text: str) -> None:
         self._tally.refuse(reason)

@@ -78,7 +78,8 @@ class BlockStore(Protocol):
 class Limits:
     """Of a listener. Times in seconds."""
 
-    connections: int = 1024  # three for each worker
+    connections: int = 4096  # three for each worker
+    threads: int = 128  # connections that are served at one time; of more, each waits its turn
     handshakes: int = 32  # connections that have not proven themselves yet; the oldest is ended for a further one
     handshake_s: float = 2.0
     idle_s: float = 600.0  # an authenticated connection that asks nothing
@@ -89,7 +90,7 @@ class Limits:
 
 
 class Connection:
-    """Owned by its thread. `serve` returns when the client ends it and raises DataPlaneError otherwise."""
+    """Owned by the thread that serves it just now. Whatever ends it, the client's leaving too, is a DataPlaneError."""
 
     def __init__(
         self, link: Link, store: BlockStore, tally: Tally, limits: Limits, still_trusted: Callable[[], bool]
@@ -103,21 +104,21 @@ class Connection:
         self.client = ""
         self._hits = self._nbytes = self._from_disk = 0  # of the present request
 
-    def serve(self) -> None:
-        while True:
-            head = self._link.receive_head(time.monotonic() + self._limits.idle_s)
-            request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.request_s)
-            if not self._still_trusted():
-                raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
-            match request:
-                case Stop():
-                    pass  # of a Get that was over
-                case Get() | Has() | Erase() | Put() | Echo():
-                    allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
-                    answer = self._answer_traced if self._is_traced(request) else self._answer
-                    answer(request, time.monotonic() + allowed_s + _GRACE_S)
-                case _:
-                    raise ProtocolError(f"{head.kind.__name__} is no request")
+    def serve_one(self) -> None:
+        """The next request, of which something has arrived."""
+        head = self._link.receive_head(time.monotonic() + self._limits.request_s)
+        request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.request_s)
+        if not self._still_trusted():
+            raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
+        match request:
+            case Stop():
+                pass  # of a Get that was over
+            case Get() | Has() | Erase() | Put() | Echo():
+                allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
+                answer = self._answer_traced if self._is_traced(request) else self._answer
+                answer(request, time.monotonic() + allowed_s + _GRACE_S)
+            case _:
+                raise ProtocolError(f"{head.kind.__name__} is no request")
 
     def _is_traced(self, request: Request) -> bool:
         return self.on_traced is not None and isinstance(request, Get | Has) and bool(request.traceparent)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvproto import codec
+from kvproto.block_hash import in_tier
 from kvproto.errors import CodecError
 from kvproto.messages import Tier
 from services.placement.index import reading
@@ -29,12 +30,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """One event. `digest` is the XOR of the first 8 bytes of all its hashes, as `block_hash.digest_term` has it."""
+    """One event. `digest` is the XOR of the first 8 bytes of all its hashes, as `block_hash.digest_term` has it;
+    `tier_digest` the same with the tier in each term."""
 
     epoch: str
     seq: int
     changes: tuple[Change, ...]
     digest: int
+    tier_digest: int = 0
 
 
 def read_changes(data: bytes) -> Changes:
@@ -49,29 +52,36 @@ def _read_usual(data: bytes) -> Changes | None:
     count = reading.read(np.frombuffer(data, dtype=np.uint8), codec.MIN_VERSION, fields, hashes)
     if count == reading.ANOTHER_FORM:
         return None
-    epoch_start, epoch_end, seq, digest, *rest = fields[: reading.HEADER + count * reading.CHANGE].tolist()
-    changes = []
+    epoch_start, epoch_end, seq, *rest = fields[: reading.HEADER + count * reading.CHANGE].tolist()
+    changes, digest, tier_digest = [], 0, 0
     try:
         for at in range(0, len(rest), reading.CHANGE):
-            tier_start, tier_end, removed, first, end = rest[at : at + reading.CHANGE]
+            tier_start, tier_end, removed, first, end, term = rest[at : at + reading.CHANGE]
             tier = _NUMBER[data[tier_start:tier_end].decode()]
             changes.append(Change(tier, bool(removed), hashes[first:end]))
-        return Changes(data[epoch_start:epoch_end].decode(), seq, tuple(changes), digest & _U64)
+            digest ^= term
+            tier_digest ^= in_tier(term & _U64, tier)
+        return Changes(data[epoch_start:epoch_end].decode(), seq, tuple(changes), digest & _U64, tier_digest)
     except (KeyError, UnicodeDecodeError):
         return None  # said properly by the other reader
 
 
 def _read_any(data: bytes) -> Changes:
     epoch, seq, rows = codec.open_events(data)
-    found, digest = [], 0
+    found, digest, tier_digest = [], 0, 0
     try:
         for tier, removed, runs in rows:
             if type(removed) is not bool:
                 raise CodecError("wrong type", field="events.removed")
             packed = pack([one for _, several in runs for one in several])
-            if len(packed):
-                digest ^= int(np.bitwise_xor.reduce(packed[:, 0]))
             found.append(Change(_NUMBER[tier], removed, packed))
+            digest ^= digest_of(packed)
+            tier_digest ^= in_tier(digest_of(packed), _NUMBER[tier])
     except (TypeError, ValueError, KeyError, IndexError):
         raise CodecError("wrong shape", field="events") from None
-    return Changes(epoch, seq, tuple(found), digest)
+    return Changes(epoch, seq, tuple(found), digest, tier_digest)
+
+
+def digest_of(hashes: Hashes) -> int:
+    """Of blocks in one tier."""
+    return int(np.bitwise_xor.reduce(hashes[:, 0])) if len(hashes) else 0

@@ -35,6 +35,7 @@ class PullSnapshot:
 
     worker: str
     epoch: str
+    pull: int  # what comes back is told by it from what an earlier one asked for
 
 
 class KvIndexer:
@@ -47,6 +48,7 @@ class KvIndexer:
         self.unknown_total = 0  # events of workers, or lives, that are no members
         self.left_out_total = 0
         self._followers: dict[str, Follower] = {}
+        self._pulls = 0
         self._generation = -1  # of the index, when these were noted:
         self._asked: tuple[str, ...] = ()
         self._holders = np.empty(0, dtype=np.intp)
@@ -98,17 +100,17 @@ class KvIndexer:
         if follower is None and self._follow(beat.worker, beat.epoch, vault):  # it was left out, and now there is room
             follower = self._followers[beat.worker]
         if follower is not None and follower.epoch == beat.epoch:
-            follower.on_heartbeat(beat.event_seq, beat.digest, now)
+            follower.on_heartbeat(beat.event_seq, beat.digest, now, beat.tier_digest)
 
-    def on_snapshot(self, worker: str, part: Snapshot, now: float) -> None:
+    def on_snapshot(self, worker: str, part: Snapshot, now: float, pull: int | None = None) -> None:
         follower = self._followers.get(worker)
         if follower is not None:
-            follower.on_snapshot(part, now)
+            follower.on_snapshot(part, now, pull)
 
-    def on_snapshot_refused(self, worker: str, epoch: str, now: float) -> None:
+    def on_snapshot_refused(self, worker: str, pull: int | None, now: float) -> None:
         follower = self._followers.get(worker)
-        if follower is not None and follower.epoch == epoch:
-            follower.give_up_pull(now)
+        if follower is not None:
+            follower.give_up_pull(now, pull)
 
     def tick(self, now: float) -> list[PullSnapshot]:
         """Which snapshots to ask for now; also cleans up behind those gone, a piece at a time."""
@@ -121,10 +123,11 @@ class KvIndexer:
         for _, name in sorted(due)[: max(0, PULLS_AT_ONCE - pulling)]:
             follower = self._followers[name]
             try:
-                follower.begin_pull(now)
+                follower.begin_pull(self._pulls + 1, now)
             except OverflowError:
                 break  # no room for one more snapshot now: what is known goes on being served
-            asked.append(PullSnapshot(name, follower.epoch))
+            self._pulls += 1
+            asked.append(PullSnapshot(name, follower.epoch, self._pulls))
         return asked
 
     # ------------------------------------------------------------------ questions

@@ -1,9 +1,10 @@
 """Block hash -> who holds it, per tier; bounded. Pure.
 
 Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Those of the pool (vaults)
-share the last tier, and what they have together counts for everybody. Memory per block is 36 to 52
-bytes, and 12 for each tier and 64 holders, and it is all taken at the start: nothing grows while requests wait. When it
-is full the holder with the most gives up what it got last, which is never a prefix of something that stays.
+share the last tier, and what they have together counts for everybody. Memory per block is 53 to 69 bytes, taken at the
+start; of each block that more than 8 hold it is 20 more and 8 for each tier and 64 holders, taken when there are
+more such blocks than ever before. When it is full the holder with the most gives up what it got last,
+which is never a prefix of something that stays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.block_hash import HASH_BYTES
-from services.placement.index import kernels, sole_kernel
+from services.placement.index import entry_kernels as kernels
+from services.placement.index import find_kernel, sole_kernel
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 Depths: TypeAlias = npt.NDArray[np.int32]
@@ -50,21 +52,27 @@ class _Holdings:
 
 
 class PrefixIndex:
-    """At most `max_blocks` blocks of at most `max_holders` holders."""
+    """At most `max_blocks` blocks of at most `max_holders` holders, which are at most 16,384, in at most 3 tiers."""
 
     def __init__(self, max_blocks: int, max_holders: int = 64, tiers: int = 3) -> None:
         slots = 1 << max(4, (2 * max_blocks - 1).bit_length())
-        words = -(-max_holders // 64)
+        words = self._words = -(-max_holders // 64)
+        if words * 64 > kernels.MOST_HOLDERS or tiers > kernels.MOST_TIERS:
+            raise ValueError(f"{max_holders} holders in {tiers} tiers do not fit a note of 16 bits")
         self.max_blocks = max_blocks
         self.tiers = tiers
         self.given_up_total = 0
         self._table = np.full(slots, kernels.NONE, dtype=np.uint64)
-        self._rows = _aligned_zeros(max_blocks, kernels.KEY + tiers * words)
+        self._wide_places = kernels.wide_places(tiers, words)
+        self._most = max_blocks + max_blocks % 2  # so that wide rows begin with a cache line
+        self._rows = _aligned_zeros(self._most + max_blocks * self._wide_places << kernels.PLACE)
+        self._rows[: max_blocks << kernels.PLACE] = 0  # their memory is there when requests are
+        self._named = np.zeros(max_blocks, dtype=np.int32)
         self._free = np.arange(max_blocks - 1, -1, -1, dtype=np.int32)
         self._counters = np.zeros(kernels.COUNTERS, dtype=np.int64)
         self._counters[kernels.FREE] = max_blocks
-        self._marks = np.zeros(max_blocks * tiers, dtype=np.int32)
-        self._mark = 0
+        self._arrays = self._table, self._rows, self._named, self._most, tiers, words
+        self._marks = np.zeros(-(-max_blocks * tiers // 64), dtype=np.uint64)
         self._depths = np.zeros((tiers, words * 64), dtype=np.int32)
         self._holdings: dict[int, _Holdings] = {}
         self._unused = list(range(max_holders - 1, -1, -1))
@@ -85,7 +93,15 @@ class PrefixIndex:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self._table, self._rows, self._free, self._marks))
+        """In use: wide rows count as far as they ever were."""
+        entries = (self.max_blocks << kernels.PLACE) * self._rows.itemsize
+        hot = int(self._counters[kernels.WIDE_USED]) * self.bytes_if_hot
+        return entries + hot + sum(int(array.nbytes) for array in (self._table, self._free, self._marks))
+
+    @property
+    def bytes_if_hot(self) -> int:
+        """More for each block that many hold."""
+        return int(self._wide_places << kernels.PLACE) * self._rows.itemsize + self._named.itemsize
 
     # ------------------------------------------------------------------ holders
 
@@ -126,8 +142,7 @@ class PrefixIndex:
         while True:
             self._make_room_in_log(holder, holdings, len(hashes) - done)
             noted, logged, _ = kernels.store(
-                self._table, self._rows, self._free, self._counters, hashes[done:], self.tiers, tier, holder,
-                holdings.log, holdings.logged,
+                *self._arrays, self._free, self._counters, hashes[done:], tier, holder, holdings.log, holdings.logged,
             )  # fmt: skip
             holdings.held += logged - holdings.logged
             holdings.logged = logged
@@ -141,17 +156,22 @@ class PrefixIndex:
                 return
 
     def remove(self, holder: int, tier: int, hashes: Hashes) -> None:
-        removed, _ = kernels.remove(
-            self._table, self._rows, self._free, self._counters, hashes, self.tiers, tier, holder
-        )
+        removed, _ = kernels.remove(*self._arrays, self._free, self._counters, hashes, tier, holder)
         self._holdings[holder].held -= removed
 
     def find(self, hashes: Hashes) -> Depths:
         """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
         one, in the last tier with what the pool has from there on. Whoever has nothing has `pooled` of it. The array is
         the index's own, to be read before the next call."""
-        pooled, _ = kernels.find(
-            self._table, self._rows, hashes, self._deepest_tier + 1, self._anyone, self._pool, self._depths
+        pooled, _ = find_kernel.find(
+            self._table,
+            self._rows,
+            self._most,
+            hashes,
+            self._deepest_tier + 1,
+            self._anyone,
+            self._pool,
+            self._depths,
         )
         self.pooled = int(pooled)
         return self._depths
@@ -174,7 +194,7 @@ class PrefixIndex:
         """`[n, 2]`: the entry of each block, and its holder if only one of the `counted` has it and nobody of the pool;
         else -1."""
         found: Counts = np.empty((len(hashes), 2), dtype=np.int64)
-        sole_kernel.owners(self._table, self._rows, hashes, self.tiers, counted, self._pool, found)
+        sole_kernel.owners(*self._arrays, hashes, counted, self._pool, found)
         return found
 
     def _is_pooled(self, holder: int) -> bool:
@@ -200,8 +220,8 @@ class PrefixIndex:
         holdings = self._holdings[holder]
         count = min(count, holdings.logged)
         holdings.held -= kernels.forget(
-            self._table, self._rows, self._free, self._counters, self.tiers, holder, holdings.log, holdings.logged,
-            count,
+            self._table, self._rows, self._most, self.tiers, self._words, self._free, self._counters, holder,
+            holdings.log, holdings.logged, count,
         )  # fmt: skip
         holdings.logged -= count
         return count
@@ -216,9 +236,8 @@ class PrefixIndex:
             holdings.log = log
 
     def _compact(self, holder: int, holdings: _Holdings) -> None:
-        self._mark += 1
         holdings.logged = kernels.compact(
-            self._rows, self.tiers, holder, holdings.log, holdings.logged, self._marks, self._mark
+            self._rows, self.tiers, self._words, holder, holdings.log, holdings.logged, self._marks
         )
 
     def compact(self) -> None:
@@ -228,7 +247,9 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        live = (self._table[self._table != kernels.NONE].astype(np.int64) & 0xFFFF_FFFF).tolist()
+        places = (self._table[self._table != kernels.NONE].astype(np.int64) & 0xFFFF_FFFF).tolist()
+        wide = [(at - self._most) // self._wide_places for at in places if at >= self._most]
+        live = [at for at in places if at < self._most] + self._named[wide].tolist()
         assert len(set(live)) == len(live) == len(self)
         assert len(self) + self._counters[kernels.FREE] == self.max_blocks
         free = np.zeros(self.max_blocks, dtype=bool)
@@ -237,17 +258,43 @@ class PrefixIndex:
         logs = {number: set(one.log[: one.logged].tolist()) for number, one in self._holdings.items()}
         held = dict.fromkeys(self._holdings, 0)
         for entry in live:
-            bits = self._rows[entry, kernels.KEY :].reshape(self.tiers, -1)
+            bits = self._bits_of(entry)
             assert bits.any()
             for holder, log in logs.items():
                 has = bits[:, holder >> 6] >> np.uint64(holder & 63) & np.uint64(1)
                 held[holder] += int(has.sum())
                 assert all(entry * self.tiers + tier in log for tier in np.flatnonzero(has).tolist())
         assert held == {holder: holdings.held for holder, holdings in self._holdings.items()}
+        assert not self._marks.any()
+        unused, one = [], int(self._counters[kernels.WIDE_FREE])
+        while one:
+            unused.append(one - 1)
+            one = int(self._rows[self._most + (one - 1) * self._wide_places << kernels.PLACE])
+        assert sorted(wide + unused) == list(range(int(self._counters[kernels.WIDE_USED])))
+
+    def _bits_of(self, entry: int) -> Hashes:
+        """`[tiers, words]`: who holds it, and that its row is in order."""
+        row = self._rows[entry << kernels.PLACE :][: 1 << kernels.PLACE]
+        found: Hashes = np.zeros((self.tiers, self._words), dtype=np.uint64)
+        wide = kernels.wide_of(self._rows, entry)
+        if wide != kernels.NOBODY:
+            bits = self._rows[wide << kernels.PLACE :][: kernels.BITS + found.size]
+            assert bits[: kernels.BITS].tolist() == row[: kernels.BITS].tolist()
+            found = bits[kernels.BITS :].reshape(found.shape)
+            assert kernels.NARROW < int(np.bitwise_count(found).sum()) == row[kernels.REST]
+            return found
+        notes = row[kernels.NOTES :].view(np.uint16).tolist()
+        used = [note for note in notes if note]
+        assert len(set(used)) == len(used)
+        assert notes[: len(used)] == used
+        for note in used:
+            holder = note >> kernels.TIER_BITS
+            found[(note & kernels.MOST_TIERS) - 1, holder >> 6] |= np.uint64(1 << (holder & 63))
+        return found
 
 
-def _aligned_zeros(rows: int, words: int) -> npt.NDArray[np.uint64]:
-    """A row that fits a cache line lies in one. Written to now: its memory is there when requests are."""
-    raw = np.full(rows * words * 8 + CACHE_LINE, 0, dtype=np.uint8)
+def _aligned_zeros(words: int) -> npt.NDArray[np.uint64]:
+    """A row that fits a cache line lies in one. Memory is taken when it is written to."""
+    raw = np.zeros(words * 8 + CACHE_LINE, dtype=np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
-    return raw[start : start + rows * words * 8].view(np.uint64).reshape(rows, words)
+    return raw[start : start + words * 8].view(np.uint64)

@@ -14,8 +14,8 @@ from numba import njit
 
 ANOTHER_FORM = -1
 MOST_CHANGES = 16
-EPOCH_START, EPOCH_END, SEQ, DIGEST, HEADER = range(5)  # of the fields, then come those of each change:
-TIER_START, TIER_END, REMOVED, FIRST, END, CHANGE = range(6)  # the name of the tier, and which hashes
+EPOCH_START, EPOCH_END, SEQ, HEADER = range(4)  # of the fields, then come those of each change:
+TIER_START, TIER_END, REMOVED, FIRST, END, DIGEST, CHANGE = range(7)  # the name of the tier, which hashes, their XOR
 BYTES_OF_HASH = 18  # with msgpack's type and length
 
 
@@ -107,7 +107,7 @@ def read(data, version, fields, hashes):
     changes, at = _array(data, at)
     if not 0 <= changes <= MOST_CHANGES:
         return ANOTHER_FORM
-    found, digest = 0, np.uint64(0)
+    found = 0
     for change in range(changes):
         several, at = _array(data, at)
         if several != 3:
@@ -121,7 +121,7 @@ def read(data, version, fields, hashes):
         runs, at = _array(data, at + 1)
         if runs < 0:
             return ANOTHER_FORM
-        fields[field + FIRST] = found
+        fields[field + FIRST], digest = found, np.uint64(0)
         for _ in range(runs):
             several, at = _array(data, at)
             if several != 2:
@@ -140,8 +140,7 @@ def read(data, version, fields, hashes):
                 digest ^= low
                 found += 1
                 at += BYTES_OF_HASH
-        fields[field + END] = found
+        fields[field + END], fields[field + DIGEST] = found, np.int64(digest)
     if at != len(data):
         return ANOTHER_FORM
-    fields[DIGEST] = np.int64(digest)
     return changes

@@ -10,14 +10,16 @@ from services.placement.simulate.trace import Trace
 
 def attainable_tokens(trace: Trace, cache_blocks: int) -> int:
     """Prompt tokens found in an LRU cache of so many blocks, requests one after the other."""
+    return sum(attainable_by_request(trace, cache_blocks))
+
+
+def attainable_by_request(trace: Trace, cache_blocks: int) -> Iterator[int]:
     cache = LruCache(cache_blocks)
-    found = 0
     for arrival in trace.arrivals:
         depth = cache.match(arrival.ids)
-        found += min(depth * trace.block_tokens, arrival.prompt_tokens - 1)
+        yield min(depth * trace.block_tokens, arrival.prompt_tokens - 1)
         cache.hold(arrival.ids)
         cache.let_go(arrival.ids)
-    return found
 
 
 class LruCache:

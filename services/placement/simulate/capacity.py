@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
 from services.placement.simulate.sim_worker import Speed
 from services.placement.simulate.trace import Trace
 
+PARTS = 4  # of a trace, each as long
 FASTEST = 1e9  # times: nothing that is to be done takes any time
 
 
@@ -38,3 +43,17 @@ def capacity_speed(trace: Trace, workers: int, speed: Speed, attainable: int) ->
         middle = (low + high) / 2
         low, high = (middle, high) if busy(middle) < 1 else (low, middle)
     return low
+
+
+def busiest_speed(trace: Trace, workers: int, speed: Speed, attainable: Sequence[int]) -> float:
+    """The same in the part of the trace where that is least: what is attainable, here by request, may be much while all
+    contexts are short and nothing has been pushed out yet, and little later on. Of the mean of both a fleet could do
+    nine tenths only by falling behind at the end."""
+    part_s = max(trace.duration_s, 1e-9) / PARTS
+    found = list(zip(trace.arrivals, attainable, strict=True))
+    speeds = []
+    for part, members in groupby(found, lambda one: min(int(one[0].at_s / part_s), PARTS - 1)):
+        arrivals, hits = zip(*members, strict=True)
+        alone = replace(trace, arrivals=tuple(replace(one, at_s=one.at_s - part * part_s) for one in arrivals))
+        speeds.append(capacity_speed(alone, workers, speed, sum(hits)))
+    return min(speeds)

@@ -159,12 +159,12 @@ def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
 
 def main(argv: list[str] | None = None) -> None:
     asked = flags().parse_args(argv)
-    if (asked.workers is None) == (asked.autoscale is None):
-        die(f"{PROGRAM}: one of --workers and --autoscale is needed", 2)
     try:
+        trace = read_trace(asked.trace, asked.limit)
+        if (asked.workers is None) == (asked.autoscale is None):
+            die(f"{PROGRAM}: one of --workers and --autoscale is needed", 2)
         if asked.plot is not None:
             asked.plot.open("a").close()  # before minutes of work, not after them
-        trace = read_trace(asked.trace, asked.limit)
         trace = trace.spread() if asked.spread else trace
         trace = trace.swollen(asked.swell) if asked.swell else trace
         warm_up()

@@ -76,12 +76,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request as it was recorded. `blocks` are names, each of its block and all before it."""
+    """A request as it was recorded. `blocks` are names, each of its block and all before it. Without a session it goes
+    on with the one whose blocks it begins with."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     blocks: Sequence[str]
+    session: str = ""
 
 
 def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
@@ -95,7 +97,7 @@ def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
     sessions = Sessions()
     for row in sorted(rows, key=lambda row: row.at_s):
         ids = tuple(numbers[name] for name in row.blocks)
-        session = f"s{sessions.of(ids)}"
+        session = row.session or f"s{sessions.of(ids)}"
         prompt, output = max(row.prompt_tokens, 1), max(row.output_tokens, 1)
         found = hashes[np.array(ids, dtype=np.int64)]
         arrivals.append(Arrival(len(arrivals), row.at_s - first, prompt, output, ids, found, session))

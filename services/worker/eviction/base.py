@@ -25,5 +25,8 @@ class EvictionPolicy(Protocol):
     def victim(self) -> int:
         """Take the block to evict next out of the offered ones. Raises LookupError if there is none."""
 
+    def is_offered(self, block: int) -> bool:
+        """Whether it could be a victim now."""
+
     def offered(self) -> set[int]:
         """All blocks that could be a victim now; for integrity checks."""

@@ -43,5 +43,8 @@ class LruEviction:
                 return block
         raise LookupError("no block is evictable")
 
+    def is_offered(self, block: int) -> bool:
+        return block in self._offered
+
     def offered(self) -> set[int]:
         return set(self._offered)

@@ -17,6 +17,7 @@ from services.worker.model.attention.reference import ReferenceBackend
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.loader import LoadedModel
 from services.worker.model.optimise import optimise
+from services.worker.model.positions import trial_positions
 from services.worker.model.runner import TorchRunner
 from services.worker.model.support import name_of
 from services.worker.model.vector.numbers import SCALE_BYTES
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 
 Attention = Literal["auto", "cpu", "reference"]
 KvDtype = Literal["auto", "int8"]
-TRIAL_TOKENS = 7
 
 
 def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> LoadedModel:
@@ -59,7 +59,7 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
         backend = CpuBackend(threads)
         before = trial_logits(loaded, block_size)
         optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
-        _check_unchanged(loaded, before, trial_logits(loaded, block_size))
+        _check_unchanged(loaded, before, trial_logits(loaded, block_size, backend))
     runner = TorchRunner(loaded, backend, blocks, block_size)
     runner.pool.reach(0)
     sampler.warm_up(loaded.device)
@@ -67,16 +67,20 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     return runner
 
 
-def trial_logits(loaded: LoadedModel, block_size: int) -> Tensor:
-    """What the model computes for a few tokens, `[tokens, vocab]`, by the reference attention and a pool of its own."""
-    count = min(TRIAL_TOKENS, loaded.context_length)
+def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend | None = None) -> Tensor:
+    """What the model computes for one token at each of `trial_positions`, `[tokens, vocab]`, with a pool of its own.
+
+    The tokens attend to one another as if they stood side by side, so that late positions cost no long context.
+    """
+    positions = trial_positions(loaded.config, loaded.context_length)
+    count = len(positions)
     ids = [loaded.vocab_size * (at + 1) // (count + 1) for at in range(count)]
     blocks = -(-count // block_size)
     plain = replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=False))
-    runner = TorchRunner(plain, ReferenceBackend(), blocks, block_size)
+    runner = TorchRunner(plain, backend or ReferenceBackend(), blocks, block_size)
     batch = RaggedBatch.of([Slice(ids, 0, range(blocks), None)], block_size)
     with torch.inference_mode():
-        return runner.logits(batch, np.arange(count)).float()
+        return runner.logits(replace(batch, positions=np.array(positions, dtype=np.int64)), np.arange(count)).float()
 
 
 def _check_unchanged(loaded: LoadedModel, before: Tensor, after: Tensor) -> None:

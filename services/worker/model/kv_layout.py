@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from services.worker.kv_size import KvLayout
 from services.worker.model.kv_pool import free_bytes
-from services.worker.model.support import name_of
+from services.worker.model.support import name_of, own_attention, refusal
 
 NAME = "kvfleet_kv_layout"
 TOKENS = 2
@@ -43,16 +43,14 @@ def auto_dtype(config: Any, device: str) -> str:
 def layout_of(config: Any, context_length: int) -> KvLayout:
     """Raises UnsupportedModel, naming feature and model, where the engine would refuse what the attention does."""
     try:
-        calls = _calls(config)
+        model, calls = _calls(config)
     except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
         return from_fields(config, context_length)
     shapes = {(heads, head_dim) for heads, head_dim, _ in calls.values()}
     if len(calls) != config.num_hidden_layers:
-        raise UnsupportedModel(f"{name_of(config)}: attention that cannot be replaced is not supported", field="model")
+        raise refusal(config, own_attention(model))
     if len(shapes) != 1:
-        raise UnsupportedModel(
-            f"{name_of(config)}: storing keys and values of several shapes is not supported", field="model"
-        )
+        raise refusal(config, "storing keys and values of several shapes")
     ((heads, head_dim),) = shapes
     window = _furthest([window for _, _, window in calls.values()], context_length)
     return KvLayout(len(calls), heads, head_dim, context_length, window)
@@ -72,8 +70,8 @@ def from_fields(config: Any, context_length: int) -> KvLayout:
     return KvLayout(layers, kv_heads, head_dim, context_length, _furthest(windows, context_length))
 
 
-def _calls(config: Any) -> dict[int, tuple[int, int, int | None]]:
-    """Layer -> heads and head size of the keys it gives to attention, and its window."""
+def _calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
+    """The model without numbers; layer -> heads and head size of the keys it gives to attention, and its window."""
     calls: dict[int, tuple[int, int, int | None]] = {}
 
     def note(
@@ -97,7 +95,7 @@ def _calls(config: Any) -> dict[int, tuple[int, int, int | None]]:
             position_ids=torch.arange(TOKENS)[None],
             use_cache=False,
         )
-    return calls
+    return model, calls
 
 
 def _furthest(windows: list[int | None], context_length: int) -> int | None:

@@ -18,7 +18,16 @@ from kvservice.free_memory import free_bytes as host_bytes_free
 from services.worker.model.vector.memory import PagesAhead, huge_pages
 from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
 
-_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "CUDA out of memory")
+_NO_MEMORY = (
+    "DefaultCPUAllocator",
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",  # of the driver, not of torch's allocator
+    "HIP out of memory",
+    "_STATUS_ALLOC_FAILED",  # CUBLAS, CUDNN, CUSOLVER, CUSPARSE: their workspaces are not the allocator's either
+    "ALLOCATION_FAILED",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +157,12 @@ def free_bytes(device: torch.device) -> int:
     return host_bytes_free()
 
 
-def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fraction: float) -> int:
-    """How many blocks `fraction` of the free memory holds. Raises OutOfMemory if that is none."""
+def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fraction: float, step_bytes: int = 0) -> int:
+    """How many blocks `fraction` of the free memory holds, and what the largest step leaves of it, if that is known.
+    Raises OutOfMemory if that is none."""
     free = free_bytes(device)
-    blocks = int(free * fraction) // shape.bytes_per_block(block_size)
+    blocks = int(min(free * fraction, free - step_bytes)) // shape.bytes_per_block(block_size)
     if blocks < 1:
-        raise OutOfMemory(f"{fraction:.0%} of {free / 2**30:.2f} GiB free memory holds no KV block")
+        step = f" and steps of {step_bytes / 2**30:.2f} GiB" if step_bytes else ""
+        raise OutOfMemory(f"{fraction:.0%} of {free / 2**30:.2f} GiB free memory{step} holds no KV block")
     return blocks

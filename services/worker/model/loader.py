@@ -17,7 +17,7 @@ from kvproto.errors import InvalidRequest, UnsupportedModel
 from services.worker.model.attention.interface import attach
 from services.worker.model.kv_pool import KvShape
 from services.worker.model.probe import probe
-from services.worker.model.support import name_of, supported_context
+from services.worker.model.support import name_of, own_context, supported_context
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     device: torch.device
     window: int | None = None  # see ModelRunner.window
+    first_position: int = 0  # of a sequence's first token, as the model counts
 
 
 def load_model(
@@ -78,6 +79,7 @@ def adopt_model(
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # a loss for training, over all tokens of the batch
     attention = probe(model, served)
+    served = min(served, (own_context(config) or served) - attention.first_position)
     attach(model)
     return LoadedModel(
         model=model,
@@ -88,6 +90,7 @@ def adopt_model(
         eos_ids=_eos_ids(config, generation),
         device=model.get_input_embeddings().weight.device,
         window=attention.window,
+        first_position=attention.first_position,
     )
 
 

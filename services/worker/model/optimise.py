@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def optimise(model: Any, threads: int, run: Callable[[], object]) -> None:
-    """For a model that is called from one thread from now on; `run` calls it. Blocks while weights are packed."""
+    """For a model that is called from one thread from now on; `run` calls it, at positions that matter (`positions`).
+    Blocks while weights are packed."""
     began = time.monotonic()
     keep_freed_memory()
     multiplier = Multiplier(threads)

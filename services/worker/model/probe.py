@@ -4,11 +4,13 @@ Configuration fields lie or are missing; the calls that attention receives do no
 once through transformers' AttentionInterface, causally, with keys and values of one shape, and asks for no feature that
 the paged backends do not compute. The paged backends get no mask, so the mask that the model builds is noted as the
 function of two positions it is made of, and must say what the layer's keywords say. Attention must be all that mixes
-tokens: the batch is one row in which sequences follow each other.
+tokens: the batch is one row in which sequences follow each other. Positions are counted from where the model's plain
+forward pass begins: RoBERTa and its kin begin behind the index of their padding token.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvproto.errors import UnsupportedModel
 from services.worker.model.kv_pool import KvShape
-from services.worker.model.support import name_of
+from services.worker.model.support import own_attention, refusal
 
 NAME = "kvfleet_probe"
 MASKLESS_NAME = "kvfleet_probe_maskless"
-TOKEN = 1  # 0 may be padding, whose embedding is zero
+TOKENS = (1, 2)  # the first that is no padding, which has an embedding of zero and may count for no position; nor is 0
 
 # Keywords by which models ask their attention for more than the backends compute.
 FEATURES = {
-    "s_aux": "attention sinks",
+    "s_aux": "attention with sinks (learned scores that take part in the softmax beside those of tokens)",
     "position_bias": "position bias",
     "attention_chunk_size": "chunked attention",
     "indices": "sparse attention",
@@ -47,6 +49,7 @@ class Attention:
 
     kv_shape: KvShape
     windows: tuple[int | None, ...]  # of each layer; None: the whole context
+    first_position: int  # of a sequence's first token, as the model counts
 
     @property
     def window(self) -> int | None:
@@ -60,6 +63,7 @@ class _Call:
     """One layer's call to attention."""
 
     layer: int
+    kind: str  # the class that calls
     key: Tensor
     value: Tensor
     window: int | None
@@ -96,7 +100,7 @@ class _Notes:
                 raise UnsupportedModel(
                     f"attention with a window of {masked} tokens by its mask and of {window} by its layer"
                 )
-        self.calls.append(_Call(module.layer_idx, key, value, window))
+        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
         return torch.zeros_like(query).transpose(1, 2), None
 
     def _function_of(self, mask: Tensor) -> MaskFunction:
@@ -111,10 +115,11 @@ def probe(model: Any, context_length: int) -> Attention:
     try:
         calls = _attention_calls(model, context_length)
         shape = _one_shape(calls, model.config.num_hidden_layers)
-        _check_tokens_do_not_mix(model)
+        _check_tokens_do_not_mix(model, context_length)
+        first = _first_position(model)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name_of(model.config)}: {error.message} is not supported", field="model") from error
-    return Attention(shape, tuple(call.window for call in sorted(calls, key=lambda call: call.layer)))
+        raise refusal(model.config, error.message) from error
+    return Attention(shape, tuple(call.window for call in sorted(calls, key=lambda call: call.layer)), first)
 
 
 def _attention_calls(model: Any, context_length: int) -> list[_Call]:
@@ -127,32 +132,60 @@ def _attention_calls(model: Any, context_length: int) -> list[_Call]:
     return notes.calls
 
 
-def _check_tokens_do_not_mix(model: Any) -> None:
-    """As attention gives nothing here, the same token at the same position must come out the same wherever it is."""
-    notes = _Notes(context_length=0)
-    logits = _run(model, MASKLESS_NAME, notes, positions=[1, 1, 1], wanted=[0, 1, 2])
-    stored = [tensor[0].transpose(0, 1) for call in notes.calls for tensor in (call.key, call.value)]
-    for rows in (logits, *stored):
-        tolerance = min(0.05, 1e3 * torch.finfo(rows.dtype).eps)  # equal rows need not be equal to the bit
-        if (rows - rows[:1]).abs().max() > tolerance * rows.abs().max():
+def _check_tokens_do_not_mix(model: Any, context_length: int) -> None:
+    """As attention gives nothing here, the same token at the same position must come out the same wherever it is, and
+    whatever the positions beside it (`longrope` looks at the last of all)."""
+    together = _computed(model, [1, 1, 1])
+    beside = _computed(model, [1, 1, max(1, context_length - 1)])
+    for rows, others in zip(together, beside, strict=True):
+        if not (_same(rows, rows[:1]) and _same(rows[:2], others[:2])):
             raise UnsupportedModel("mixing tokens outside attention")
 
 
-def _run(model: Any, name: str, notes: _Notes, positions: list[int], wanted: list[int]) -> Tensor:
-    """One forward pass in which `notes` stands for attention; logits `[wanted, vocab]`."""
+def _first_position(model: Any) -> int:
+    """Where the model starts to count when it is told no positions: at 0, or behind its padding's index."""
+    padding = getattr(model.config, "pad_token_id", None)
+    wanted = _computed(model, None)
+    for first in (0, *([padding + 1] if isinstance(padding, int) else [])):
+        try:
+            found = _computed(model, [first, first + 1, first + 2])
+        except IndexError:  # past the model's positions
+            continue
+        if all(_same(one, other) for one, other in zip(found, wanted, strict=True)):
+            return first
+    raise UnsupportedModel("positions that count neither from 0 nor from behind the padding token")
+
+
+def _computed(model: Any, positions: list[int] | None) -> list[Tensor]:
+    """Rows `[3, ...]` of all that comes from three equal tokens where attention gives nothing: logits, keys, values."""
+    notes = _Notes(context_length=0)
+    logits = _run(model, MASKLESS_NAME, notes, positions, wanted=[0, 1, 2])
+    return [logits, *(tensor[0].transpose(0, 1) for call in notes.calls for tensor in (call.key, call.value))]
+
+
+def _same(rows: Tensor, others: Tensor) -> bool:
+    """But for rounding: equal rows need not be equal to the bit."""
+    tolerance = min(0.05, 1e3 * torch.finfo(rows.dtype).eps)
+    return bool((rows - others).abs().max() <= tolerance * rows.abs().max())
+
+
+def _run(model: Any, name: str, notes: _Notes, positions: list[int] | None, wanted: list[int]) -> Tensor:
+    """One forward pass of three tokens in which `notes` stands for attention; logits `[wanted, vocab]`."""
     AttentionInterface.register(name, notes.attend)
     try:
         model.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
-        raise UnsupportedModel("attention that cannot be replaced") from error
+        raise UnsupportedModel(own_attention(model)) from error
     if model.config._attn_implementation != name:
-        raise UnsupportedModel("attention that cannot be replaced")
+        raise UnsupportedModel(own_attention(model))
     device = model.get_input_embeddings().weight.device
+    token = next(one for one in TOKENS if one != getattr(model.config, "pad_token_id", None))
+    told = {} if positions is None else {"position_ids": torch.tensor([positions], device=device)}
     try:
         with torch.inference_mode():
             output = model(
-                input_ids=torch.full((1, len(positions)), TOKEN, dtype=torch.int64, device=device),
-                position_ids=torch.tensor([positions], device=device),
+                input_ids=torch.full((1, 3), token, dtype=torch.int64, device=device),
+                **told,
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=device),
             )
@@ -179,10 +212,23 @@ def _within(window: int | None, context_length: int) -> int | None:
     return window if window is not None and window < context_length else None
 
 
+def _named(layers: list[int]) -> str:
+    """A few layers by their numbers."""
+    most = 4
+    shown = ", ".join(str(layer) for layer in layers[:most])
+    return f"layers {shown}{', ...' if len(layers) > most else ''}" if len(layers) > 1 else f"layer {shown}"
+
+
 def _one_shape(calls: list[_Call], layers: int) -> KvShape:
-    seen = [call.layer for call in calls]
-    if sorted(seen) != list(range(layers)):
-        raise UnsupportedModel(f"attention outside AttentionInterface (layers {seen} of {layers} use it)")
+    often = Counter(call.layer for call in calls)
+    silent = sorted(set(range(layers)) - set(often))
+    if silent:
+        raise UnsupportedModel(f"attention outside AttentionInterface (in {_named(silent)} of {layers})")
+    several = sorted(layer for layer, count in often.items() if count > 1)
+    if several:
+        raise UnsupportedModel(f"attention that a layer calls several times ({calls[0].kind}, in {_named(several)})")
+    if len(often) != layers:
+        raise UnsupportedModel(f"attention in {len(often)} layers where the configuration has {layers}")
     key = calls[0].key
     if any(call.key.shape != key.shape or call.value.dtype != call.key.dtype for call in calls):
         raise UnsupportedModel("storing keys and values of several shapes")

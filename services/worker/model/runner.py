@@ -19,6 +19,7 @@ from services.worker.model.attention.interface import ABORT, STEP
 from services.worker.model.base import Drawn
 from services.worker.model.batch import Ints, RaggedBatch
 from services.worker.model.block_memory import PoolMemory
+from services.worker.model.copy_stream import stream_of
 from services.worker.model.kv_pool import KvPool, is_out_of_memory
 from services.worker.model.loader import LoadedModel
 from services.worker.model.sampler import sample
@@ -31,11 +32,13 @@ class TorchRunner:
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
+        self._first_position = loaded.first_position
         self.device = str(loaded.device)
         self._backend = backend
         self.abort = Abort()
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
-        self.memory = PoolMemory(self.pool)
+        self._stream = stream_of(loaded.device)
+        self.memory = PoolMemory(self.pool, self._stream)
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids
@@ -57,13 +60,18 @@ class TorchRunner:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             raise OutOfMemory(f"a step of {len(batch.ids)} tokens does not fit into memory") from error
+        finally:
+            if self._stream is not None:
+                self._stream.stepped()
+        if self._stream is not None and not batch.draws:
+            self._stream.wait_for_step()  # a draw waits for it; without one a step would seem to take no time
         return [None if part.draw is None else next(drawn) for part in slices]
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
         output = self._model(
             input_ids=self._move(batch.ids).unsqueeze(0),
-            position_ids=self._move(batch.positions).unsqueeze(0),
+            position_ids=self._move(batch.positions + self._first_position).unsqueeze(0),
             use_cache=False,
             logits_to_keep=self._move(rows),
             **{STEP: self._backend.prepare(batch, self.pool), ABORT: self.abort},
@@ -73,6 +81,8 @@ class TorchRunner:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self.pool.copy(copies)
+        if copies and self._stream is not None:
+            self._stream.stepped()
 
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
         return self.pool.read(blocks, tokens, layer)

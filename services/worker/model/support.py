@@ -6,9 +6,10 @@ layer attends through transformers' AttentionInterface and asks for nothing that
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvproto.errors import UnsupportedModel
+from services.worker.model_folder import CONTEXT_KEYS, context_length_of
 
 CHUNKED_ATTENTION = "chunked_attention"
 ATTENTION = {"full_attention", "sliding_attention", CHUNKED_ATTENTION, "attention"}
@@ -17,22 +18,47 @@ ALIBI_MODELS = {"bloom", "mpt"}
 RECURRENT_MODELS = {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}
 
 
+# Fields by which configurations tell how many positions there are.
+ELSEWHERE = "what runs the model's own code, such as `transformers serve`, serves it"
+
+
+class Obstacle(NamedTuple):
+    """A feature, in words, that would be computed wrongly, and what would serve the model."""
+
+    feature: str
+    instead: str = ELSEWHERE
+
+
 def supported_context(config: Any, limit: int | None = None) -> int:
     """The context that can be served exactly: the model's own, or `limit` if that is shorter.
 
-    Raises UnsupportedModel that names the feature and the model.
+    Raises UnsupportedModel that names the feature and the model, and what would serve it.
     """
-    feature = _unsupported_architecture(config)
-    if feature is None:
-        own = _own_context(config)
+    obstacle = _unsupported_architecture(config)
+    if obstacle is None:
+        own = own_context(config)
         if own is None:
-            feature = "a configuration that does not tell the context length"
+            obstacle = Obstacle(
+                "a configuration that does not tell the context length",
+                f"write it into config.json as {CONTEXT_KEYS[0]} (or {', '.join(CONTEXT_KEYS[1:])})",
+            )
         else:
             context_length = min(own, limit) if limit else own
-            feature = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
-            if feature is None:
+            obstacle = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
+            if obstacle is None:
                 return context_length
-    raise UnsupportedModel(f"{name_of(config)}: {feature} is not supported", field="model")
+    raise refusal(config, *obstacle)
+
+
+def refusal(config: Any, feature: str, instead: str = ELSEWHERE) -> UnsupportedModel:
+    return UnsupportedModel(f"{name_of(config)}: {feature} is not supported; {instead}", field="model")
+
+
+def own_attention(model: Any) -> str:
+    """A feature, of a model whose attention cannot be replaced."""
+    classes = sorted({type(module).__name__ for module in model.modules() if "Attention" in type(module).__name__})
+    where = f" ({', '.join(classes)})" if classes else ""
+    return f"attention in code of the model's own{where}, which does not go through transformers' AttentionInterface,"
 
 
 def name_of(config: Any) -> str:
@@ -42,51 +68,52 @@ def name_of(config: Any) -> str:
     return f"{path} ({kind})" if path else str(kind)
 
 
-def _own_context(config: Any) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 1:
-            return value
-    return None
+def own_context(config: Any) -> int | None:
+    return context_length_of(lambda name: getattr(config, name, None))
 
 
-def _unsupported_architecture(config: Any) -> str | None:
-    """The first feature, in words, that would be computed wrongly at any length; None if there is none."""
+def _unsupported_architecture(config: Any) -> Obstacle | None:
+    """The first that is there at any length; None if there is none."""
     kind = getattr(config, "model_type", "")
     if getattr(config, "is_encoder_decoder", False):
-        return "an encoder-decoder model"
+        return Obstacle("an encoder-decoder model")
     if config.get_text_config() is not config:
-        return "a multi-modal model"
+        return Obstacle("a multi-modal model", f"its text model may be served alone; {ELSEWHERE}")
     if getattr(config, "quantization_config", None):
-        return "a quantized checkpoint"
+        return Obstacle("a quantized checkpoint", "the same model in bfloat16, float16 or float32 may be served")
     layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
     if kind in RECURRENT_MODELS or layers & RECURRENT:
-        return "a recurrent or hybrid model (mamba or linear attention layers)"
+        return Obstacle("a recurrent or hybrid model (mamba or linear attention layers)")
     if layers - ATTENTION:
-        return f"a model with layers of type {min(layers - ATTENTION)}"
+        return Obstacle(f"a model with layers of type {min(layers - ATTENTION)}")
     if kind in ALIBI_MODELS or getattr(config, "alibi", False):
-        return "ALiBi position bias"
+        return Obstacle("ALiBi position bias")
     if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention"
+        return Obstacle("multi-head latent attention")
     if getattr(config, "reorder_and_upcast_attn", False):
-        return "reorder_and_upcast_attn"
+        return Obstacle(
+            "reorder_and_upcast_attn", "without it in config.json, which changes rounding alone, the model is served"
+        )
     if getattr(config, "add_cross_attention", False):
-        return "cross-attention"
+        return Obstacle("cross-attention")
     if getattr(config, "attn_temperature_tuning", False):
-        return "attention temperature tuning"  # counts positions by the place in the batch
+        return Obstacle("attention temperature tuning")  # counts positions by the place in the batch
     return None
 
 
-def _chunked(config: Any, context_length: int) -> str | None:
+def _chunked(config: Any, context_length: int) -> Obstacle | None:
     """A chunk counts where some layer uses it and it is shorter than the context."""
     chunk = getattr(config, "attention_chunk_size", None)
     used = CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or ())
     if used and chunk is not None and chunk < context_length:
-        return f"chunked attention (chunks of {chunk} tokens)"
+        return Obstacle(
+            f"chunked attention (chunks of {chunk} tokens)",
+            f"with {CONTEXT_KEYS[0]} of {chunk} in config.json it is served up to there",
+        )
     return None
 
 
-def _length_dependent_rope(config: Any, context_length: int) -> str | None:
+def _length_dependent_rope(config: Any, context_length: int) -> Obstacle | None:
     """`longrope` picks its frequencies by the longest sequence of the batch, and would change those of the others.
 
     (`dynamic` does so only past `max_position_embeddings`, which is never served.)
@@ -99,5 +126,5 @@ def _length_dependent_rope(config: Any, context_length: int) -> str | None:
             config, "original_max_position_embeddings", None
         )
         if not original or context_length > original:
-            return f"a rotary embedding of type longrope beyond its original context of {original} tokens"
+            return Obstacle(f"a rotary embedding of type longrope beyond its original context of {original} tokens")
     return None

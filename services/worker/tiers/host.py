@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvproto.block_hash import Root, parent_of
+from kvproto.block_hash import Root
 from kvproto.messages import BlockRun, Tier, TierEvents
 from services.worker.block_pool import BlockPool
 
@@ -35,16 +35,13 @@ class HostTier:
         self._note_changes()
         return self.pool.drop(block_hash)
 
-    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """See `BlockPool.erase`."""
         self._note_changes()
-        return self.pool.erase(root, hashes, ids)
+        return self.pool.erase(root, hashes, ids, keep)
 
     def depth(self, hashes: Sequence[bytes], start: int, end: int, *, exact: bool = False) -> int:
-        """How far the chain is here without a gap, from `start` on and no further than `end`; `exact`: nothing lossy.
-
-        Block by block: of a forked chain the shared beginning may be gone while a tenant's own part is not.
-        """
+        """How far the chain is here without a gap, from `start` on, to `end` at most; `exact`: nothing lossy."""
         depth = 0
         for block in self.pool.chain_to(hashes[:end]):
             if exact and self.pool.content(block).lossy:
@@ -65,8 +62,7 @@ class HostTier:
         filled = []
         for at, (slot, tokens, is_lossy) in enumerate(zip(slots, ids, lossy, strict=True), start):
             after_lossy = after_lossy or is_lossy  # what follows a lossy block counts as lossy, whoever computed it
-            parent = parent_of(root, hashes, at)
-            filled.append(self.pool.fill(slot, parent, tokens, hashes[at], lossy=after_lossy))
+            filled.append(self.pool.fill(slot, root, hashes, at, tokens, lossy=after_lossy))
             after_lossy = after_lossy or self.pool.is_lossy(hashes[at])
         return filled
 

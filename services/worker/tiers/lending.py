@@ -99,13 +99,13 @@ class EngineLender:
                 block = None if block_hash in found else pool.find(block_hash)
                 if block is None:
                     continue
+                content = pool.content(block)
+                if content.root != root:
+                    continue
                 if block not in covered:
                     chain = pool.ancestry(block_hash)
-                    if self._tiers.root_above(pool.content(chain[0]).parent) != root:
-                        continue
                     chains.append((pool, chain))
                     covered.update(chain)
-                content = pool.content(block)
                 if not (exact and content.lossy):
                     name = BlockName(root, block_hash, content.parent, pack_ids(content.ids))
                     found[block_hash] = Found(name, partial(read, block), content.lossy)

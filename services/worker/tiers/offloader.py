@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvproto.block_hash import Root, pack_ids, parent_of
+from kvproto.block_hash import Root, own_root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
 from services.worker.block_pool import BlockPool
 from services.worker.content_index import depth_of
@@ -25,7 +25,7 @@ from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Remote
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import BlockName, own_root, root_at
+from services.worker.tiers.prospect import BlockName
 from services.worker.tiers.reuse import ReuseWatch
 
 BATCH_BYTES = 32 * 1024 * 1024
@@ -291,15 +291,17 @@ class Offloader:
         self._vaulted.clear()
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """These were erased: nothing of chains with one of them goes down any more."""
+        """These were erased: nothing of chains goes down any more from the first of them on."""
         gone = set(hashes)
 
-        def stays(chain: Chain) -> bool:
-            return gone.isdisjoint(chain.hashes[: chain.end])
+        def left(chain: Chain) -> Chain:
+            end = next((at for at, one in enumerate(chain.hashes[: chain.end]) if one in gone), chain.end)
+            return replace(chain, end=end)
 
-        self._queue = OrderedDict((key, chain) for key, chain in self._queue.items() if stays(chain))
-        self._later = deque(filter(stays, self._later), self._later.maxlen)
-        if self._batch is not None and not stays(self._batch.chain):
+        queued = [chain for chain in map(left, self._queue.values()) if chain.end]
+        self._queue = OrderedDict((chain.last, chain) for chain in queued)
+        self._later = deque((chain for chain in map(left, self._later) if chain.end), self._later.maxlen)
+        if self._batch is not None and left(self._batch.chain).end < self._batch.chain.end:
             self._batch.forgotten = True
         for block_hash in hashes:
             self._vaulted.pop(block_hash, None)

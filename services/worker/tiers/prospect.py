@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvproto.block_hash import ForkedRoot, Root, pack_ids, parent_of
+from kvproto.block_hash import Root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
 
 
@@ -42,18 +42,6 @@ class Prospect:
     insists: bool = False
     far: bool = False  # the peer is in another region
     traceparent: str = ""  # of a traced request: what vaults and peers are asked below
-
-
-def own_root(root: Root) -> bytes:
-    """The tenant's."""
-    return root.own if isinstance(root, ForkedRoot) else root
-
-
-def root_at(root: Root, at: int) -> bytes:
-    """What the `at`-th block of a chain is kept under."""
-    if isinstance(root, ForkedRoot):
-        return root.public if at < root.blocks else root.own
-    return root
 
 
 def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size: int) -> list[BlockName]:

@@ -22,7 +22,6 @@ from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.wire import MAX_BLOCKS
-from kvproto.hash_ring import HashRing
 from kvproto.messages import Tier, TierLoad
 from kvproto.regions import split
 from kvservice import tracing
@@ -118,14 +117,14 @@ class RemoteTiers(Remote):
         self._end(leaving)
 
     def set_peers(self, addresses: Iterable[SourceAddress]) -> None:
-        """All other workers whose blocks can be used here."""
+        """Other workers that are known and whose blocks can be used here."""
         with self._lock:
             if self._closed:
                 return
             leaving = self._replace(Tier.PEER, self._peers, {one.id: one for one in addresses})
-            if self._peers and not any(peer.own_speed() for peer in self._peers.values()):
-                first = HashRing(self._peers).owner(self._settings.worker)  # another one for each worker
-                self._peers[first or min(self._peers)].start()  # so that a peer's speed is known before it is needed
+            for peer in self._peers.values():
+                if peer.own_speed() is None:
+                    peer.start()  # it is about to be asked, and nothing is fetched before it is measured
         self._end(leaving)
 
     def _replace(
@@ -419,7 +418,7 @@ class _Question:
                 present = [index for index, has in zip(at, held, strict=True) if has]
                 self._look.has(self.source.tier, self.source.id, present, owned=share.owned)
         self.source.answered(time.monotonic() - began)
-        if split(self.source.id)[0]:  # of a far one nothing is fetched before it is measured
+        if self.source.tier is Tier.PEER:  # of which nothing is fetched before it is measured
             while self.source.own_speed() is None and not self._look.is_over:
                 time.sleep(MEASURE_S)
         self._look.answered(self.source.tier)

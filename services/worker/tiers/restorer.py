@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvproto.block_hash import Root, parent_of, unpack_ids
+from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
@@ -354,9 +354,10 @@ class Restorer:
             if job.exact and pool.is_lossy(block_hash):
                 break  # somebody computed it on lossy ones meanwhile: exact ones are not listed beside them
             is_lossy = is_lossy or one.lossy
-            parent = parent_of(job.root, job.hashes, job.start + at)
             job.ids[at] = job.ids[at] or one.ids
-            job.blocks[at] = pool.fill(job.blocks[at], parent, job.ids[at], block_hash, lossy=is_lossy)
+            job.blocks[at] = pool.fill(
+                job.blocks[at], job.root, job.hashes, job.start + at, job.ids[at], lossy=is_lossy
+            )
             is_lossy = is_lossy or pool.is_lossy(block_hash)
         pool.release([*job.held, *job.blocks])
         if came and not is_lossy:

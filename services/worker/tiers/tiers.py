@@ -5,37 +5,38 @@ The engine tells what happens to sequences, asks when one's turn comes, and lets
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvproto.block_hash import ForkedRoot, Root, parent_of
+from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
 from kvproto.messages import Tier, TierEvents, TierLoad
 from services.worker.block_pool import BlockPool, Match
 from services.worker.model.base import BlockMemory
+from services.worker.pool_integrity import PoolAudit, check_integrity
 from services.worker.sequence import Sequence as EngineSequence
 from services.worker.tiers.base import Remote
 from services.worker.tiers.copier import Copier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.offloader import Offloader
-from services.worker.tiers.prospect import names_of, own_root
+from services.worker.tiers.prospect import BlockName, names_of
 from services.worker.tiers.protection import Protector
 from services.worker.tiers.restorer import Restorer
 from services.worker.tiers.reuse import ReuseWatch
 
 PROBE_BLOCKS = 4
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
-KEPT_FORKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Erasure:
-    """A sequence to be forgotten once what is on its way is there. `known`: its hashes."""
+    """What is to be forgotten of a sequence once what is on its way is there. `known`: its hashes."""
 
     root: Root
     hashes: Sequence[bytes]
     ids: Sequence[int]
+    keep: int
     known: frozenset[bytes]
 
 
@@ -60,12 +61,12 @@ class Tiers:
         self.copier = Copier()
         self.wake = wake
         self.lent: dict[int, list[tuple[BlockPool, list[int]]]] = {}  # chains held for peers, by lending
-        self._forks: OrderedDict[bytes, bytes] = OrderedDict()  # parent of a chain's first own block -> tenant's root
         self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
         self.offloader = (
             Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
         )
         self.protector: Protector | None = None
+        self._audit = PoolAudit(host.pool) if host is not None else None
         if host is not None and self.offloader is not None and remote is not None:
             self.protector = Protector(pool, host, self.offloader, self.copier, remote)
         if host is not None:
@@ -95,12 +96,7 @@ class Tiers:
 
     def started(self, sequence: EngineSequence) -> None:
         """A request runs for the first time."""
-        root = sequence.root
-        self.reuse.ask(own_root(root), sequence.hashes)
-        if isinstance(root, ForkedRoot):
-            self._forks[parent_of(root, sequence.hashes, root.blocks)] = root.own
-            if len(self._forks) > KEPT_FORKS:
-                self._forks.popitem(last=False)
+        self.reuse.ask(own_root(sequence.root), sequence.hashes)
 
     def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         """Its prompt is computed: the part that was found was of use again, the rest may be."""
@@ -145,7 +141,7 @@ class Tiers:
         for _ in range(len(self._erasing)):
             late = self._erasing.popleft()
             if late.known.isdisjoint(self._carried()):
-                self.erase(late.root, late.hashes, late.ids)
+                self.erase(late.root, late.hashes, late.ids, late.keep)
             else:
                 self._erasing.append(late)
         return self.restorer.poll()
@@ -168,39 +164,34 @@ class Tiers:
         """Seconds until `tend` is needed though nothing woke the engine."""
         return self.restorer.due_in()
 
-    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-        """Forget what only this token sequence has, in every tier; what is on its way down or to a peer, when it is
-        there. Returns how many blocks went at once."""
-        late = _Erasure(root, hashes, ids, frozenset(hashes))
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
+        """Forget what only this token sequence has behind its first `keep` tokens, in every tier; what is on its way
+        down or to a peer, when it is there. Returns how many blocks went at once."""
+        late = _Erasure(root, hashes, ids, keep, frozenset(hashes))
         if not late.known.isdisjoint(self._carried()):
             self._erasing.append(late)
-        gone = self.pool.erase(root, hashes, ids)
+        gone = self.pool.erase(root, hashes, ids, keep)
+        first = max(keep // self.pool.block_size, root.blocks if isinstance(root, ForkedRoot) else 0)
         if self.offloader is not None and self.host is not None:
-            self.offloader.forget(hashes)
-            gone += self.host.erase(root, hashes, ids)
-        if self.remote is not None:
-            public = root.blocks if isinstance(root, ForkedRoot) else 0
-            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[public:])
+            self.offloader.forget(hashes[first:])
+            gone += self.host.erase(root, hashes, ids, keep)
+        if self.remote is not None and len(hashes) > first:
+            self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[first:])
         return gone
 
     def discard(self, root: Root, hashes: Sequence[bytes]) -> None:
         """The last block's content is wrong: it and all that continues it go, here and in vaults, and what of it is on
         its way goes nowhere."""
         first = hashes[-1]
-        paths = [[], *self.pool.continuations(first)]
+        gone = {first: root_at(root, len(hashes) - 1)} | self.pool.continuations(first)
         if self.host is not None:
-            paths += self.host.pool.continuations(first)
+            gone |= self.host.pool.continuations(first)
             self.host.drop(first)
         self.pool.drop(first)
-        gone = {path[-1] if path else first for path in paths}
         if self.offloader is not None:
             self.offloader.forget(list(gone))
         if self.remote is not None:
-            names = {}
-            for path in paths:
-                name = names_of(root, [*hashes, *path], (), self.pool.block_size)[-1]
-                names[name.hash] = name
-            self.remote.erase(list(names.values()))
+            self.remote.erase([BlockName(kept_under, block_hash, b"", b"") for block_hash, kept_under in gone.items()])
 
     def _carried(self) -> list[bytes]:
         """Last blocks of chains that are held here, by no sequence."""
@@ -216,7 +207,8 @@ class Tiers:
 
     @property
     def digest(self) -> int:
-        return self.host.pool.digest if self.host is not None else 0
+        """The part of these tiers in that of all."""
+        return in_tier(self.host.pool.digest, Tier.HOST.number) if self.host is not None else 0
 
     def holdings(self) -> dict[Tier, list[bytes]]:
         return {Tier.HOST: self.host.pool.hashes()} if self.host is not None else {}
@@ -270,10 +262,6 @@ class Tiers:
             self.memory.read(block, view)
         return view
 
-    def root_above(self, parent: bytes) -> bytes:
-        """The root that a chain is kept under whose first block, as far as it is listed, has this parent."""
-        return self._forks.get(parent, parent)
-
     def held(self) -> list[list[int]]:
         """Blocks of the device that are held here, by holder."""
         offloading = self.offloader.held() if self.offloader is not None else []
@@ -282,8 +270,16 @@ class Tiers:
     def _lent_of(self, pool: BlockPool) -> list[list[int]]:
         return [chain for held in self.lent.values() for of, chain in held if of is pool]
 
+    def _held_on_host(self, host: HostTier) -> list[list[int]]:
+        offloading = self.offloader.held_on_host() if self.offloader is not None else []
+        return [*self.restorer.held_on_host(), *offloading, *self._lent_of(host.pool)]
+
+    def audit(self) -> None:
+        """As `Engine.audit`, of the host."""
+        if self.host is not None and self._audit is not None:
+            self._audit.look(self._held_on_host(self.host))
+
     def check_integrity(self) -> None:
         """Raises AssertionError if the host's books do not balance."""
-        if self.host is not None and self.offloader is not None:
-            holders = [*self.restorer.held_on_host(), *self.offloader.held_on_host(), *self._lent_of(self.host.pool)]
-            self.host.pool.check_integrity(holders)
+        if self.host is not None:
+            check_integrity(self.host.pool, self._held_on_host(self.host))

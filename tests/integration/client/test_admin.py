@@ -9,9 +9,10 @@ import pytest
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest
-from kvproto.messages import AdminCommand, AdminRequest, Inspection, Sampling
+from kvproto.messages import AdminCommand, AdminRequest, Inspection, Sampling, Stray
 from services.worker import admin
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 164))
 TOO_LONG = PROMPT + tuple(i % 1000 for i in range(300_000))  # 1.2 MB
@@ -20,7 +21,7 @@ TOO_LONG = PROMPT + tuple(i % 1000 for i in range(300_000))  # 1.2 MB
 @pytest.fixture
 async def worker(fleet: FakeFleet, client: Client) -> FakeWorker:
     worker = await fleet.start("w0")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not list(client.members.view.ready()):
             await asyncio.sleep(0.01)
     return worker
@@ -67,7 +68,7 @@ async def test_an_erased_block_is_told_to_whoever_follows(worker: FakeWorker, cl
     await ask(client, PROMPT)
     await erase(client, PROMPT)
     view = client.members.view.workers["w0"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while view.heartbeat is None or view.heartbeat.event_seq < 2 or view.heartbeat.held:
             await asyncio.sleep(0.02)
     assert view.heartbeat.digest == 0  # each block was stored once and removed once
@@ -97,3 +98,20 @@ async def test_half_a_long_question_is_refused(worker: FakeWorker, client: Clien
 async def test_what_is_no_tenant_is_refused(worker: FakeWorker, client: Client, tenant: str) -> None:
     with pytest.raises(InvalidRequest, match="tenant"):
         await erase(client, PROMPT, tenant)
+
+
+async def test_strays_beside_a_sequence_go_with_it_however_long_it_is(worker: FakeWorker, client: Client) -> None:
+    strays = (Stray(48, tuple(range(500, 540))), Stray(64, tuple(range(600, 640))))
+    for stray in strays:
+        await ask(client, PROMPT[: stray.start] + stray.ids)
+    await client.admin("w0", AdminRequest(AdminCommand.ERASE, "public", TOO_LONG, strays=strays))
+    for stray in strays:
+        assert (await inspect(client, PROMPT[: stray.start] + stray.ids)).cached_tokens == 0
+    with pytest.raises(InvalidRequest, match="65 ids"):
+        await client.admin("w0", AdminRequest(AdminCommand.ERASE, "public", PROMPT, strays=(Stray(65, (1,)),)))
+
+
+async def test_what_is_to_be_kept_stays(worker: FakeWorker, client: Client) -> None:
+    await ask(client, PROMPT)
+    await client.admin("w0", AdminRequest(AdminCommand.ERASE, "public", PROMPT, keep=40))
+    assert (await inspect(client, PROMPT)).cached_tokens == 32

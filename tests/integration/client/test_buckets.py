@@ -7,11 +7,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvproto import buckets
+from kvproto import buckets, codec
 from kvproto.buckets import Bucket, StaleRevision, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed, Unavailable
+from kvproto.ids import Epoch
+from kvproto.members import Fenced, Lease
+from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import Subjects
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ async def test_a_deleted_keys_marker_goes_by_itself(
         await bucket.delete(f"k.{i}")
     jetstream = connection.raw.jetstream()
     assert (await jetstream.stream_info(f"KV_{name}")).state.messages == 5
-    async with asyncio.timeout(6):
+    async with asyncio.timeout(LIMIT_S / 2):
         while (await jetstream.stream_info(f"KV_{name}")).state.messages:
             await asyncio.sleep(0.2)
 
@@ -59,7 +63,7 @@ async def test_a_watcher_sees_deletion_and_what_existed(connection: Connection, 
     watch = await bucket.watch()
     seen = []
     await bucket.delete("a")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         async for entry in watch.entries():
             seen.append(entry and (entry.key, entry.value, entry.expired))
             if entry is not None and entry.value is None:
@@ -80,6 +84,17 @@ async def test_ensure_says_what_differs(connection: Connection, namespace: str) 
             await connection.raw.jetstream().delete_key_value(name)
 
 
+async def test_more_may_watch_than_a_server_lets_by_itself(connection: Connection, fleet_buckets: Subjects) -> None:
+    """It has a thousand consumers for a stream that says nothing, and each worker watches."""
+    jetstream = connection.raw.jetstream()
+    for bucket in (fleet_buckets.members_bucket, fleet_buckets.keys_bucket):
+        config = (await jetstream.stream_info(f"KV_{bucket}")).config
+        assert config.max_consumers == buckets.MAX_WATCHES
+        assert config.allow_direct, "all else is as it was made"
+        assert config.max_msgs_per_subject == 1
+    assert await ensure_buckets(connection, fleet_buckets) == []
+
+
 async def test_a_missing_bucket_names_the_command_that_creates_it(connection: Connection) -> None:
     with pytest.raises(Unavailable, match="kvfleet init"):
         await Bucket.open(connection, "absent")
@@ -93,3 +108,44 @@ async def test_a_refused_password_is_final_and_quick(nats_with_config, tmp_path)
     with pytest.raises(AuthenticationFailed, match="refuses user a"):
         await Connection.open(server.url, name="x", inbox_prefix="_adm.x", user="a", password="wrong")
     assert asyncio.get_running_loop().time() - began < 3
+
+
+def a_life(started_ms: int) -> MemberRecord:
+    """Of a process whose host's clock says so."""
+    epoch = str(Epoch(started_ms, started_ms))
+    return MemberRecord("v0", epoch, "", State.READY, Role.VAULT, "h", 1, codec.supported_versions())
+
+
+@pytest.mark.parametrize(("first_ms", "second_ms"), [(1_000, 2_000), (2_000, 1_000)])
+async def test_the_life_that_registered_last_is_the_later_one_whatever_clocks_say(
+    connection: Connection, fleet_buckets: Subjects, first_ms: int, second_ms: int
+) -> None:
+    bucket = await Bucket.open(connection, fleet_buckets.members_bucket)
+    first, second = Lease(bucket, a_life(first_ms)), Lease(bucket, a_life(second_ms))
+    await first.renew()
+    await first.renew()
+    await second.renew()
+    with pytest.raises(Fenced):
+        await first.renew()
+    await second.renew()
+    with pytest.raises(Fenced):
+        await first.renew()
+
+
+@pytest.mark.parametrize(("first_ms", "second_ms"), [(1_000, 2_000), (2_000, 1_000)])
+async def test_an_earlier_life_that_registers_again_in_a_gap_is_replaced_again(
+    connection: Connection, fleet_buckets: Subjects, first_ms: int, second_ms: int
+) -> None:
+    """Both were away for so long that their records expired, and the earlier one is back first."""
+    bucket = await Bucket.open(connection, fleet_buckets.members_bucket)
+    first, second = Lease(bucket, a_life(first_ms)), Lease(bucket, a_life(second_ms))
+    await first.renew()
+    await second.renew()
+    await bucket.delete("vault.v0")
+    await first.renew()
+    await second.renew()
+    held = await bucket.get("vault.v0")
+    assert held.value is not None
+    assert codec.decode(MemberRecord, held.value).epoch == second.record.epoch
+    with pytest.raises(Fenced):
+        await first.renew()

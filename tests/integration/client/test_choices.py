@@ -13,6 +13,7 @@ from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
 from kvproto.stream import Stream
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=40, temperature=0.9, seed=7, ignore_eos=True, n=3, logprobs=2)
@@ -77,7 +78,7 @@ class Reader:
 
 
 async def ready(client: Client, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(list(client.members.view.ready())) < count:
             await asyncio.sleep(0.02)
 
@@ -181,7 +182,7 @@ async def test_lost_frames_of_any_choice_are_asked_for_again(fleet: FakeFleet, c
 
 async def settled(worker: Any) -> None:
     """Nothing of any request is left in the engine."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while worker.loop.frames.pending_sequences or _busy(worker):
             await asyncio.sleep(0.01)
 
@@ -209,7 +210,7 @@ async def test_a_choice_that_fails_ends_the_request_and_its_other_choices(fleet:
 
 
 async def test_a_cancelled_request_leaves_no_choice_running(fleet: FakeFleet, client: Client) -> None:
-    worker = await fleet.start("w0", fake_tokens_per_s=300)
+    worker = await fleet.start("w0", fake_tokens_per_s=20)
     await ready(client, 1)
     async with client.generate(asked(max_tokens=2000)) as stream:
         async for event in stream:
@@ -224,7 +225,7 @@ async def test_a_reader_that_stops_parks_all_choices(fleet: FakeFleet, client: C
     await ready(client, 1)
     stream = client.generate(asked(max_tokens=300))
     stream._limit = 60
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while stream.paused_since is None or _busy(worker):
             await asyncio.sleep(0.01)
     assert stream._buffered < 900

@@ -14,6 +14,7 @@ from kvproto.connection import Connection, Message
 from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, Frame, GenerateRequest, Moved, Sampling, Tokens
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S, until
 
 ENDLESS = Sampling(max_tokens=3000, temperature=0.0, ignore_eos=True)
 PROMPT = tuple(range(100, 140))
@@ -81,7 +82,7 @@ class Placement:
         await self.connection.publish(self.subjects.worker_cancel("w0"), cancel)
 
     async def until(self, inbox: str, kind: type) -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not (found := [one for one in self.frames.get(inbox, []) if isinstance(one, kind)]):
                 await asyncio.sleep(0.005)
         return found[-1]
@@ -92,12 +93,6 @@ async def placement(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Pla
     connection = await Connection.open(nats_url, name="p1", inbox_prefix="_plc.p1")
     yield await Placement(connection, fleet_buckets).start()
     await connection.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_request_that_ends_while_it_is_offered_to_placement_ends_once(
@@ -164,9 +159,9 @@ async def test_an_engine_that_hangs_does_not_keep_readers_from_being_told(
 ) -> None:
     await placement.ask("a", watched=False)
     gate = threading.Event()
-    worker.thread.post(lambda engine: gate.wait(30) and None)
+    worker.thread.post(lambda engine: gate.wait(2 * LIMIT_S) and None)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await worker.loop.hand_over.run(1.0)
         assert await placement.until("_prd.public.a", Moved)
     finally:

@@ -14,6 +14,7 @@ from kvproto.messages import Sampling, Started
 from services.worker.engine import Engine
 from services.worker.sequence import SequenceSpec
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 140))
 ASK = Generation("demo", Sampling(max_tokens=4, temperature=0.0, ignore_eos=True), PROMPT)
@@ -22,7 +23,7 @@ ASK = Generation("demo", Sampling(max_tokens=4, temperature=0.0, ignore_eos=True
 @pytest.fixture
 async def worker(fleet: FakeFleet, client: Client) -> FakeWorker:
     worker = await fleet.start("w0")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not list(client.members.view.ready()):
             await asyncio.sleep(0.01)
     return worker
@@ -53,12 +54,10 @@ async def test_the_flag_reaches_the_engine(
 async def test_an_exact_request_finds_nothing_lossy(worker: FakeWorker, client: Client) -> None:
     def have_lossy_blocks(engine: Engine) -> None:
         root, size = worker.loop.requests._roots.of("public", PROMPT), engine.pool.block_size
-        parent, blocks = root, engine.pool.allocate(2)
-        assert isinstance(parent, bytes)
-        for at, block_hash in enumerate(chain(root, PROMPT, size)):
+        hashes, blocks = chain(root, PROMPT, size), engine.pool.allocate(2)
+        for at in range(len(hashes)):
             ids = PROMPT[at * size : (at + 1) * size]
-            blocks[at] = engine.pool.fill(blocks[at], parent, ids, block_hash, lossy=True)
-            parent = block_hash
+            blocks[at] = engine.pool.fill(blocks[at], root, hashes, at, ids, lossy=True)
         engine.pool.release(blocks)
 
     await worker.thread.call(have_lossy_blocks)

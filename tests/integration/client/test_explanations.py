@@ -30,6 +30,7 @@ from kvproto.messages import (
 )
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 DECISION = Decision("r1", 0, "acme", "demo", 1, "cost", "w1", "why", 40, {"device": 32}, 0.5, (), 1, "p1")
@@ -101,7 +102,7 @@ async def start_replica(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator
 
 
 async def knows(client: Client, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while sum(role is Role.PLACEMENT for role, _ in client.members.view.members) != count:
             await asyncio.sleep(0.01)
 
@@ -169,7 +170,7 @@ async def test_no_policy_is_followed_that_was_not_asked_for(
     try:
         for worker in ("w0", "w1"):
             await fleet.start(worker)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(list(client.members.view.ready())) < 2:
                 await asyncio.sleep(0.02)
 
@@ -216,7 +217,7 @@ async def test_a_stream_that_has_begun_goes_on_whatever_its_policy(
     try:
         for worker in ("w0", "w1"):
             await fleet.start(worker, fake_tokens_per_s=200)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(list(client.members.view.ready())) < 2:
                 await asyncio.sleep(0.02)
         subscription = await placement.subscribe(fleet_buckets.place_all(), answer_once)

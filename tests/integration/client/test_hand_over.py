@@ -10,6 +10,7 @@ from kvproto.client import Client, Generation
 from kvproto.connection import Message
 from kvproto.messages import CancelRequest, GenerateRequest, Moved, Sampling, Tokens
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -36,14 +37,14 @@ class Overheard:
         self.cancelled.append((message.subject.split(".")[2], codec.decode(CancelRequest, message.data)))
 
     async def until_cancelled(self) -> tuple[str, CancelRequest]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while not self.cancelled:
                 await asyncio.sleep(0.01)
         return self.cancelled[0]
 
 
 async def ready(client: Client, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(list(client.members.view.ready())) < count:
             await asyncio.sleep(0.02)
 
@@ -149,7 +150,7 @@ async def test_a_request_that_moves_before_it_starts_goes_on(fleet: FakeFleet, c
     running = client.generate(Generation("demo", replace(SAMPLING, max_tokens=500), PROMPT))
     await running.read()
     queued = client.generate(Generation("demo", SAMPLING, (*PROMPT, 1)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not queued.accepted:
             await asyncio.sleep(0.01)
     await fleet.start("w1", fake_tokens_per_s=300)

@@ -12,6 +12,7 @@ from kvproto.messages import Sampling, Tokens
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 OUTAGE_S = 10.0
 SAMPLING = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -40,14 +41,14 @@ async def test_running_streams_complete_and_blocks_are_still_known(nats_process:
         await fleet.start(worker, fake_tokens_per_s=500)
     client = await Client.open(server.url)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(list(client.members.view.ready())) < 2:
                 await asyncio.sleep(0.02)
         epochs = {w: view.record.epoch for w, view in client.members.view.workers.items()}
         progress: list[int] = []
         asked = [Generation("demo", SAMPLING, tuple(range(i, i + 40))) for i in range(10)]
         running = [asyncio.create_task(run(client, one, progress)) for one in asked]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(progress) < 200:
                 await asyncio.sleep(0.01)
         server.kill()
@@ -55,10 +56,10 @@ async def test_running_streams_complete_and_blocks_are_still_known(nats_process:
         server.start()
         # This one may find its worker not back yet, and ask the next.
         during = asyncio.create_task(run(client, Generation("demo", SAMPLING, tuple(range(900, 940))), [], attempts=8))
-        results = await asyncio.wait_for(asyncio.gather(*running), 20)
+        results = await asyncio.wait_for(asyncio.gather(*running), LIMIT_S)
         assert all(len(ids) == 400 for ids in results)
-        assert len(await asyncio.wait_for(during, 20)) == 400, "what was asked during the outage is served too"
-        async with asyncio.timeout(10):
+        assert len(await asyncio.wait_for(during, LIMIT_S)) == 400, "what was asked during the outage is served too"
+        async with asyncio.timeout(LIMIT_S):
             while len(list(client.members.view.ready())) < 2:
                 await asyncio.sleep(0.05)
         assert {w: view.record.epoch for w, view in client.members.view.workers.items()} == epochs
@@ -85,11 +86,11 @@ async def test_a_hung_server_is_left_behind(nats_process: ProcessFactory) -> Non
         lost = asyncio.Event()
         connection.on_disconnect.append(lost.set)
         for _ in range(200):
-            await asyncio.wait_for(connection.publish("x", bytes(60_000)), 5)
-        await asyncio.wait_for(lost.wait(), 20)
+            await asyncio.wait_for(connection.publish("x", bytes(60_000)), LIMIT_S)
+        await asyncio.wait_for(lost.wait(), LIMIT_S)
     finally:
         server.wake()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not connection.is_connected:
                 await asyncio.sleep(0.05)
         await connection.close()

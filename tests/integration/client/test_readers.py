@@ -33,6 +33,7 @@ from kvproto.messages import (
 )
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S, until
 
 SAMPLING = Sampling(max_tokens=60, temperature=0.8, seed=3, ignore_eos=True)
 ENDLESS = replace(SAMPLING, max_tokens=3000)
@@ -86,7 +87,7 @@ class Reader:
         await self.connection.publish(self._subjects.worker_cancel("w0"), codec.encode(message))
 
     async def until(self, kind: type, count: int = 1) -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(found := [frame for frame in self.frames if isinstance(frame, kind)]) < count:
                 await asyncio.sleep(0.005)
         return found[-1]
@@ -281,19 +282,19 @@ async def test_an_attempt_is_parked_while_all_its_readers_want_that(worker: Fake
         await reader.connection.synced()
 
     async def parked(so: bool) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while (record.paused_at is not None) is not so:
                 await asyncio.sleep(0.005)
 
     async def goes_on() -> None:
         had = record.output_tokens
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while record.output_tokens < had + 3:
                 await asyncio.sleep(0.005)
 
     await pause(first)
     await pause(first, inbox="_prd.other.x.b")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not record.paused_by:
             await asyncio.sleep(0.005)
     await goes_on()
@@ -367,7 +368,7 @@ async def test_a_cancel_right_after_a_long_text_ends_it(worker: FakeWorker, read
     await desk.on_generate(SimpleNamespace(subject="x.public", reply="", data=codec.encode(body), headers=None))
     spawned = worker.loop._tasks - before
     await desk.on_cancel(SimpleNamespace(subject="x", reply="", data=codec.encode(cancel), headers=None))
-    await asyncio.wait(spawned, timeout=10)
+    await asyncio.wait(spawned, timeout=LIMIT_S)
     assert desk.requests_total == 0
 
 
@@ -403,7 +404,7 @@ async def test_readers_that_vanish_free_their_blocks(
     )
     try:
         assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), 20) == b"streams\n"
+        assert await asyncio.wait_for(process.stdout.readline(), LIMIT_S) == b"streams\n"
         batch, plain, stays = await readers("a"), await readers("b", Encoding.MSGPACK), await readers("c")
         parked = await readers("d")
         await batch.ask("running", sampling=ENDLESS)
@@ -415,7 +416,7 @@ async def test_readers_that_vanish_free_their_blocks(
         pause = codec.encode(PauseRequest("parked", 0, True))
         await parked.connection.publish(parked._subjects.worker_pause("w0"), pause)
         await parked.connection.synced()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not list(client.members.view.ready()):
                 await asyncio.sleep(0.02)
         back = client.generate(Generation("demo", ENDLESS, (*PROMPT, 4)))
@@ -429,8 +430,7 @@ async def test_readers_that_vanish_free_their_blocks(
             while worker.loop.frames.running_count > 2 or worker.thread._engine.load().running > 2:
                 await asyncio.sleep(0.02)
         had = len(stays.ids)
-        await asyncio.sleep(0.2)
-        assert len(stays.ids) > had
+        await until(lambda: len(stays.ids) > had)
         await stays.leave("stays")
         assert client.connection.reconnects_total == 1
         assert back.attempts == 1

@@ -32,6 +32,7 @@ from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvservice.membership import member_record
 from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=60, temperature=0.9, ignore_eos=True)
@@ -77,7 +78,7 @@ async def placer(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Placer
 async def start(fleet: FakeFleet, *clients: Client, pace: float = 600) -> None:
     for worker in ("w0", "w1"):
         await fleet.start(worker, fake_tokens_per_s=pace)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while any(len(list(client.members.view.ready())) < 2 for client in clients):
             await asyncio.sleep(0.02)
 
@@ -100,7 +101,7 @@ async def read(stream: Stream) -> tuple[list[int], str, Finished]:
 
 
 async def until_tokens(stream: Stream, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(stream.ids) < count:
             await asyncio.sleep(0.005)
 

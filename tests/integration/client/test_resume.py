@@ -13,6 +13,7 @@ from kvproto.client import Client, Generation
 from kvproto.messages import ChoiceFinished, Finished, Sampling, TokenLogprobs, Tokens
 from kvproto.stream import Stream
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 140))
 PLAIN = Sampling(max_tokens=40, temperature=0.9, seed=7, ignore_eos=True, logprobs=2)
@@ -68,7 +69,7 @@ async def read(stream: Stream, choices: int, at: int = -1, then: Any = None) -> 
 
 
 async def ready(client: Client, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(list(client.members.view.ready())) < count:
             await asyncio.sleep(0.02)
 

@@ -19,6 +19,7 @@ from kvproto.subjects import PLACEMENT_INBOX, inbox_prefix
 from kvservice.membership import member_record
 from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -26,7 +27,7 @@ GAP_S = 3.5
 
 
 async def ready(client: Client, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(list(client.members.view.ready())) < count:
             await asyncio.sleep(0.02)
 
@@ -68,7 +69,7 @@ async def test_workers_that_stop_or_hang_in_a_step_cost_a_gap(fleet: FakeFleet, 
 
     async def hang(worker: FakeWorker) -> None:
         runner: Any = worker.thread._engine.runner
-        runner._sleep = lambda _: let_go.wait(30)
+        runner._sleep = lambda _: let_go.wait(2 * LIMIT_S)
 
     asked = [Generation("demo", SAMPLING, PROMPT, worker=worker) for worker in ("w0", "w1")]
     try:

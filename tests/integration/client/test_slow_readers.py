@@ -12,6 +12,7 @@ from kvproto.client import Client, Generation
 from kvproto.errors import LimitExceeded
 from kvproto.messages import Sampling, Tokens
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 SAMPLING = Sampling(max_tokens=4000, temperature=0.8, seed=3, ignore_eos=True)
 PROMPT = tuple(range(100, 140))
@@ -24,7 +25,7 @@ async def test_one_that_does_not_read_costs_nobody_else_anything(
 ) -> None:
     monkeypatch.setattr(kvproto_client, "PAUSED_LIMIT_S", GIVEN_UP_S)
     worker = await fleet.start("w0")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not client.members.view.workers:
             await asyncio.sleep(0.01)
     alone = [event async for event in client.generate(Generation("demo", replace(SAMPLING, seed=9), PROMPT))]
@@ -33,7 +34,7 @@ async def test_one_that_does_not_read_costs_nobody_else_anything(
     reading = client.generate(Generation("demo", replace(SAMPLING, seed=9), PROMPT))
     ids: list[int] = []
     most = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         async for event in reading:
             if isinstance(event, Tokens):
                 ids += event.ids

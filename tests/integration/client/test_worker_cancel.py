@@ -11,6 +11,7 @@ from kvproto.client import Client
 from kvproto.messages import CancelRequest, Failed, Frame, GenerateRequest, Sampling, Started
 from services.worker.model.fake import FakeRunner
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 LONG = tuple(range(400))
@@ -43,7 +44,7 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
     reader = Reader()
     client.inbox.register("long", reader)
     view = client.members.view.workers["w0"]
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(LIMIT_S):
         subject = client.subjects.worker_generate("w0", "public")
         await client.connection.publish(subject, codec.encode(body), reply=inbox)
         while view.heartbeat is None or view.heartbeat.step_age_s < 0.3:
@@ -60,7 +61,7 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
     assert worker.thread.cancel_to_free.max < 5, "the step would have taken twenty"
     used, listed = await worker.thread.call(lambda engine: (engine.pool.used, engine.pool.hashes()))
     assert (used, listed) == (0, []), "nothing of the step that nobody waited for is cached"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while view.heartbeat.step_age_s:
             await asyncio.sleep(0.02)
 
@@ -70,7 +71,7 @@ async def test_heartbeats_carry_the_longest_of_the_last_steps(worker: FakeWorker
     subject = client.subjects.worker_generate("w0", "public")
     await client.connection.publish(subject, codec.encode(body), reply=client.inbox.of("r", 0))
     view = client.members.view.workers["w0"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while view.heartbeat is None or not view.heartbeat.rates.step_s:
             await asyncio.sleep(0.02)
     assert view.heartbeat.rates.step_s >= 0.5

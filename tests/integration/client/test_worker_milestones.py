@@ -31,6 +31,7 @@ from kvproto.messages import (
 from kvproto.subjects import Subjects
 from kvproto.tenant_roots import TenantRoots
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 SAMPLING = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
 ENDLESS = replace(SAMPLING, max_tokens=4000)
@@ -54,7 +55,7 @@ class Placement:
 
     async def until(self, request: str, passed: Passed = Passed.ENDED, attempt: int = 0) -> list[Milestone]:
         """All that was said of an attempt up to there; and it says no more if that was its end."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while not any(item.passed is passed for item in self.of(request, attempt)):
                 await asyncio.sleep(0.005)
         if passed is Passed.ENDED:
@@ -182,6 +183,21 @@ async def test_requests_of_an_engine_that_crashes(worker: FakeWorker, placement:
     assert worker.fatal == ["the engine failed: RuntimeError: broken kernel"]
 
 
+async def test_a_worker_that_cannot_take_its_engines_results(
+    worker: FakeWorker, placement: Placement, send: Send
+) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("broken frames")
+
+    await send("r1", sampling=ENDLESS)
+    await placement.until("r1", Passed.FIRST_TOKEN)
+    worker.loop.frames.add = crash  # type: ignore[method-assign, assignment]
+    async with asyncio.timeout(LIMIT_S):
+        while not worker.fatal:
+            await asyncio.sleep(0.005)
+    assert worker.fatal == ["the engine failed: RuntimeError: broken frames"]
+
+
 async def test_a_request_of_which_only_the_end_was_lost(worker: FakeWorker, placement: Placement, send: Send) -> None:
     ended = (Continuation((1, 2), 2, FinishReason.STOP), Continuation((3,), 1, FinishReason.STOP))
     await send("r1", sampling=replace(SAMPLING, n=2), continuations=ended)
@@ -207,7 +223,7 @@ async def test_many_requests_are_told_in_few_messages(worker: FakeWorker, placem
     for at in range(60):
         await send(f"r{at}", sampling=replace(SAMPLING, max_tokens=8))
     for at in range(60):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while Passed.ENDED not in names(placement.of(f"r{at}")):
                 await asyncio.sleep(0.005)
         assert names(placement.of(f"r{at}")) == [Passed.ACCEPTED, Passed.STARTED, Passed.FIRST_TOKEN, Passed.ENDED]
@@ -238,6 +254,8 @@ async def test_a_snapshot_of_all_tiers_and_what_a_record_says_of_blocks(
         worker.loop.heartbeat().event_seq,
         worker.loop.heartbeat().digest,
     )
-    assert await placement.snapshot(Tier.DEVICE) == [everything]
+    assert everything.tier_digest == worker.loop.heartbeat().tier_digest
+    of_one_tier = replace(everything, tier_digest=None)
+    assert await placement.snapshot(Tier.DEVICE) == [of_one_tier]
     (host,) = await placement.snapshot(Tier.HOST)
-    assert host == replace(everything, tier=Tier.HOST, hashes=b"")
+    assert host == replace(of_one_tier, tier=Tier.HOST, hashes=b"")

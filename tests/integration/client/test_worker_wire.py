@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvproto import codec
-from kvproto.block_hash import HASH_BYTES, digest_term
+from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation
 from kvproto.connection import Message
 from kvproto.messages import (
@@ -35,8 +36,10 @@ from kvproto.messages import (
     WorkerStats,
 )
 from kvproto.subjects import Subjects
+from services.worker import prospector, request_desk
 from services.worker.main import prompt_encoder_of
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.waiting import LIMIT_S
 
 SAMPLING = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
 
@@ -59,14 +62,14 @@ async def settle(client: Client, worker: FakeWorker) -> Heartbeat:
     await asyncio.sleep(0.1)
     seen = asyncio.get_running_loop().time()
     view = client.members.view.workers["w0"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while view.heartbeat is None or view.heartbeat_at < seen + 0.6:
             await asyncio.sleep(0.02)
     return view.heartbeat
 
 
 async def snapshot(client: Client) -> tuple[list[bytes], Snapshot]:
-    reply = await client.connection.request(client.subjects.blocks("w0"), codec.encode(SnapshotRequest()), 2.0)
+    reply = await client.connection.request(client.subjects.blocks("w0"), codec.encode(SnapshotRequest()), LIMIT_S)
     part = codec.decode(Snapshot, reply.data)
     assert part.parts == 1
     raw = part.hashes
@@ -136,7 +139,7 @@ class Receiver:
         self.no_responders += 1
 
     async def until(self, kind: type) -> Frame:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while not any(isinstance(frame, kind) for frame in self.frames):
                 await asyncio.sleep(0.01)
         return next(frame for frame in self.frames if isinstance(frame, kind))
@@ -204,6 +207,29 @@ async def test_a_cancel_of_one_attempt_leaves_the_others_tokenising(worker: Fake
     assert receiver.frames[-1].attempt == 1
 
 
+async def test_a_long_prompt_is_hashed_beside_the_loop(
+    nats_url: str, fleet_buckets: Subjects, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[tuple[int, str]] = []
+
+    def noted(root: Root, ids: Sequence[int], block_size: int) -> list[bytes]:
+        hashed.append((len(ids), threading.current_thread().name.partition("_")[0]))
+        return chain(root, ids, block_size)
+
+    monkeypatch.setattr(prospector, "chain", noted)
+    monkeypatch.setattr(prospector, "LOOK_WORTH_S", 0.0)
+    monkeypatch.setattr(request_desk, "INLINE_IDS", 64)
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    await fleet.start("w0", sockets=tmp_path)
+    async with asyncio.timeout(LIMIT_S):
+        while not list(client.members.view.ready()):
+            await asyncio.sleep(0.01)
+        for tokens in (200, 40):
+            await ask(client, tuple(range(tokens)))
+    await fleet.stop()
+    assert hashed == [(200, "prepare"), (40, "MainThread")]
+
+
 async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, client: Client) -> None:
     class Broken:
         def encode(self, text: str, add_special_tokens: bool) -> None:
@@ -235,7 +261,7 @@ async def test_a_producer_is_not_told_of_an_attempt_that_placement_took_back(
     await client.connection.subscribe(inbox, on_plain)
     sampling = replace(SAMPLING, max_tokens=300)
     await send(client, request(client, inbox=inbox, encoding=encoding, watcher="p0", sampling=sampling))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while len(plain) < 3:
             await asyncio.sleep(0.01)
     await client.connection.publish(
@@ -254,7 +280,7 @@ async def test_many_of_high_priority_at_once_send_no_more_away_than_they_are(
     """The engine answers none of them before all are here."""
     fleet = FakeFleet(nats_url, fleet_buckets)
     try:
-        worker = await fleet.start("w9", slots=1, waiting=15, fake_tokens_per_s=100)
+        worker = await fleet.start("w9", slots=1, waiting=15, fake_tokens_per_s=100, max_producer_priority=5)
         desk, frames = worker.loop.requests, worker.loop.frames
         endless = replace(SAMPLING, max_tokens=3000)
 
@@ -268,18 +294,18 @@ async def test_many_of_high_priority_at_once_send_no_more_away_than_they_are(
                 await desk.on_generate(SimpleNamespace(subject="x.public", reply="", data=data, headers=None))
 
         await come("low", 16, 0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while worker.thread.measure()[0].waiting < 15:
                 await asyncio.sleep(0.02)
         gate = threading.Event()
-        worker.thread.post(lambda engine: gate.wait(10) and None)
+        worker.thread.post(lambda engine: gate.wait(2 * LIMIT_S) and None)
         await come("high", 6, 5)
         gate.set()
         assert frames.pending_sequences == 22
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while frames.pending_sequences > 16:
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # no more than those go
         left = [record.request for record in frames.running]
         assert sum(name.startswith("high") for name in left) == 6
         assert len(left) == 16

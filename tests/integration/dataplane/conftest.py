@@ -19,6 +19,7 @@ from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer, Limits
 from tests.integration.dataplane.stores import IDENTITY, SECRET, MemoryStore
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Plane:
 
     def settle(self) -> None:
         """Wait until nothing is lent or reserved any more."""
-        until(lambda: self.store.lent == 0 and self.store.reserved == 0)
+        wait_until(lambda: self.store.lent == 0 and self.store.reserved == 0)
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,7 @@ class Certificates:
         return context
 
 
-def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.005)
-
-
-def soon(seconds: float = 10.0) -> float:
+def soon(seconds: float = LIMIT_S) -> float:
     """A deadline that a working transfer does not miss."""
     return time.monotonic() + seconds
 
@@ -137,7 +131,7 @@ def start(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
             client.close()
         plane.server.close()
         plane.settle()
-    until(lambda: not set(threading.enumerate()) - before)
+    wait_until(lambda: not set(threading.enumerate()) - before)
 
 
 @pytest.fixture(params=["unix", "tcp", "tls"])

@@ -20,8 +20,9 @@ from kvproto.dataplane.errors import DataPlaneError, PeerGone, PeerTimeout
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import Limits
 from kvproto.testing.slow_proxy import SlowProxy
-from tests.integration.dataplane.conftest import Plane, soon, until
+from tests.integration.dataplane.conftest import Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, hashes_of, made, made_many
+from tests.support.waiting import LIMIT_S, wait_until
 
 MB = 1_000_000
 Start = Callable[..., Plane]
@@ -85,9 +86,9 @@ def test_the_server_is_killed_during_get_and_during_put(socket_path: Path) -> No
         def run(client: DataPlaneClient, work: str) -> None:
             try:
                 if work == "get":
-                    client.get(ROOT, hashes_of(blocks), False, room, on_block, soon(30))
+                    client.get(ROOT, hashes_of(blocks), False, room, on_block, soon())
                 else:
-                    client.put(ROOT, [made(1000 + at, MB) for at in range(20)], soon(30))
+                    client.put(ROOT, [made(1000 + at, MB) for at in range(20)], soon())
             except DataPlaneError as error:
                 failures.append(error)
 
@@ -97,11 +98,11 @@ def test_the_server_is_killed_during_get_and_during_put(socket_path: Path) -> No
         ]
         for thread in threads:
             thread.start()
-        until(lambda: len(arrived) >= 2 and all(proxy.passed > 3 * MB for proxy in proxies))
+        wait_until(lambda: len(arrived) >= 2 and all(proxy.passed > 3 * MB for proxy in proxies))
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         for thread in threads:
-            thread.join(10)
+            thread.join(LIMIT_S)
         assert time.monotonic() - killed < 8
         for closing in (*clients, *proxies):
             closing.close()
@@ -121,7 +122,7 @@ def test_the_client_is_gone_during_get_and_during_put(plain: Plane) -> None:
                     get_all(client, hashes_of(blocks), soon())
                 else:
                     client.put(ROOT, [made(100 + at, MB) for at in range(10)], soon())
-    until(lambda: plain.server.counters.open_connections == 0)
+    wait_until(lambda: plain.server.counters.open_connections == 0)
     plain.settle()
     assert len(plain.store.blocks) < 20
 
@@ -207,7 +208,7 @@ def test_a_slow_reader_holds_one_batch_and_not_for_ever(start: Start) -> None:
 
         with pytest.raises(DataPlaneError):
             client.get(ROOT, hashes_of(blocks), False, room, on_block, soon(1.2))
-        until(lambda: plane.server.counters.open_connections == 0)
+        wait_until(lambda: plane.server.counters.open_connections == 0)
     assert plane.server.counters.timeouts == 1
     assert plane.store.lent == 0
     assert plane.store.most_blocks_lent <= 4
@@ -229,7 +230,7 @@ def test_a_stop_on_a_slow_link_does_not_wait_for_the_rest(plain: Plane) -> None:
     with SlowProxy(plain.address, bytes_per_s=3 * MB) as proxy:
         client = plain.connect(proxy.address)
         began = time.monotonic()
-        statuses = client.get(ROOT, hashes_of(blocks), False, room, lambda at, *_: at < 1, soon(30))
+        statuses = client.get(ROOT, hashes_of(blocks), False, room, lambda at, *_: at < 1, soon())
         assert statuses == [GetStatus.OK] + [GetStatus.REFUSED] * 39
         assert time.monotonic() - began < 4  # all of it would take seven
     assert client.closed
@@ -308,19 +309,19 @@ def test_close_while_transfers_run(plane: Plane) -> None:
     def run(client: DataPlaneClient) -> None:
         try:
             while True:
-                get_all(client, hashes_of(blocks), soon(30))
+                get_all(client, hashes_of(blocks), soon())
         except DataPlaneError as error:
             ends.append(type(error).__name__)
 
     threads = [threading.Thread(target=run, args=(client,)) for client in clients]
     for thread in threads:
         thread.start()
-    until(lambda: plane.server.counters.blocks_served > 60)
+    wait_until(lambda: plane.server.counters.blocks_served > 60)
     began = time.monotonic()
     plane.server.close()
     assert time.monotonic() - began < 4
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert ends == ["PeerGone"] * 4
     assert plane.store.lent == 0
     with pytest.raises(DataPlaneError):
@@ -333,5 +334,5 @@ def test_a_client_may_be_closed_twice_and_aborted_when_closed(plain: Plane) -> N
     client.close()
     client.abort()
     client.close()
-    until(lambda: plain.server.counters.open_connections == 0)
+    wait_until(lambda: plain.server.counters.open_connections == 0)
     assert plain.server.counters.malformed == 0

@@ -24,9 +24,10 @@ from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.server import Limits
 from kvproto.dataplane.wire import Body, Echo, End, Failure, Get, Has, Held, Part, Put, Stop, Taken, Wanted, frame
-from tests.integration.dataplane.conftest import Plane, soon, until
+from tests.integration.dataplane.conftest import Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, OTHER_ROOT, ROOT, SECRET, Block, hashes_of, made, made_many
 from tests.integration.dataplane.test_handshake import fake_server, hello, raw, received
+from tests.support.waiting import wait_until
 
 Start = Callable[..., Plane]
 REUSED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -75,7 +76,7 @@ def test_random_bytes_of_strangers(start: Start) -> None:
                     assert len(received(sock, 10_000)) <= wire.REPLY_BYTES
                 except OSError:
                     pass  # it was sent away while it spoke
-    until(lambda: sum(plane.server.counters.refused.values()) == 24)
+    wait_until(lambda: sum(plane.server.counters.refused.values()) == 24)
     assert plane.server.counters.connections == 0
     assert plane.server.counters.bytes_in <= 24 * wire.HELLO_BYTES
     still_serves(plane)
@@ -91,7 +92,7 @@ def test_strangers_make_the_server_allocate_nothing(start: Start) -> None:
                     sock.sendall(head(4, b"", length=2**32 - 1, body=2**63) * 1000)
             except OSError:
                 pass
-            until(lambda: sum(plane.server.counters.refused.values()) == 1)
+            wait_until(lambda: sum(plane.server.counters.refused.values()) == 1)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -179,7 +180,7 @@ def test_a_put_that_lies_about_its_body(start: Start) -> None:
         link.send([frame(Body(), body)], soon())
         assert told_off(link).reason == "malformed"
         link.close()
-    until(lambda: plane.store.reserved == 0)
+    wait_until(lambda: plane.store.reserved == 0)
     assert plane.store.abandoned == 4
     still_serves(plane)
 
@@ -195,7 +196,7 @@ def test_a_put_that_ends_in_the_middle(plane: Plane, sent: int) -> None:
     link.send([frame(Body(), len(payloads)), payloads[:sent]], soon())
     link.abort()
     link.close()
-    until(lambda: plane.store.reserved == 0)
+    wait_until(lambda: plane.store.reserved == 0)
     assert len(plane.store.blocks) == sent // 4096
     assert plane.store.abandoned == 3 - sent // 4096
     still_serves(plane)

@@ -19,16 +19,17 @@ from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer, Limits
 from kvproto.dataplane.wire import Hello, Reply, Verdict
 from kvproto.errors import InvalidRequest, Unavailable
-from tests.integration.dataplane.conftest import Certificates, Plane, soon, until
+from tests.integration.dataplane.conftest import Certificates, Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, MemoryStore, made
+from tests.support.waiting import LIMIT_S, wait_until
 
 OTHER = bytes(reversed(range(32)))
 Start = Callable[..., Plane]
 
 
 def raw(address: str) -> socket.socket:
-    sock = addresses.connected(addresses.parse(address), time.monotonic() + 5)
-    sock.settimeout(5)
+    sock = addresses.connected(addresses.parse(address), time.monotonic() + LIMIT_S)
+    sock.settimeout(LIMIT_S)
     return sock
 
 
@@ -57,14 +58,14 @@ def fake_server(answer: Callable[[socket.socket], Any]) -> Iterator[str]:
 
         def serve() -> None:
             sock, _ = listener.accept()
-            sock.settimeout(5)
+            sock.settimeout(LIMIT_S)
             with sock:
                 answer(sock)
 
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"tcp:127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(10)
+        thread.join(LIMIT_S)
 
 
 def connect(address: str, ring: KeyRing, **changes: Any) -> DataPlaneClient:
@@ -79,7 +80,7 @@ def test_without_a_common_key_nobody_gets_in(plane: Plane) -> None:
     with pytest.raises(HandshakeRefused) as refused:
         plane.connect(ring=KeyRing({"other": SECRET}))
     assert refused.value.reason == "unknown_key"
-    until(lambda: plane.server.counters.refused == {"unknown_key": 1})
+    wait_until(lambda: plane.server.counters.refused == {"unknown_key": 1})
     assert plane.server.counters.connections == 0
 
 
@@ -87,7 +88,7 @@ def test_a_client_that_is_told_the_wrong_secret_refuses_the_server(plane: Plane)
     with pytest.raises(HandshakeRefused) as refused:
         plane.connect(ring=KeyRing({"k": OTHER}))
     assert refused.value.reason == "server_proof"
-    until(lambda: sum(plane.server.counters.refused.values()) == 1)
+    wait_until(lambda: sum(plane.server.counters.refused.values()) == 1)
 
 
 def test_a_wrong_proof_is_refused(start: Start) -> None:
@@ -104,7 +105,7 @@ def test_a_wrong_proof_is_refused(start: Start) -> None:
             assert reply[-32:] == wire.server_proof(SECRET, asked, reply[:-32])
             sock.sendall(proof)
             assert received(sock, 10) == bytes([Verdict.BAD_PROOF])
-    until(lambda: plane.server.counters.refused == {"bad_proof": 3})
+    wait_until(lambda: plane.server.counters.refused == {"bad_proof": 3})
 
 
 def test_a_servers_own_proof_sent_back_to_it_is_refused(start: Start) -> None:
@@ -165,7 +166,7 @@ def test_who_expects_somebody_else_is_refused(plane: Plane) -> None:
     with pytest.raises(HandshakeRefused) as refused:
         plane.connect(expect="vault-2")
     assert refused.value.reason == "identity"
-    until(lambda: plane.server.counters.refused == {"identity": 1})
+    wait_until(lambda: plane.server.counters.refused == {"identity": 1})
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65, "a\0b"])
@@ -212,7 +213,7 @@ def test_another_version_is_named(start: Start) -> None:
         sock.sendall(hello(version=9))
         reply, proof = wire.unpack_reply(received(sock, wire.REPLY_BYTES))
         assert (reply.verdict, reply.version, proof) == (Verdict.VERSION, wire.VERSION, bytes(32))
-    until(lambda: plane.server.counters.refused == {"version": 1})
+    wait_until(lambda: plane.server.counters.refused == {"version": 1})
 
     def newer(sock: socket.socket) -> None:
         received(sock, wire.HELLO_BYTES)
@@ -236,7 +237,7 @@ def test_rotation_needs_no_pause(plane: Plane) -> None:
 def test_a_client_that_heard_of_a_key_first_uses_an_older_one(plane: Plane) -> None:
     client = plane.connect(ring=KeyRing({"k": SECRET, "new": OTHER}))
     assert client.echo(1, soon()) > 0
-    until(lambda: plane.server.counters.refused == {"unknown_key": 1})
+    wait_until(lambda: plane.server.counters.refused == {"unknown_key": 1})
 
 
 def test_a_withdrawn_key_ends_its_connections(plane: Plane) -> None:
@@ -260,14 +261,14 @@ def test_strangers_are_sent_away_in_time(start: Start) -> None:
         slow.sendall(hello()[:100])
         assert received(silent, 1) == b""
         assert received(slow, 1) == b""
-    until(lambda: plane.server.counters.refused == {"timeout": 2})
+    wait_until(lambda: plane.server.counters.refused == {"timeout": 2})
 
 
 def test_strangers_do_not_shut_genuine_clients_out(start: Start) -> None:
     plane = start("tcp", Limits(handshakes=8, handshake_s=30))
     strangers = [raw(plane.address) for _ in range(40)]
     assert plane.connect().echo(1, soon()) > 0
-    until(lambda: plane.server.counters.refused.get("gone", 0) >= 32)
+    wait_until(lambda: plane.server.counters.refused.get("gone", 0) >= 32)
     for stranger in strangers:
         stranger.close()
 
@@ -279,7 +280,7 @@ def test_a_full_server_says_so(start: Start) -> None:
         plane.connect()
     assert refused.value.reason == "busy"
     first.close()
-    until(lambda: plane.server.counters.open_connections == 1)
+    wait_until(lambda: plane.server.counters.open_connections == 1)
     assert plane.connect().echo(1, soon()) > 0
     assert second.echo(1, soon()) > 0
 
@@ -288,7 +289,7 @@ def test_an_idle_connection_ends(start: Start) -> None:
     plane = start("unix", Limits(idle_s=0.1))
     client = plane.connect()
     assert plane.server.counters.connections == 1
-    until(lambda: plane.server.counters.open_connections == 0)
+    wait_until(lambda: plane.server.counters.open_connections == 0)
     with pytest.raises(PeerGone):
         client.echo(1, soon())
     assert client.closed

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory
 from services.cli.init import create_buckets
 from tests.integration.dataplane.conftest import soon
 from tests.integration.dataplane.stores import IDENTITY, MemoryStore
+from tests.support.waiting import LIMIT_S, until
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
@@ -39,12 +40,6 @@ async def connection(nats_url: str) -> AsyncIterator[Connection]:
 @pytest.fixture
 async def bucket(connection: Connection, fleet_buckets: Subjects) -> Bucket:
     return await Bucket.open(connection, fleet_buckets.keys_bucket)
-
-
-async def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 async def ring_of(connection: Connection, subjects: Subjects) -> KeyRing:
@@ -131,7 +126,7 @@ async def test_keys_are_followed_over_an_outage(nats_process: ProcessFactory) ->
 def test_init_makes_a_key_and_rotates_it(nats_url: str, fleet_buckets: Subjects) -> None:
     def init(*flags: str) -> list[str]:
         command = [KVFLEET, "init", f"--nats-url={nats_url}", f"--namespace={fleet_buckets.namespace}", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
 
         async def keys() -> list[Any]:
             connection = await Connection.open(nats_url, name="keys", inbox_prefix="_adm.keys")

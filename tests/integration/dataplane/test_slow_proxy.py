@@ -11,7 +11,7 @@ import pytest
 
 from kvproto.dataplane.addresses import connected, parse
 from kvproto.testing.slow_proxy import SlowProxy
-from tests.integration.dataplane.conftest import until
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def mirror() -> Iterator[str]:
         thread.start()
         yield f"tcp:127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(LIMIT_S)
 
 
 def there_and_back(sock: socket.socket, data: bytes) -> bytes:
-    sock.settimeout(10)
+    sock.settimeout(LIMIT_S)
     sending = threading.Thread(target=sock.sendall, args=(data,))
     sending.start()
     back = b""
@@ -57,14 +57,14 @@ def there_and_back(sock: socket.socket, data: bytes) -> bytes:
 
 
 def through(proxy: SlowProxy) -> socket.socket:
-    return connected(parse(proxy.address), time.monotonic() + 5)
+    return connected(parse(proxy.address), time.monotonic() + LIMIT_S)
 
 
 def test_bytes_pass_as_they_are(mirror: str) -> None:
     data = bytes(range(256)) * 4000
     with SlowProxy(mirror) as proxy, through(proxy) as sock:
         assert there_and_back(sock, data) == data
-        until(lambda: (proxy.passed, proxy.flipped) == (2 * len(data), 0))
+        wait_until(lambda: (proxy.passed, proxy.flipped) == (2 * len(data), 0))
 
 
 def test_a_rate_is_kept(mirror: str) -> None:
@@ -90,7 +90,7 @@ def test_a_stall_ends_nothing(mirror: str) -> None:
         with pytest.raises(TimeoutError):
             sock.recv(1)
         proxy.stall.clear()
-        sock.settimeout(5)
+        sock.settimeout(LIMIT_S)
         assert sock.recv(1) == b"x"
 
 
@@ -104,7 +104,7 @@ def test_a_cut_ends_all_connections_and_others_may_come(mirror: str) -> None:
 
 
 def there_and_back_or_end(sock: socket.socket) -> bytes:
-    sock.settimeout(5)
+    sock.settimeout(LIMIT_S)
     try:
         return sock.recv(1)
     except ConnectionResetError:
@@ -123,7 +123,7 @@ def test_nothing_is_left(mirror: str) -> None:
     proxy = SlowProxy(mirror, bytes_per_s=1000)
     sock = through(proxy)
     sock.sendall(bytes(100_000))
-    until(lambda: proxy.passed > 0)
+    wait_until(lambda: proxy.passed > 0)
     proxy.close()
     sock.close()
-    until(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.name == "slow-proxy"])
+    wait_until(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.name == "slow-proxy"])

@@ -14,8 +14,9 @@ from kvproto.dataplane.errors import PeerTimeout, ProtocolError
 from kvproto.dataplane.server import Limits
 from kvproto.dataplane.wire import MAX_BLOCKS, MAX_ECHO_BYTES
 from kvproto.errors import InvalidRequest
-from tests.integration.dataplane.conftest import Plane, soon, until
+from tests.integration.dataplane.conftest import Plane, soon
 from tests.integration.dataplane.stores import OTHER_ROOT, ROOT, Block, hashes_of, made, made_many
+from tests.support.waiting import LIMIT_S, wait_until
 
 OK, MISSING, CORRUPT, REFUSED = GetStatus.OK, GetStatus.MISSING, GetStatus.CORRUPT, GetStatus.REFUSED
 Start = Callable[..., Plane]
@@ -196,7 +197,7 @@ def test_who_wants_no_more_gets_no_more(plane: Plane, last: int) -> None:
 def test_thousands_of_blocks_in_one_request(plane: Plane) -> None:
     blocks = made_many(5_000, 512)
     client = plane.connect()
-    assert client.put(ROOT, blocks, soon(30)) == [PutStatus.STORED] * 5_000
+    assert client.put(ROOT, blocks, soon()) == [PutStatus.STORED] * 5_000
     assert all(client.has(ROOT, hashes_of(blocks), True, soon()))
     statuses, fetched = fetch(client, hashes_of(blocks))
     assert statuses == [OK] * 5_000
@@ -255,7 +256,7 @@ def test_echo_moves_bytes(plane: Plane) -> None:
     for nbytes in (0, 1, 300_000, MAX_ECHO_BYTES):
         before = plane.server.counters.bytes_out
         assert client.echo(nbytes, soon()) > 0
-        until(lambda before=before, nbytes=nbytes: plane.server.counters.bytes_out - before >= nbytes)  # type: ignore[misc]
+        wait_until(lambda before=before, nbytes=nbytes: plane.server.counters.bytes_out - before >= nbytes)  # type: ignore[misc]
     with pytest.raises(InvalidRequest):
         client.echo(MAX_ECHO_BYTES + 1, soon())
     assert not client.closed
@@ -332,7 +333,7 @@ def test_many_connections_at_once(plane: Plane) -> None:
             client = plane.connect()
             own = [made(1000 * (number + 1) + at, 100_000) for at in range(8)]
             for _ in range(3):
-                assert set(client.put(ROOT, own, soon(30))) <= {PutStatus.STORED, PutStatus.PRESENT}
+                assert set(client.put(ROOT, own, soon())) <= {PutStatus.STORED, PutStatus.PRESENT}
                 statuses, fetched = fetch(client, hashes_of([*own, *shared]))
                 assert statuses == [OK] * 16
                 assert list(fetched.values()) == [*own, *shared]
@@ -343,6 +344,6 @@ def test_many_connections_at_once(plane: Plane) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert failures == []
     assert plane.server.counters.connections == 8

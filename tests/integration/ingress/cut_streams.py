@@ -9,6 +9,8 @@ from typing import Any
 
 from ingress_rig import Served, until
 
+from tests.support import sse
+
 
 @dataclass(frozen=True)
 class Event:
@@ -21,11 +23,13 @@ async def read(
 ) -> list[Event]:
     """All events, or so many: then the connection is closed and the ingress has noticed."""
     found: list[Event] = []
-    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    sent = {"accept": "text/event-stream; event-ids=1"} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
     async with served.http.stream("POST", path, json=body, headers=sent) as answer:
         assert answer.status_code in (200, 204), (answer.status_code, await answer.aread())
         last = ""
-        async for line in answer.aiter_lines():
+        async for line in sse.alines(answer):
             if line.startswith("id: "):
                 last = line.removeprefix("id: ")
             elif line.startswith("data: "):

@@ -7,8 +7,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,6 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvproto.subjects import Subjects
+from kvservice import launch
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +34,7 @@ class IngressProcess:
         self._log = folder / "ingress.log"
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.ingress.main", f"--parent-pid={os.getpid()}"],
+                launch.command("services.ingress.main", f"--parent-pid={os.getpid()}"),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -55,7 +55,7 @@ class IngressProcess:
         """Until a request would be served."""
 
         context = ssl.create_default_context(cafile=verify) if verify is not None else False
-        async with httpx.AsyncClient(verify=context, timeout=2, trust_env=False) as http, asyncio.timeout(30):
+        async with httpx.AsyncClient(verify=context, timeout=2, trust_env=False) as http, asyncio.timeout(LIMIT_S):
             while True:
                 assert self._process.poll() is None, self.log
                 try:
@@ -73,12 +73,6 @@ class IngressProcess:
             return await asyncio.to_thread(self._process.wait, 20)
         finally:
             self._process.kill()
-
-
-async def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def write_certificate(cert: Path, key: Path, serial: int) -> None:

@@ -20,12 +20,14 @@ from kvproto.ids import new_epoch, new_process_id
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, Subjects, inbox_prefix
 from services.ingress.api_keys import KeySet, parse_keys
-from services.ingress.app import create_app
+from services.ingress.app import create_app, for_browsers
 from services.ingress.audit import NO_AUDIT, Audit
 from services.ingress.config import IngressConfig
 from services.ingress.ingress import Ingress
 from services.ingress.tenancy import Tenancy
 from services.placement.loop import PlacementLoop
+from tests.support.waiting import LIMIT_S
+from tests.support.waiting import until as until  # its tests take it from here
 
 FLEET_KEY = "secret of the fleet"
 
@@ -77,10 +79,10 @@ async def serve(
     config = replace(IngressConfig(id=member, keepalive_s=0.2, patience_s=1.0), **changes)
     tenancy = tenancy or Tenancy(parse_keys(keys) if keys else KeySet(), time.time)
     ingress = await Ingress.open(client, config, tenancy, CollectorRegistry(), audit=audit)
-    server, serving = await _listen(ingress, 0)
+    server, serving = await _listen(ingress, 0, config.web.cors_origins)
     port = server.servers[0].sockets[0].getsockname()[1]
     base = f"http://127.0.0.1:{port}"
-    http = httpx.AsyncClient(base_url=base, timeout=10)
+    http = httpx.AsyncClient(base_url=base, timeout=LIMIT_S)
     for _ in range(200):
         if (await http.get("/readyz")).status_code == 200:
             break
@@ -88,10 +90,17 @@ async def serve(
     return Served(base, http, ingress, client, server, serving)
 
 
-async def _listen(ingress: Ingress, port: int) -> tuple[uvicorn.Server, asyncio.Task[None]]:
+async def _listen(
+    ingress: Ingress, port: int, origins: tuple[str, ...] = ()
+) -> tuple[uvicorn.Server, asyncio.Task[None]]:
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(ingress), port=port, http="httptools", access_log=False, log_level="warning", lifespan="off"
+            for_browsers(create_app(ingress), origins),
+            port=port,
+            http="httptools",
+            access_log=False,
+            log_level="warning",
+            lifespan="off",
         )
     )
     serving = asyncio.create_task(server.serve())
@@ -110,13 +119,6 @@ async def start_placement(url: str, subjects: Subjects, name: str) -> tuple[Plac
     )
     await loop.start()
     return loop, connection
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Wait for something that another task does; fails instead of hanging."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 Serve = Callable[..., Awaitable[Served]]

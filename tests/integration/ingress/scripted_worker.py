@@ -88,6 +88,7 @@ class ScriptedWorker:
     failure: tuple[str, str, bool] | None = None  # code, message, retryable: instead of the first token
     fails_after: int | None = None  # tokens before it
     failed_field: str | None = None
+    stalls_at: int | None = None  # index of a token: before it, it clears `held`
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
@@ -185,6 +186,9 @@ class ScriptedWorker:
             if failure and index == self.fails_after:
                 await send(failure)
                 return
+            if index == self.stalls_at:
+                self.held.clear()
+            await self.held.wait()
             if self.token_s and index >= min(begins):
                 await asyncio.sleep(self.token_s)
             said = [

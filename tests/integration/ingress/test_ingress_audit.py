@@ -14,7 +14,7 @@ from scripted_worker import ScriptedWorker
 
 from kvproto.ids import session_key
 from services.ingress.api_keys import hash_key
-from services.ingress.audit import Audit
+from services.ingress.audit import REFUSED_PER_ADDRESS, Audit
 
 GENERATE, COMPLETION = "/generate", "/v1/completions"
 KEYS = json.dumps(
@@ -96,9 +96,9 @@ async def test_the_end_tells_what_became_of_it(served: Served, worker: ScriptedW
     await until(lambda: len(lines.raw) == 2)
     _, end = lines.take()
     assert (end["status"], 4 <= end["output_tokens"] < 60) == (499, True)
-    for expected in (200, 429):
+    for expected in ([None, 200], [429]):  # who is over a limit is refused before anything is read, so nothing began
         await served.http.post(GENERATE, json={"prompt": "x", "max_tokens": 1}, headers=SLOW)
-        assert [event_of(line)[4] for line in lines.take()] == [None, expected]
+        assert [event_of(line)[4] for line in lines.take()] == expected
 
 
 async def test_repeats_say_that_they_are(served: Served, worker: ScriptedWorker, lines: Lines) -> None:
@@ -142,6 +142,23 @@ async def test_reads_deletes_and_refusals(served: Served, lines: Lines) -> None:
     assert "no API key" in found[5]["reason"]
     assert found[6]["reason"] == "this API key is not known"
     assert "sk-wrong" not in json.dumps(found)
+
+
+async def test_a_flood_of_strangers_is_told_of_by_its_number(serving: Serve, worker: ScriptedWorker) -> None:
+    """Not line by line: the log's queue is for what others did."""
+    now, lines = 86_400.0, Lines()
+    served = await serving(keys=KEYS, audit=Audit(lines.raw.append, lambda: now))
+    for _ in range(3 * REFUSED_PER_ADDRESS):
+        assert (await served.http.get("/v1/models")).status_code == 401
+    await served.http.get("/sessions/s", headers=ALICE)
+    assert [line["event"] for line in lines.take()] == ["auth.refused"] * REFUSED_PER_ADDRESS + ["access"]
+    now += 60
+    await served.http.get("/sessions/s", headers=ALICE)
+    left_out, access = lines.take()
+    assert (left_out["event"], left_out["count"]) == ("auth.left_out", 2 * REFUSED_PER_ADDRESS)
+    assert access["event"] == "access"
+    await served.http.get("/v1/models")
+    assert [line["event"] for line in lines.take()] == ["auth.refused"]
 
 
 async def test_concurrent_requests_do_not_mix(served: Served, worker: ScriptedWorker, lines: Lines) -> None:

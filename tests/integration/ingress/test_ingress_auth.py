@@ -76,7 +76,7 @@ async def test_what_is_open_and_what_is_an_admins(serving: Serve, worker: Script
         assert set((await served.http.get("/health", headers=headers)).json()) == anonymous
         assert served.ingress.tenancy.refused_total == refused + more
     known = (await served.http.get("/health", headers=bearer("user"))).json()
-    assert (known["models"], set(known) - anonymous) == (["demo"], {"models", "ingress"})
+    assert (known["models"], set(known) - anonymous) == (["demo"], {"ingress", "models", "models_unavailable"})
 
 
 async def test_without_keys_all_is_open(serving: Serve, worker: ScriptedWorker) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +18,10 @@ from ingress_rig import Served
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
+from kvservice import launch
+from tests.support import sse
 from tests.support.processes import free_port
+from tests.support.waiting import LIMIT_S
 
 LONG = [(50 + n, f" word{n}") for n in range(120)]
 BODY = {"prompt": "x", "max_tokens": 120}
@@ -34,10 +36,10 @@ class Running:
         self.process.send_signal(signal.SIGTERM)
 
     async def code(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 20)
+        return await asyncio.wait_for(self.process.wait(), LIMIT_S)
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while True:
                 try:
                     if (await self.http.get("/readyz")).status_code == 200:
@@ -58,9 +60,9 @@ def start(nats_url: str, fleet_buckets: Subjects, worker: ScriptedWorker, tmp_pa
         told = [f"--nats-url={nats_url}", f"--namespace={fleet_buckets.namespace}", f"--port={port}", *flags]
         with (tmp_path / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.ingress.main", *told, stdout=log, stderr=log, env=os.environ
+                *launch.command("services.ingress.main", *told), stdout=log, stderr=log, env=os.environ
             )
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S, trust_env=False) as http:
             running = Running(http, process)
             try:
                 await running.until_ready()
@@ -78,7 +80,7 @@ async def stream(http: httpx.AsyncClient, began: asyncio.Event) -> list[Event]:
     found: list[Event] = []
     async with http.stream("POST", "/generate", json=BODY) as answer:
         last = ""
-        async for line in answer.aiter_lines():
+        async for line in sse.alines(answer):
             if line.startswith("id: "):
                 last = line.removeprefix("id: ")
             elif line.startswith("data: "):
@@ -95,13 +97,14 @@ async def test_a_drain_is_announced_and_finishes_what_runs(start: Start, worker:
         running = asyncio.create_task(stream(ingress.http, began))
         await began.wait()
         ingress.terminate()
-        await asyncio.sleep(0.2)
-        ready = await ingress.http.get("/readyz")
+        async with asyncio.timeout(LIMIT_S):
+            while (ready := await ingress.http.get("/readyz")).is_success:
+                await asyncio.sleep(0.01)
         assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
         assert (await ingress.http.get("/livez")).status_code == 200
         late = await ingress.http.post("/generate", json={"prompt": "y", "max_tokens": 2})
         assert late.status_code == 200, "a load balancer may not have looked yet"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while (refused := await ingress.http.post("/generate", json={"prompt": "y", "max_tokens": 1})).is_success:
                 await asyncio.sleep(0.05)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")

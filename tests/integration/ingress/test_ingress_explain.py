@@ -14,14 +14,19 @@ from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
+from kvproto import explanations
 from kvproto.messages import Actual, Role
 from kvproto.subjects import Subjects
 from kvservice.metrics import LiveCollector
-from services.cli.main import app
+from services.cli.commands import app
 from services.ingress.api_keys import hash_key
+from services.placement import long_questions
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
+
+TIMEOUT_S = 20.0  # of a question; a busy machine answers within it
 
 KEYS = "".join(
     f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
@@ -51,7 +56,7 @@ class Fleet:
 
     async def explained(self, request: str, headers: dict[str, str] = ALICE) -> list[dict[str, Any]]:
         """All attempts, once the last one's end was heard of."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while True:
                 answer = await self.served.http.get(f"/v1/placements/{request}", headers=headers)
                 assert answer.status_code == 200, answer.text
@@ -218,7 +223,11 @@ async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_deci
     assert (await http.post("/v1/placements", headers=ALICE)).status_code == 405
 
 
-async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_out(fleet: Fleet) -> None:
+async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_out(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (explanations, long_questions):
+        monkeypatch.setattr(module, "EXPLAIN_TIMEOUT_S", TIMEOUT_S)
     request = (await events(fleet.served, {"prompt": "x"}))[0]["request_id"]
     await fleet.explained(request)
     entries = [entry for loop in fleet.loops for entry in loop.core.ledger._entries.values()]
@@ -253,7 +262,7 @@ async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_o
         asking = False
         await asyncio.gather(*flooding)
     assert set(flooded) == {200, 429}
-    assert sorted(waited)[2] < 0.5, "as long as a question waits for those who do not answer"
+    assert sorted(waited)[2] < TIMEOUT_S, "as long as a question waits for those who do not answer"
 
 
 async def test_a_key_may_name_the_policies_that_it_has(fleet: Fleet) -> None:

@@ -13,16 +13,17 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
 from kvproto import codec
-from kvproto.messages import AdminCommand, SessionHead, Turn
+from kvproto.messages import Accepted, AdminCommand, GenerateRequest, Sampling, SessionHead, Turn
 from kvproto.subjects import Subjects
 from services.ingress import session_blocks
 from services.ingress.api_keys import hash_key
 from services.ingress.config import SessionLimits
+from tests.support import sse
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
     """The data lines of a stream; anything else but ids, blank lines and comments is a fault."""
-    lines = [line for line in body.splitlines() if line and not line.startswith((":", "id: "))]
+    lines = [line for line in body.split("\n") if line and not line.startswith((":", "id: "))]
     assert all(line.startswith("data: ") for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
@@ -72,11 +73,26 @@ async def test_a_session_continues_with_its_tokens_cached(served: Served, worker
     assert about["cached_tokens"] == about["tokens"]
     assert about["workers"] == {"w1": {"device": about["tokens"], "host": about["tokens"] + 16}}
     assert about["turns"] == 2
-    assert (about["worker_id"], about["address"]) == ("w1", "tcp://127.0.0.1:1")
+    assert (about["worker_id"], about["address"]) == ("w1", f"{worker.subjects.namespace}.worker.w1.generate.public")
     route = (await served.http.get(f"/kv/route/{seq_id}")).json()
-    assert route == {"worker_id": "w1", "address": "tcp://127.0.0.1:1", "region": None}
+    assert route == {name: about[name] for name in ("worker_id", "address", "region")}
     kv = await served.http.get(f"/sessions/{seq_id}/kv?layer=3")
     assert kv.content == b"safetensors of layer 3 of %d tokens" % about["tokens"]
+
+
+async def test_a_worker_takes_requests_at_the_address_that_is_told(served: Served, worker: ScriptedWorker) -> None:
+    listed = (await served.http.get("/workers")).json()["w1"]["address"]
+    route = (await served.http.get("/kv/route/any")).json()
+    connection = served.client.connection
+    for number, address in enumerate((listed, route["address"])):
+        request = GenerateRequest(
+            f"r{number}", 0, "demo", Sampling(max_tokens=2), f"{connection.inbox_prefix}.r{number}", (5, 6)
+        )
+        accepted = await connection.request(address, codec.encode(request), timeout_s=5.0)
+        (frame,) = codec.decode_frames(accepted.data)
+        assert isinstance(frame, Accepted)
+        assert frame.worker == "w1"
+    assert [tenant for tenant, _ in worker.requests] == ["public", "public"]
 
 
 async def test_a_second_turn_at_the_same_time_is_refused(served: Served, worker: ScriptedWorker) -> None:
@@ -115,7 +131,7 @@ async def test_a_client_that_leaves_cancels_its_turn(served: Served, worker: Scr
     async with served.http.stream(
         "POST", "/generate", json={"prompt": "Two", "seq_id": "s", "max_tokens": 400}
     ) as answer:
-        async for line in answer.aiter_lines():
+        async for line in sse.alines(answer):
             if "token_id" in line:
                 break
     await until(lambda: worker.cancels and not served.ingress.admission.running)
@@ -141,6 +157,13 @@ async def test_whole_answers_are_cancelled_too(served: Served, worker: ScriptedW
 
 async def test_sessions_are_deleted(served: Served) -> None:
     await turn(served, "One", seq_id="a/b c")
+    for path in ("/sessions/x", "/sessions/x%2Fkv"):
+        await served.http.post("/generate", json={"prompt": "x", "seq_id": path[10:].replace("%2F", "/")})
+        assert (await served.http.get(path)).json()["seq_id"] == path[10:].replace("%2F", "/")
+    assert (await served.http.delete("/sessions/x/kv")).status_code == 405
+    assert (await served.http.get("/sessions/x%2Fkv/kv")).headers["content-type"] == "application/octet-stream"
+    assert (await served.http.delete("/sessions/x%2Fkv")).json() == {"seq_id": "x/kv", "deleted": True}
+    assert (await served.http.get("/sessions/x")).status_code == 200
     assert (await served.http.delete("/sessions/a%2Fb%20c")).json() == {"seq_id": "a/b c", "deleted": True}
     assert (await served.http.get("/sessions/a%2Fb%20c")).status_code == 404
     assert (await served.http.delete("/sessions/a%2Fb%20c")).status_code == 404

@@ -14,6 +14,7 @@ from scripted_worker import ScriptedWorker
 from services.ingress.api_keys import hash_key
 from services.ingress.config import RunLimits
 from services.ingress.repeats import request_of_key
+from tests.support import sse
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 MESSAGE = [{"role": "user", "content": "Speak."}]
@@ -70,7 +71,7 @@ async def test_the_running_turn_outlives_the_client_that_began_it(served: Served
     worker.reply, worker.token_s = LONG, 0.01
     body = {"prompt": "x", "seq_id": "s", "max_tokens": 60}
     async with served.http.stream("POST", GENERATE, json=body, headers=KEY) as first:
-        async for line in first.aiter_lines():
+        async for line in sse.alines(first):
             if "token_id" in line:
                 break
         second = asyncio.create_task(read(served, GENERATE, body, idempotency_key="order-1"))
@@ -90,7 +91,7 @@ async def test_a_cut_whole_answer_goes_on(served: Served, worker: ScriptedWorker
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: not served.ingress.admission.running)
-    assert worker.cancels
+    await until(lambda: worker.cancels)
     answer = (await served.http.post(COMPLETION, json=body, headers=KEY)).json()
     assert answer["choices"][0]["text"] == "".join(text for _, text in LONG)
     assert len(worker.requests[1][1].output_ids) > 4

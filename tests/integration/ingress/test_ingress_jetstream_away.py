@@ -14,6 +14,7 @@ from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from kvproto.testing.nats_server import PLAIN_CONFIG
+from tests.support import sse
 from tests.support.fake_fleet import FakeFleet
 
 TOKENS = 60
@@ -41,7 +42,7 @@ async def test_a_turn_is_kept_once_jetstream_is_back(nats_process: ProcessFactor
         body = {"prompt": "O Romeo", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         events: list[dict[str, Any]] = []
         async with served.http.stream("POST", "/generate", json=body) as answer:
-            async for line in answer.aiter_lines():
+            async for line in sse.alines(answer):
                 if not line.startswith("data: "):
                     continue
                 events.append(json.loads(line[6:]))

@@ -13,6 +13,7 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
 from services.ingress.api_keys import hash_key, parse_keys
+from services.ingress.config import RunLimits
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PROMPT = [5] * 40
@@ -157,3 +158,40 @@ async def test_openais_client_reads_them(serving: Serve, worker: ScriptedWorker)
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(model="demo", prompt=PROMPT)
         assert int(caught.value.response.headers["retry-after"]) >= 20
+
+
+async def test_each_choice_counts_and_no_more_than_may_run(serving: Serve, worker: ScriptedWorker) -> None:
+    served = await serving(keys=keys_of(a={"max_concurrent": 4}))
+    worker.held.clear()
+    first = asyncio.create_task(ask(served, "a", {**BODY, "n": 3}))
+    await until(lambda: worker.requests)
+    assert served.ingress.admission.choices == 3
+    busy = await ask(served, "a", {**BODY, "n": 2})
+    assert (busy.status_code, busy.json()["error"]["code"]) == (429, "limit_exceeded")
+    never = await ask(served, "a", {**BODY, "n": 5})
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+    worker.held.set()
+    assert (await first).status_code == 200
+    assert served.ingress.admission.limiter.running == 0
+    served.ingress.admission.check_integrity()
+
+
+async def test_memory_of_running_answers(serving: Serve, worker: ScriptedWorker) -> None:
+    served = await serving(runs=RunLimits(running_bytes=400_000))
+    memory = served.ingress.runs.memory
+    body = {**BODY, "max_tokens": 200}
+    refused = await ask(served, "", {**body, "n": 8, "logprobs": 5})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (413, "max_tokens")
+    assert "n * max_tokens is 1600 tokens" in error["message"]
+    worker.held.clear()
+    running = asyncio.create_task(ask(served, "", body))
+    await until(lambda: worker.requests)
+    memory.used += 400_000  # as if others held it
+    full = await ask(served, "", body)
+    assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+    memory.used -= 400_000
+    worker.held.set()
+    assert (await running).status_code == 200
+    await until(lambda: not memory.used)
+    served.ingress.runs.check_integrity()

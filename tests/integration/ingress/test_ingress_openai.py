@@ -11,6 +11,8 @@ from ingress_rig import Served
 from scripted_worker import DEMO, ScriptedWorker
 from tokenizers import Tokenizer
 
+from tests.support import sse
+
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Speak."}]}
 
 
@@ -138,7 +140,7 @@ async def test_comments_keep_a_queued_stream_alive(served: Served, worker: Scrip
     worker.held.clear()
     lines: list[str] = []
     async with served.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
-        async for line in answer.aiter_lines():
+        async for line in sse.alines(answer):
             lines.append(line)
             if lines.count(": queued") + lines.count(": waiting") == 2:
                 worker.held.set()

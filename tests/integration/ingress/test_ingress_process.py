@@ -12,13 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
-from ingress_process import IngressProcess, eventually, write_certificate
+from ingress_process import IngressProcess, write_certificate
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
 from services.ingress.api_keys import hash_key
 from tests.support.local_issuer import LocalIssuer, token
 from tests.support.processes import free_port
+from tests.support.waiting import LIMIT_S, until
 
 
 def entries(*names: str, **more: Any) -> str:
@@ -37,7 +38,7 @@ def mount(folder: Path, version: str, text: str) -> None:
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as client:
         yield client
 
 
@@ -64,7 +65,7 @@ async def test_keys_come_and_go_while_streams_run(
         return (await http.get(f"{base}/v1/models", headers={"x-api-key": f"kvf_{key}"})).status_code
 
     async def becomes(key: str, expected: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while await status(key) != expected:
                 await asyncio.sleep(0.05)
 
@@ -74,13 +75,13 @@ async def test_keys_come_and_go_while_streams_run(
         worker.reply, worker.token_s = [(50 + n, f" word{n}") for n in range(200)], 0.02
         body = {"prompt": "x", "max_tokens": 200}
         running = asyncio.create_task(http.post(f"{base}/generate", json=body, headers={"x-api-key": "kvf_one"}))
-        await eventually(lambda: worker.generated > 5)
+        await until(lambda: worker.generated > 5)
         mount(secret, "v2", entries("two"))
         await becomes("two", 200)
         assert [await status(key) for key in ("one", "fixed")] == [401, 200]
         mount(secret, "v3", "[[keys")
         process.hang_up()
-        await eventually(lambda: "cannot be used" in process.log)
+        await until(lambda: "cannot be used" in process.log)
         assert await status("two") == 200
         audit.rename(tmp_path / "audit.1")
         mount(secret, "v4", entries("three"))
@@ -125,12 +126,12 @@ async def test_tls_and_a_certificate_that_is_renewed(
             whole = cert.read_bytes()
             cert.write_text("no certificate")
             process.hang_up()
-            await eventually(lambda: "cannot be used" in process.log)
+            await until(lambda: "cannot be used" in process.log)
             cert.write_bytes(whole)
             assert await serial_of(port, cert) == 1
             write_certificate(cert, key, serial=2)
             process.hang_up()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 while await serial_of(port, cert) != 2:
                     await asyncio.sleep(0.05)
             assert (await http.get(f"{base}/livez")).status_code == 200, "connections go on"
@@ -176,7 +177,7 @@ async def test_no_key_is_in_anything_that_is_written(
     answers: list[str] = []
     try:
         await process.ready(base)
-        await eventually(lambda: issuer.asked)
+        await until(lambda: issuer.asked)
         for said in (PRESENTED, WRONG, good, bad):
             known = said in (PRESENTED, good)
             for headers in (
@@ -209,7 +210,7 @@ async def test_no_key_is_in_anything_that_is_written(
         assert "kvfleet_ingress_refused_callers_total" in metrics
         keys.write_text(text.replace(hash_key(PRESENTED), PRESENTED))  # the key itself, by mistake
         process.hang_up()
-        await eventually(lambda: "cannot be used" in process.log)
+        await until(lambda: "cannot be used" in process.log)
         assert await process.stop() == 0
     finally:
         issuer.stop()

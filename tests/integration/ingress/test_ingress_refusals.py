@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 from typing import Any
@@ -13,10 +14,14 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import CONTEXT, ScriptedWorker
 
 from services.ingress.api_keys import hash_key
+from tests.support.waiting import LIMIT_S
 
 MESSAGE = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
+DEEP: list[Any] = []
+for _ in range(255):  # more than orjson writes
+    DEEP = [DEEP]
 BAD: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": MESSAGE}, 400, "model"),
     (CHAT, {"model": "demo"}, 400, "messages"),
@@ -54,6 +59,11 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     (GENERATE, {"prompt": "x", "seq_id": 5}, 400, "seq_id"),
     (GENERATE, {"prompt": "x", "n": 2}, 400, "n"),
     (GENERATE, {"prompt": "x", "logit_bias": {"1024": 1}}, 400, "logit_bias"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "metadata": DEEP}, 400, "metadata"),
+    (COMPLETION, {"model": "demo", "prompt": "x", "metadata": DEEP}, 400, "metadata"),
+    (GENERATE, {"prompt": "x", "metadata": DEEP}, 400, "metadata"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "max_tokens": 10**9}, 400, "max_tokens"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "enable_thinking": True}, 400, "enable_thinking"),
     (GENERATE, b"{", 400, "body"),
     (GENERATE, b"[]", 400, "body"),
     (GENERATE, b'{"prompt": "\xff\xfe"}', 400, "body"),
@@ -92,14 +102,14 @@ async def test_bad_input_is_named_and_leaves_nothing_behind(served: Served, work
 async def test_a_long_prompt_is_told_its_length_and_the_limit(served: Served) -> None:
     error = (await post(served.http, COMPLETION, {"model": "demo", "prompt": [5] * CONTEXT})).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert error["message"].startswith(f"prompt: {CONTEXT} tokens, the model's context takes at most {CONTEXT - 1}")
+    assert f"this model's maximum context length is {CONTEXT} tokens, {CONTEXT - 1} of a prompt" in error["message"]
 
 
 async def test_a_huge_max_tokens_is_told_the_limit(served: Served, worker: ScriptedWorker) -> None:
     body = {"model": "demo", "prompt": [5] * 500, "max_tokens": CONTEXT}
     error = (await post(served.http, COMPLETION, body)).json()["error"]
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
-    assert f"{CONTEXT - 500} tokens" in error["message"]
+    assert f"maximum context length is {CONTEXT} tokens, which leaves {CONTEXT - 500}" in error["message"]
     assert worker.requests == []
 
 
@@ -115,10 +125,58 @@ async def test_a_body_without_a_length_is_cut_off_too(serving: Serve) -> None:
     assert "10000" in answer.json()["error"]["message"]
 
 
+async def test_a_body_that_drips_is_refused_and_its_connection_closed(serving: Serve) -> None:
+    served = await serving(body_timeout_s=0.3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n")
+
+    async def drip() -> None:
+        while True:
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    async with asyncio.timeout(LIMIT_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        error = await reader.readuntil(b"}}")
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b"", "closed"
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head
+    assert b"body: must come within 0.3 s" in error
+    assert b'"code":"request_timeout"' in error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("GET", "/nowhere?key=secret", "there is no route GET /nowhere"),
+        ("POST", "/chat/completions", "POST /chat/completions, but there is /v1/chat/completions: the base URL"),
+        ("GET", "/models", "GET /models, but there is /v1/models: the base URL of OpenAI's clients ends with /v1"),
+        ("POST", "/v1/v1/chat/completions", "no route POST /v1/v1/chat/completions: the base URL has /v1 twice"),
+        ("GET", "/generate", "the route does not take GET /generate"),
+    ],
+)  # fmt: skip
+async def test_a_route_that_there_is_not_is_named(served: Served, method: str, path: str, said: str) -> None:
+    message = (await served.http.request(method, path)).json()["error"]["message"]
+    assert said in message
+    assert "secret" not in message
+
+
+async def test_models_with_a_slash_behind(served: Served) -> None:
+    assert (await served.http.get("/v1/models/")).json() == (await served.http.get("/v1/models")).json()
+    assert (await served.http.get("/v1/models/demo")).json()["id"] == "demo"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
         ("GET", "/nowhere", 404, "no_such_route"),
+        ("DELETE", "/sessions/x/kv", 405, "method_not_allowed"),
+        ("GET", "/sessions/x/y", 404, "no_such_route"),
         ("GET", "/generate", 405, "method_not_allowed"),
         ("GET", "/sessions/unknown", 404, "session_not_found"),
         ("DELETE", "/sessions/unknown", 404, "session_not_found"),
@@ -143,7 +201,7 @@ name = "bob"
 sha256 = "{hash_key("bob-secret")}"
 tenant = "bob"
 admin = true
-requests_per_minute = 6
+requests_per_minute = 18
 """
 ALICE = {"authorization": "Bearer alice-secret"}
 BOB = {"x-api-key": "bob-secret"}

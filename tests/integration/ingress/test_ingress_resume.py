@@ -15,6 +15,7 @@ from scripted_worker import ScriptedWorker
 from kvproto.subjects import Subjects
 from services.ingress.api_keys import hash_key
 from services.ingress.config import RunLimits
+from tests.support import sse
 from tests.support.fake_fleet import FakeFleet
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -56,6 +57,8 @@ async def test_a_cut_stream_goes_on_where_it_was(pair: list[Served], kind: str) 
     else:
         whole = await read(here, path, body)
     assert len({event.id for event in whole}) == len(whole), "an event's id is its own"
+    chunks = [event for event in whole if "choices" in event.data]
+    assert [event.data["kvfleet"]["event_id"] for event in chunks] == [event.id for event in chunks]
     for number, cut in enumerate((1, 2, 9, len(whole) - 2, len(whole) - 1)):
         again, sent = (here, there)[number % 2], {**body, "seq_id": f"s{number}"} if kind == "generate" else body
         before = await read(here, path, sent, events=cut)
@@ -147,7 +150,7 @@ async def test_after_the_grace_it_is_computed_again(serving: Serve, worker: Scri
     worker.reply, worker.token_s = LONG, 0.002
     body = {"prompt": "x", "max_tokens": 60}
     before = await read(served, GENERATE, body, events=10)
-    await asyncio.sleep(0.1)
+    await until(lambda: not served.ingress.runs._runs)
     after = await read(served, GENERATE, body, last_event_id=before[-1].id)
     assert texts(before + after) == {0: "".join(text for _, text in LONG)}
     assert worker.requests[1][1].output_ids == ()
@@ -172,7 +175,7 @@ async def test_a_client_that_is_back_before_its_loss_was_noticed(serving: Serve,
     body = {"prompt": "x", "seq_id": "s", "max_tokens": 60}
     got: list[str] = []
     async with served.http.stream("POST", GENERATE, json=body) as older:
-        lines = older.aiter_lines()
+        lines = sse.alines(older)
         while sum(line.startswith("id: ") for line in got) < 8:
             got.append(await anext(lines))
         last = next(line for line in reversed(got) if line.startswith("id: ")).removeprefix("id: ")
@@ -221,7 +224,9 @@ async def test_an_older_connection_that_does_not_read_holds_nobody_up(served: Se
     body = {"prompt": "x", "max_tokens": 400}
     reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]), limit=4096)
     payload = b'{"prompt": "x", "max_tokens": 400}'
-    writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(payload), payload))
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(payload), payload)
+    )
     head = await reader.readuntil(b'"request_id":"')
     request = (await reader.readuntil(b'"'))[:-1].decode()
     assert b"200 OK" in head

@@ -144,7 +144,7 @@ async def test_a_chat_goes_on_with_its_first_choice(served: Served, worker: Scri
 
 async def test_a_turn_of_a_session_with_logprobs(served: Served) -> None:
     answer = await served.http.post("/generate", json={"prompt": "Once", "logprobs": 1})
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: ")]
     top = [{"token": spelled(6), "token_id": 6, "logprob": -9999.0}]
     assert events[1] == {"type": "token", "token": "He", "token_id": 550, "logprob": -0.5, "top_logprobs": top}
     assert events[-1]["generated_text"] == "OnceHello!"

@@ -20,6 +20,7 @@ from kvproto.testing.nats_proxy import NatsProxy
 from services.ingress import shared_usage
 from services.ingress.limits import Account
 from tests.integration.security.test_nats_cluster_mtls import free_ports
+from tests.support.waiting import LIMIT_S
 
 
 class Ear:
@@ -111,7 +112,7 @@ async def test_what_ran_at_a_killed_ingress_counts_no_longer(
         living = await serving(keys=keys)
         await process.ready(url)
         worker.held.clear()
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
             running = asyncio.create_task(http.post(url + COMPLETION, json=BODY, headers={"x-api-key": "a"}))
             await until(lambda: account_of(living, "a").running_elsewhere)
             assert (await ask(living, "a")).status_code == 429
@@ -164,7 +165,7 @@ async def test_an_ingress_that_goes_says_that_nothing_runs_there(serving: Serve,
     await until(lambda: account_of(two, "a").running_elsewhere)
     limiter.release(caller)
     await one.ingress.usage_exchange.stop()
-    await until(lambda: not account_of(two, "a").running_elsewhere, timeout_s=0.2)
+    await until(lambda: not account_of(two, "a").running_elsewhere, shared_usage.SILENT_S / 2)  # told, not forgotten
 
 
 async def test_what_was_used_without_nats_is_told_afterwards(

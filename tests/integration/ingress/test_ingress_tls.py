@@ -7,7 +7,6 @@ import datetime
 import ipaddress
 import os
 import ssl
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +20,9 @@ from cryptography.x509.oid import NameOID
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
+from kvservice import launch
 from tests.support.processes import free_port
+from tests.support.waiting import LIMIT_S
 
 
 def write_certificate(folder: Path) -> tuple[Path, Path]:
@@ -50,7 +51,7 @@ def write_certificate(folder: Path) -> tuple[Path, Path]:
 
 async def start(*flags: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.ingress.main", *flags,
+        *launch.command("services.ingress.main", *flags),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, env=os.environ,
     )  # fmt: skip
 
@@ -76,8 +77,8 @@ async def test_streams_over_tls_and_nothing_else(
     worker.reply = [(50 + n, f" word{n}") for n in range(5)]
     async with https_ingress(nats_url, fleet_buckets.namespace, tmp_path) as (url, certificate):
         trusting = ssl.create_default_context(cafile=str(certificate))
-        async with httpx.AsyncClient(base_url=url, verify=trusting, timeout=20, trust_env=False) as http:
-            async with asyncio.timeout(60):
+        async with httpx.AsyncClient(base_url=url, verify=trusting, timeout=LIMIT_S, trust_env=False) as http:
+            async with asyncio.timeout(LIMIT_S):
                 while True:
                     try:
                         if (await http.get("/readyz")).is_success:
@@ -87,7 +88,7 @@ async def test_streams_over_tls_and_nothing_else(
             answer = await http.post("/generate", json={"prompt": "x", "max_tokens": 5})
         assert answer.status_code == 200
         assert answer.text.count('"type":"token"') == 5
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as stranger:
+        async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as stranger:
             for bad in (url, url.replace("https", "http")):  # who does not trust the certificate; who speaks plainly
                 try:
                     await stranger.get(f"{bad}/readyz")

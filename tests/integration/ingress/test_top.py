@@ -22,9 +22,10 @@ from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from typer.testing import CliRunner
 
 from kvproto.subjects import Subjects
-from services.cli.main import app
+from services.cli.commands import app
 from services.ingress.api_keys import hash_key
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 KEYS = f"""
 [[keys]]
@@ -128,7 +129,7 @@ class Terminal:
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
-    def read(self, until: Callable[[str], bool], timeout_s: float = 15.0) -> str:
+    def read(self, until: Callable[[str], bool], timeout_s: float = LIMIT_S) -> str:
         """What came until then."""
         found = ""
         end = time.monotonic() + timeout_s
@@ -153,7 +154,7 @@ class Terminal:
 async def test_live_in_a_terminal(served: Served) -> None:
     """Both ends at once, since starting Python takes its time: q in one, SIGINT in the other."""
     await ask(served, 1)
-    command = [sys.executable, "-m", "services.cli.main", "top", f"--url={served.url}", "--api-key=root"]
+    command = [sys.executable, "-P", "-m", "services.cli.main", "top", f"--url={served.url}", "--api-key=root"]
     terminals = [Terminal([*command, "--interval=0.2"], 120, 24) for _ in range(2)]
     try:
         for terminal in terminals:

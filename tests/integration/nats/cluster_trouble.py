@@ -15,7 +15,8 @@ from pathlib import Path
 from kvproto.connection import Connection
 from kvproto.testing.nats_cluster import SYSTEM_USER, NatsCluster
 from kvproto.testing.nats_process import NatsProcess
-from tests.support.trouble import Fleet, fleet_over, until
+from tests.support.trouble import Fleet, fleet_over
+from tests.support.waiting import LIMIT_S, until
 
 WITHOUT_A_LEADER_S = 8.0
 
@@ -61,7 +62,7 @@ async def lose(server: NatsProcess, fleet: Fleet) -> None:
     streams = await fleet.start_streams(6, 100)
     server.kill()
     await fleet.serve(within_s=10)
-    await asyncio.wait_for(asyncio.gather(*streams), 30)
+    await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
     server.start()
     await until(fleet.is_whole)
 
@@ -71,7 +72,7 @@ async def retire_one(fleet: Fleet, cluster: NatsCluster) -> None:
     server = server_of(fleet.workers.workers["w1"].connection, cluster)
     streams = await fleet.start_streams(6, 100)
     await asyncio.to_thread(server.retire)
-    await asyncio.wait_for(asyncio.gather(*streams), 30)
+    await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
     server.start()
     await until(fleet.is_whole)
 
@@ -83,7 +84,7 @@ async def hang_a_workers_server(fleet: Fleet, cluster: NatsCluster) -> None:
     await fleet.serve()
     await asyncio.sleep(6.0)
     server.wake()
-    await asyncio.wait_for(asyncio.gather(*streams), 30)
+    await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
     await until(fleet.is_whole)
     await fleet.leases_are_written()
 
@@ -94,7 +95,7 @@ async def lose_the_majority(fleet: Fleet, cluster: NatsCluster) -> None:
     streams = await fleet.start_streams(6, 200)
     for server in cluster.others(left):
         server.kill()
-    await asyncio.wait_for(asyncio.gather(*streams), 30)
+    await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
     await asyncio.sleep(WITHOUT_A_LEADER_S)
     assert fleet.is_whole(), "by heartbeats, and because nobody's record is renewed"
     assert (await fleet.serve(within_s=5)).attempts == 1

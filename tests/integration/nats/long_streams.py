@@ -23,6 +23,7 @@ import nats
 from kvproto.ids import new_request_id
 from services.worker.model_folder import DEMO_FOLDER
 from tests.support.processes import Deployment
+from tests.support.waiting import LIMIT_S
 
 TOKENS = 5_000
 SECONDS = 64.0
@@ -69,7 +70,7 @@ async def receive(url: str, tenant: str, *, as_json: bool) -> dict[str, Any]:
     times: list[float] = []
     in_order = True
     while True:
-        at, frame = await asyncio.wait_for(frames.get(), 40)
+        at, frame = await asyncio.wait_for(frames.get(), LIMIT_S)
         if frame["type"] == "tokens":
             in_order &= frame["index"] == len(ids)
             ids += frame["ids"]
@@ -102,7 +103,7 @@ def main(url: str, folder: Path) -> None:
     try:
         fleet.start("placement", "p-long")
         fleet.start("worker", "w-long", *flags)
-        end = time.monotonic() + 60
+        end = time.monotonic() + LIMIT_S
         while not all("is ready" in service.log.read_text() for service in fleet.services.values()):
             if time.monotonic() > end:
                 raise SystemExit(f"not ready: {fleet.logs()}")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.connection import SILENT_S, Connection, Message
+from kvproto.connection import Connection, Message
 from kvproto.errors import Unavailable
 from kvproto.testing.fixtures import ProcessFactory
 from kvproto.testing.nats_process import NatsProcess
-from tests.support.trouble import until
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ async def test_a_late_answer_to_a_ping_does_no_harm(server: NatsProcess, connect
     await connection.synced()
     server.hang()
     await connection.synced(1.0)
-    await until(lambda: connection.is_silent, SILENT_S + 5)
+    await until(lambda: connection.is_silent)
     server.wake()
     await until(lambda: not connection.is_silent)
     await connection.publish("x", b"1")
-    await until(lambda: heard, 1.5)
+    await until(lambda: heard)
     assert connection.reconnects_total == 0
 
 

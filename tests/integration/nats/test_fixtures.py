@@ -23,6 +23,7 @@ from kvproto.testing.backend import ServerSource
 from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerFailed, ServerSpec, check_identity, greeting
+from tests.support.waiting import LIMIT_S
 
 
 async def connect(url: str) -> Connection:
@@ -134,7 +135,7 @@ def test_without_a_daemon_auto_falls_back_and_docker_is_an_error(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         env=environment,
         cwd=tmp_path,
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvproto.connection import Connection, Message
 from kvproto.testing.nats_proxy import EVENTS, FRAMES, Mangling, NatsProxy, ProtocolBroken, ServerParser
+from tests.support.waiting import LIMIT_S, until
 
 
 class Reader:
@@ -31,9 +32,7 @@ class Reader:
         await self.writer.synced()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.heard) < count:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.heard) >= count)
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ async def test_what_is_mangled(reader: Reader) -> None:
     subject = f"{reader.connection.inbox_prefix}.b"
     reader.proxy.mangling = Mangling(lost=0.5, seed=1)
     await reader.send(subject, range(200))
-    await asyncio.sleep(0.3)
+    await until(lambda: len(reader.heard) + reader.proxy.counts["lost"] == 200)
     lost = reader.proxy.counts["lost"]
     assert 50 < lost < 150
     assert len(reader.heard) == 200 - lost
@@ -105,7 +104,7 @@ async def test_a_partition_holds_everything_and_ends_nothing(reader: Reader) -> 
     subject = f"{reader.connection.inbox_prefix}.b"
     reader.proxy.partition()
     await reader.send(subject, range(10))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # nothing comes
     assert reader.heard == []
     assert reader.connection.is_connected
     reader.proxy.heal()
@@ -116,7 +115,7 @@ async def test_a_partition_holds_everything_and_ends_nothing(reader: Reader) -> 
 
 async def test_cut_connections_come_back(reader: Reader) -> None:
     reader.proxy.cut()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not reader.connection.reconnects_total:
             await asyncio.sleep(0.02)
     await reader.connection.synced()
@@ -129,7 +128,7 @@ async def test_a_server_that_is_not_there() -> None:
     async with NatsProxy("nats://127.0.0.1:1") as proxy:
         read, write = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
         with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(read.read(), 5) == b""
+            assert await asyncio.wait_for(read.read(), LIMIT_S) == b""
         write.close()
 
 
@@ -140,7 +139,7 @@ async def test_nothing_is_left(nats_url: str) -> None:
         read, write = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
         await asyncio.sleep(0.05)
         proxy.heal()
-        info = await asyncio.wait_for(read.readline(), 5)
+        info = await asyncio.wait_for(read.readline(), LIMIT_S)
         assert json.loads(info[5:])["server_id"]
         write.close()
     assert len(asyncio.all_tasks()) == before

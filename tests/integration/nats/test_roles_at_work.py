@@ -7,7 +7,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ConfiguredNats
 from kvproto.testing.nats_server import NatsServer
+from tests.support.waiting import LIMIT_S, until
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
 S = Subjects()
@@ -58,13 +58,6 @@ async def admin(connect_as: Any) -> AsyncIterator[Connection]:
     for bucket in (S.members_bucket, S.sessions_bucket, S.keys_bucket):
         await connection.raw.jetstream().purge_stream(f"KV_{bucket}")
     yield connection
-
-
-async def until(true: Any, timeout_s: float = 3.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "did not come true in time"
-        await asyncio.sleep(0.02)
 
 
 async def test_worker_keeps_its_lease(admin: Connection, connect_as: Any) -> None:
@@ -243,7 +236,7 @@ async def test_a_chosen_reply_subject_is_no_way_to_write_elsewhere(admin: Connec
         for target in targets:
             asked.clear()
             await producer.publish(subject, b"", reply=target)
-            await asyncio.wait_for(asked.wait(), 2)
+            await asyncio.wait_for(asked.wait(), LIMIT_S)
     await asyncio.gather(placement.synced(), worker.synced(), admin.synced())
     assert stolen == []
     for bucket, key in ((S.sessions_bucket, "acme.s"), (S.keys_bucket, "k")):

@@ -18,7 +18,8 @@ from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.testing.fixtures import ProcessFactory
 from kvproto.testing.nats_server import PLAIN_CONFIG
-from tests.support.trouble import Fleet, fleet_over, until
+from tests.support.trouble import Fleet, fleet_over
+from tests.support.waiting import LIMIT_S, until
 
 LONGER_THAN_MEMBERS_LIVE_S = 6.0
 
@@ -33,7 +34,7 @@ async def test_killed_and_hung(nats_process: ProcessFactory) -> None:
             server.kill()
             await asyncio.sleep(away_s)
             server.start()
-            done = await asyncio.wait_for(asyncio.gather(*streams), 30)
+            done = await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
             assert all(one.attempts == 1 for one in done), "nothing is computed again"
             await until(fleet.is_whole)
             fleet.check(epochs)
@@ -42,11 +43,27 @@ async def test_killed_and_hung(nats_process: ProcessFactory) -> None:
         await asyncio.sleep(6.0)
         assert fleet.is_whole(), "who hears nobody buries nobody"
         server.wake()
-        done = await asyncio.wait_for(asyncio.gather(*streams), 30)
+        done = await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
         assert all(one.attempts == 1 for one in done)
         await fleet.leases_are_written()
         fleet.check(epochs)
         await fleet.serve()
+
+
+async def test_what_ends_while_the_server_hangs_is_ended_in_the_ledger(nats_process: ProcessFactory) -> None:
+    """The workers said so to a server that read nothing any more, and dropped them."""
+    server = nats_process()
+    async with fleet_over(server.url) as fleet:
+        streams = await fleet.start_streams(6, 60)
+        server.hang()
+        await until(lambda: not any(worker.loop.milestones for worker in fleet.workers.workers.values()))
+        await asyncio.sleep(LONGER_THAN_MEMBERS_LIVE_S)  # until all connections were given up
+        server.wake()
+        await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
+        ledger = fleet.placement.core.ledger
+        await until(lambda: all(one.actual.ended for one in ledger._entries.values()))
+        await until(fleet.is_whole)
+        fleet.placement.core.check_integrity()
 
 
 async def test_killed_again_and_again_under_two_hundred_connections(nats_process: ProcessFactory) -> None:
@@ -62,7 +79,7 @@ async def test_killed_again_and_again_under_two_hundred_connections(nats_process
                 server.restart()
                 await asyncio.sleep(0.2)
             assert time.monotonic() - began < 20
-            await asyncio.wait_for(asyncio.gather(*streams), 30)
+            await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
             await until(lambda: all(one.is_connected for one in crowd))
         finally:
             await asyncio.gather(*(one.close() for one in crowd))
@@ -87,7 +104,7 @@ async def jetstream_is_off_and_back(nats_process: ProcessFactory, config: Path) 
         streams = await fleet.start_streams(4, 200)
         config.write_text(PLAIN_CONFIG.replace("jetstream: enabled", ""))
         server.restart()
-        await asyncio.wait_for(asyncio.gather(*streams), 30)
+        await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
         await asyncio.sleep(LONGER_THAN_MEMBERS_LIVE_S)
         now = fleet.client.now()
         assert all(now - view.record_at > 3 for view in fleet.client.members.view.workers.values()), "not renewed"
@@ -113,7 +130,7 @@ async def jetstream_is_full(nats_process: ProcessFactory, config: Path) -> None:
         with pytest.raises(Unavailable):
             while True:
                 await bucket.put("a", b"x")
-        await asyncio.wait_for(asyncio.gather(*streams), 30)
+        await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
         await asyncio.sleep(LONGER_THAN_MEMBERS_LIVE_S)
         await serves(fleet)
         filling.cancel()
@@ -150,10 +167,10 @@ async def test_a_reader_that_is_cut_off_as_too_slow_loses_nothing(nats_process: 
         flood = await Connection.open(server.url, name="flood", inbox_prefix="_adm.flood")
         reading = threading.Event()
         slow = asyncio.create_task(asyncio.to_thread(asyncio.run, read_slowly(fleet, reading)))
-        await asyncio.to_thread(reading.wait, 20)
+        await asyncio.to_thread(reading.wait, LIMIT_S)
         for _ in range(100):
             await flood.publish("noise", bytes(200_000))
-        reconnects = await asyncio.wait_for(slow, 30)
+        reconnects = await asyncio.wait_for(slow, LIMIT_S)
         assert reconnects >= 1
         assert "Slow Consumer" in server.log()
         await flood.close()

@@ -15,6 +15,7 @@ from services.ingress.callers import Caller, Limits
 from services.ingress.limits import Limiter
 from services.ingress.shared_usage import SharedUsage
 from services.ingress.shared_usage_exchange import UsageExchange
+from tests.support.waiting import LIMIT_S
 
 CALLER = Caller("k", "t", limits=Limits(requests_per_minute=600))
 
@@ -41,7 +42,7 @@ async def test_of_all_roles_ingresses_alone_share_what_is_used(
         await refused.turn()
         await connection.synced()
     await one.turn()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not two.heard_total:
             await asyncio.sleep(0.01)
     assert [account.running_elsewhere for account in heard.every()] == [1]

@@ -39,6 +39,7 @@ from kvproto.messages import (
 )
 from kvproto.subjects import PLACEMENT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
 from services.placement.loop import PlacementLoop
+from tests.support.waiting import LIMIT_S
 
 MODEL = "demo"
 
@@ -147,7 +148,7 @@ class BareProducer:
         return cls(await nats.connect(url, inbox_prefix=b"_prd.public.test"), subjects)
 
     async def generate(
-        self, *, as_json: bool, tenant: str = "public", timeout_s: float = 6.0, **body: Any
+        self, *, as_json: bool, tenant: str = "public", timeout_s: float = LIMIT_S, **body: Any
     ) -> list[dict[str, Any]]:
         """All frames up to and including the terminal one, and whatever follows within 0.3 s."""
         inbox = await self.ask(as_json=as_json, tenant=tenant, **body)
@@ -161,7 +162,7 @@ class BareProducer:
         await self.nc.publish(subject, data, reply=reply, headers=JSON_HEADER if as_json else None)
         return inbox
 
-    async def frames(self, inbox: Any, *, as_json: bool, timeout_s: float = 6.0) -> list[dict[str, Any]]:
+    async def frames(self, inbox: Any, *, as_json: bool, timeout_s: float = LIMIT_S) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         while True:
             ended = bool(found) and found[-1]["type"] in ("finished", "failed", "moved")

@@ -23,6 +23,7 @@ from services.placement.autoscale import Rules
 from services.placement.hearing import Hearing
 from services.placement.loop import PlacementLoop
 from services.placement.placement_metrics import readings
+from tests.support.waiting import LIMIT_S, until
 
 RULES = Rules(minimum=0, maximum=8, up_s=1.8, down_s=1.8)
 PER_MODEL = (
@@ -67,18 +68,12 @@ async def start_scaler(nats_url: str, fleet_buckets: Subjects):  # type: ignore[
 
 
 async def signals(requester: Connection, subjects: Subjects) -> ModelSignals:
-    reply = await requester.request(subjects.placement_stats(), b"", 2.0)
+    reply = await requester.request(subjects.placement_stats(), b"", LIMIT_S)
     return next(one for one in codec.decode(PlacementStats, reply.data).models if one.model == MODEL)
 
 
 def own(loop: PlacementLoop) -> ModelSignals:
     return next(one for one in loop.core.autoscaler.signals() if one.model == MODEL)
-
-
-async def until(condition: Callable[[], object], within_s: float = 8.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 def series(loop: PlacementLoop) -> dict[str, dict[tuple[str, ...], float]]:
@@ -144,7 +139,7 @@ async def test_silence_lowers_nothing(start_scaler: StartScaler, start_worker: S
     await until(lambda: own(loop).desired == 2)
     for worker in workers:
         await worker.kill()
-    await asyncio.sleep(2 * RULES.down_s)
+    await asyncio.sleep(2 * RULES.down_s)  # nothing is scaled down
     assert own(loop).desired == 2
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from fake_fleet import MODEL, BareProducer, FakeWorker, StartPlacement, StartWorker
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import (
     Capsule,
     Encoding,
@@ -25,14 +23,8 @@ from kvproto.messages import (
     State,
 )
 from kvproto.subjects import Subjects
-from services.placement.loop import PlacementLoop
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        await asyncio.sleep(0.005)
+from services.placement.loop import QUEUE, PlacementLoop
+from tests.support.waiting import LIMIT_S, until
 
 
 async def knows(loop: PlacementLoop, *workers: str) -> None:
@@ -90,7 +82,7 @@ async def test_what_a_draining_worker_hands_over_goes_on_and_the_producer_sees_o
     for loop in loops:
         await knows(loop, "w2")
     capsule = Capsule("public", "w1", request)
-    assert await drained.connection.request(fleet_buckets.placement_capsules(), codec.encode(capsule), 1.0)
+    assert await drained.connection.request(fleet_buckets.placement_capsules(), codec.encode(capsule), LIMIT_S)
     await drained.answer(reply, Moved("mine", 0, 0))
     await until(lambda: sum(loop.forwarded_total for loop in loops) == 2)
     assert not drained.cancelled
@@ -141,7 +133,7 @@ async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
     async def hand_over(number: int) -> None:
         _, request, reply = drained.seen[number]
         data = codec.encode(Capsule("public", "w1", request))
-        assert (await drained.connection.request(fleet_buckets.placement_capsules(), data, 1.0)).data == b"taken"
+        assert (await drained.connection.request(fleet_buckets.placement_capsules(), data, LIMIT_S)).data == b"taken"
         await drained.answer(reply, Moved(request.request, 0, 0))
 
     await hand_over(0)
@@ -154,6 +146,48 @@ async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
     for inbox in inboxes:
         tokens, end = await producer.frames(inbox, as_json=True)
         assert (tokens["attempt"], end["type"]) == (1, "finished")
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+async def test_a_replica_that_dies_with_what_it_was_handed_is_followed_by_another_or_the_producer_hears(
+    start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer, requester: Connection,
+    fleet_buckets: Subjects, is_followed: bool,
+) -> None:  # fmt: skip
+    going = await start_placement()
+    drained = await start_worker("w1", "hold")
+    await knows(going, "w1")
+    inbox = await producer.ask(as_json=True, prompt="hi", request="r0")
+    await until(lambda: going.forwarded_total == 1)
+    drained.lease.record = replace(drained.lease.record, state=State.DRAINING)
+    await until(lambda: not going.core.fleet.ready(MODEL).workers)
+    _, request, reply = drained.seen[0]
+    data = codec.encode(Capsule("public", "w1", request))
+    assert (await drained.connection.request(fleet_buckets.placement_capsules(), data, LIMIT_S)).data == b"taken"
+    await drained.answer(reply, Moved(request.request, 0, 0))
+
+    taken: list[bytes] = []
+
+    async def take(message: Message) -> None:
+        taken.append(message.data)
+        await requester.publish(message.reply, b"taken")
+
+    async def die(message: Message) -> None:
+        if is_followed:
+            await requester.subscribe(fleet_buckets.placement_capsules(), take, queue=QUEUE)
+        await dying.unsubscribe()
+        await requester.synced()
+
+    dying = await requester.subscribe(fleet_buckets.placement_capsules(), die, queue=QUEUE)
+    await requester.synced()
+    await going.stop(grace_s=0.0)
+    if is_followed:
+        (carried,) = [codec.decode(Capsule, data) for data in taken]
+        assert (carried.request.request, carried.request.inbox, carried.worker) == ("r0", request.inbox, "w1")
+        assert not drained.cancelled
+    else:
+        (end,) = await producer.frames(inbox, as_json=True)
+        assert (end["code"], end["retryable"]) == ("unavailable", True)
+        await until(lambda: [one.attempt for one in drained.cancelled] == [0])
 
 
 async def test_the_last_replica_that_goes_tells_the_producer(
@@ -192,7 +226,7 @@ async def test_an_overloaded_fleet_says_when_to_come_back(
     worker.load, worker.rates = Load(waiting=9, queued_prefill_tokens=90_000), Rates(1000.0)
     await until(lambda: "w1" in loop.core.fleet.workers and loop.core.fleet.workers["w1"].load.waiting == 9)
     ask = codec.encode(PlaceRequest("r1", MODEL, (1, 2, 3), max_wait_s=30.0))
-    reply = await requester.request(fleet_buckets.place("public", MODEL), ask, 1.0)
+    reply = await requester.request(fleet_buckets.place("public", MODEL), ask, LIMIT_S)
     (failed,) = codec.decode_frames(reply.data)
     frame: dict[str, Any]
     (frame,) = await producer.generate(as_json=True, prompt="hi", deadline_ms=40_000)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +53,7 @@ from kvproto.subjects import VAULT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
 from kvproto.tenant_roots import TenantRoots
 from services.placement.index.follower import Follows
 from services.placement.loop import PlacementLoop
+from tests.support.waiting import LIMIT_S, until
 
 KEY = b"secret"
 PROMPT = tuple(range(1, 1601))
@@ -150,12 +151,6 @@ class Tiered:
         self.w0, self.w1, self.vault = holders
 
 
-async def until(condition: Callable[[], object], seconds: float = 8.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest_asyncio.fixture
 async def fleet(nats_url: str, fleet_buckets: Subjects, start_placement: StartPlacement) -> AsyncIterator[Tiered]:
     loop = await start_placement("cost", KEY)
@@ -173,7 +168,7 @@ async def fleet(nats_url: str, fleet_buckets: Subjects, start_placement: StartPl
 
 async def place(requester: Connection, subjects: Subjects, request: str) -> Placement:
     ask = PlaceRequest(request, MODEL, prompt_ids=PROMPT)
-    reply = await requester.request(subjects.place("public", MODEL), codec.encode(ask), 2.0)
+    reply = await requester.request(subjects.place("public", MODEL), codec.encode(ask), LIMIT_S)
     return codec.decode(Placement, reply.data)
 
 
@@ -241,7 +236,7 @@ async def test_a_new_worker_is_told_what_is_in_demand(fleet: Tiered, requester: 
     try:
         ask = PreloadRequest("w9", MODEL, "", 16, 40)
         subject = fleet.subjects.placement_preload()
-        reply = await asker.request(subject, codec.encode(ask), 3.0)
+        reply = await asker.request(subject, codec.encode(ask), LIMIT_S)
         (hot,) = codec.decode(PreloadPlan, reply.data).chains
         assert (hot.hashes, hot.source) == (b"".join(BLOCKS[:40]), "w0")
         assert fleet.loop.long_questions.preload_answers_total == 1
@@ -262,7 +257,7 @@ async def test_the_victim_is_asked_for_and_garbage_is_not_answered(fleet: Tiered
     index = fleet.loop.core.indexer
     await until(lambda: index.vaults() == (1, 5) and index.index.held_by(index.holder_of("w1") or 0) == 90)
     subject = fleet.subjects.placement_victim()
-    reply = await requester.request(subject, codec.encode(VictimRequest()), 3.0)
+    reply = await requester.request(subject, codec.encode(VictimRequest()), LIMIT_S)
     report = codec.decode(VictimReport, reply.data)
     assert {one.worker: one.unique_blocks for one in report.workers} == {"w0": 5, "w1": 0}
     with pytest.raises(TimeoutError):
@@ -276,12 +271,12 @@ async def test_the_victim_is_asked_for_and_garbage_is_not_answered(fleet: Tiered
 async def drain(subjects: Subjects, url: str, *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli.main", "drain", *arguments,
+        sys.executable, "-P", "-m", "services.cli.main", "drain", *arguments,
         "--nats-url", url, "--namespace", subjects.namespace,
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}", "COLUMNS": "200"},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), LIMIT_S)
     return process.returncode or 0, out.decode(), err.decode()
 
 

@@ -14,7 +14,8 @@ from kvproto.messages import Finished, GenerateRequest, Sampling
 from kvproto.regions import seal
 from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.regions.conftest import FLEET_KEY, TwoRegions
-from tests.integration.regions.test_regions import ask, ready, until
+from tests.integration.regions.test_regions import ask, ready
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = tuple(100 + i % 900 for i in range(2000))
 # 2,000 tokens of a prompt take 0.7 s to compute. They are 16 kB: milliseconds of a link here, 2 s of a slow one.
@@ -35,7 +36,7 @@ async def finished(regions: TwoRegions, request: GenerateRequest) -> None:
     await raw.subscribe(request.inbox, hear)
     subject = regions.us.subjects.worker_generate("eu.w7", "public")
     await raw.publish(subject, codec.encode(request), reply="_prd.public.asks.accepted")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await ended.wait()
     await raw.close()
 
@@ -68,7 +69,7 @@ async def test_blocks_cross_where_that_is_quicker(
         remote = far.network.remote
         if link != "not vouched for":  # as an earlier request does, so that the decision rests on the measurement
             remote.introduce(SOURCE, addresses)
-            await until(lambda: remote.speed_of(SOURCE), 20)
+            await until(lambda: remote.speed_of(SOURCE))
         await finished(regions, request)
         fetched = far.thread.measure()[0].tiers["peer"].hit_tokens_total
         speed = remote.speed_of(SOURCE)

@@ -17,15 +17,10 @@ from kvproto.connection import JSON_HEADER, Connection, Message
 from kvproto.errors import KvfleetError, ModelNotFound
 from kvproto.messages import Finished, Sampling, Started, Tokens
 from tests.integration.regions.conftest import Region, TwoRegions
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def ready(client: Client) -> int:
@@ -122,7 +117,7 @@ async def test_a_long_wait_at_home_sends_requests_away_and_they_come_back_after_
 
     async def until_at(worker: str) -> None:
         """On a machine so busy that placement answers too late, the ring says home: then it is asked again."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             found = ""
             while found != worker:
                 with contextlib.suppress(TimeoutError):

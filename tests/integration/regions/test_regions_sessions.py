@@ -15,15 +15,10 @@ from services.ingress import session_blocks
 from services.worker.engine import Engine
 from tests.integration.ingress.ingress_rig import Served, serve
 from tests.integration.regions.conftest import TwoRegions
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = "But soft, what light through yonder window breaks? It is the east. " * 3
 Open = Callable[[], Awaitable[Served]]
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -60,7 +55,7 @@ async def blocks(worker: Any) -> int:
 
 
 async def gone(*workers: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while any([await blocks(worker) for worker in workers]):
             await asyncio.sleep(0.02)
 

@@ -17,6 +17,7 @@ from kvservice.nats_connection import tls_context
 from kvservice.settings import ServiceSettings
 from services.cli.operator_login import Login
 from tests.support.secrets_rig import Secrets, production, tls_url
+from tests.support.waiting import LIMIT_S
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Ear:
             await self._connection.subscribe(subject, hear)
         await self._connection.synced()
 
-    async def hears(self, speaker: Connection, subject: str, data: bytes, seconds: float = 10.0) -> bool:
+    async def hears(self, speaker: Connection, subject: str, data: bytes, seconds: float = LIMIT_S) -> bool:
         """Whether it does, in time, when that is said again and again."""
         end = asyncio.get_running_loop().time() + seconds
         while data not in self.heard.get(subject, ()):
@@ -95,7 +96,7 @@ class Ear:
         return True
 
 
-async def joined(one: RegionServer, other: RegionServer, seconds: float = 10.0) -> bool:
+async def joined(one: RegionServer, other: RegionServer, seconds: float = LIMIT_S) -> bool:
     """Whether a word crosses, in both directions."""
     here, there = await one.admin(), await other.admin()
     try:

@@ -22,10 +22,10 @@ from kvproto.dataplane.server import DataPlaneServer, Limits
 from kvservice.data_plane import DataPlaneSettings, client_context, server_context
 from services.worker.tiers.remote import RemoteSettings, RemoteTiers
 from services.worker.tiers.source_address import SourceAddress
-from tests.integration.dataplane.conftest import until
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, MemoryStore, made_many
 from tests.integration.worker_tiers.rig import FORMAT, HOST, KEYS, SHAPE, DictStore, Fetched, names_of, ready
 from tests.support.secrets_rig import Secrets
+from tests.support.waiting import LIMIT_S, wait_until
 
 Serve = Callable[..., DataPlaneServer]
 RING = KeyRing({"k": SECRET})
@@ -58,7 +58,7 @@ def moves_blocks(server: DataPlaneServer, tls: ssl.SSLContext | None) -> None:
     client = connect(server, tls)
     blocks = made_many(3)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT_S
         client.put(ROOT, blocks, deadline)
         assert client.has(ROOT, [header.hash for header, _ in blocks], False, deadline) == [True] * 3
     finally:
@@ -93,7 +93,7 @@ def test_the_server_refuses_a_client(
         of = foreign if shown == "foreign" else expired
         settings = of.data_plane_tls() | settings
     refused(server, client_tls(**settings))
-    until(lambda: server.counters.refused == {"tls": 1})
+    wait_until(lambda: server.counters.refused == {"tls": 1})
     moves_blocks(server, client_tls(**own.data_plane_tls()))
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from kvproto.testing.nats_binary import find_nats_server
 from tests.support.secrets_rig import Secrets, production
+from tests.support.waiting import LIMIT_S
 
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 NAMES = ("nats-0", "nats-1", "nats-2")
@@ -42,7 +43,7 @@ class Server:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(LIMIT_S)
 
 
 def free_ports(count: int) -> list[int]:
@@ -73,12 +74,12 @@ async def test_three_servers_share_streams_and_a_node_is_none_of_them(cluster: l
         "KVFLEET_NATS_NKEY_SEED_FILE": own["nkeys/admin.seed"],
         **{f"KVFLEET_{name.upper()}": path for name, path in own.nats_tls().items()},
     }
-    end = time.monotonic() + 60
+    end = time.monotonic() + LIMIT_S
     while True:
         made = await asyncio.to_thread(
             subprocess.run,
             [KVFLEET, "init", "--replicas", "3"],
-            env=environment, capture_output=True, text=True, timeout=60, check=False,
+            env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         if made.returncode == 0:
             break

@@ -30,6 +30,7 @@ from kvproto.testing.nats_process import NatsProcess
 from kvservice.nats_connection import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support.secrets_rig import DEPLOY, Secrets, production, tls_url
+from tests.support.waiting import LIMIT_S
 
 StartNats = Callable[..., NatsProcess]
 S = Subjects()
@@ -66,7 +67,7 @@ async def works(connection: Connection) -> None:
     await connection.subscribe(f"{connection.inbox_prefix}.works", receive)
     await connection.synced()
     await connection.publish(f"{connection.inbox_prefix}.works", b"")
-    await asyncio.wait_for(got.wait(), 5)
+    await asyncio.wait_for(got.wait(), LIMIT_S)
 
 
 async def test_the_right_certificate_and_nkey_come_in(nats: NatsProcess, own: Secrets) -> None:
@@ -136,8 +137,8 @@ async def test_a_client_without_tls_is_told_so_in_bounded_time(nats: NatsProcess
 def test_what_is_no_tls_is_cut_off(nats: NatsProcess) -> None:
     """Beyond its greeting a server of production.conf has no word for whoever goes on without TLS."""
     where = ("127.0.0.1", int(nats.url.rsplit(":", 1)[1]))
-    with socket.create_connection(where, 5) as plain:
-        plain.settimeout(8)
+    with socket.create_connection(where, LIMIT_S) as plain:
+        plain.settimeout(LIMIT_S)
         assert plain.recv(4096).startswith(b"INFO ")
         plain.sendall(b'CONNECT {"user":"admin","pass":"admin"}\r\nPING\r\n')
         rest = b""
@@ -197,7 +198,7 @@ async def test_it_reconnects_under_tls_with_certificates_as_they_are_then(
 
     async def restarted(count: int) -> None:
         server.restart()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while connection.reconnects_total < count or not connection.is_connected:
                 await asyncio.sleep(0.02)
         await works(connection)
@@ -241,7 +242,7 @@ async def test_the_server_takes_renewed_certificates_on_reload(own: Secrets, tmp
         Secrets.make(renewed.folder)
         shutil.copy(renewed["nats.crt"], tmp_path / "nats" / "tls" / "tls.crt")
         process.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while served_certificate(url, own) == before:
                 await asyncio.sleep(0.05)
         await works(connection)
@@ -259,7 +260,7 @@ def running(
     command += ["--ports_file_dir", str(folder), "-l", str(folder / "nats.log"), *flags]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + LIMIT_S
         while not (ports := list(folder.glob("*.ports"))) or not ports[0].read_text():
             assert process.poll() is None, (folder / "nats.log").read_text()
             assert time.monotonic() < end
@@ -267,13 +268,13 @@ def running(
         yield json.loads(ports[0].read_text())["nats"][0].replace("nats://", "tls://"), process
     finally:
         process.terminate()
-        process.wait(5)
+        process.wait(LIMIT_S)
 
 
 def served_certificate(url: str, secrets: Secrets) -> bytes:
     context = tls_context(ServiceSettings(**secrets.nats_tls()))
     assert context is not None
-    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 5) as plain:
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), LIMIT_S) as plain:
         plain.recv(4096)
         with context.wrap_socket(plain, server_hostname="localhost") as under_tls:
             shown = under_tls.getpeercert(binary_form=True)
@@ -291,7 +292,7 @@ def test_the_configuration_is_valid_and_names_what_is_missing(name: str, own: Se
 
     def check(given: dict[str, str]) -> subprocess.CompletedProcess[str]:
         command = [str(find_nats_server()), "-t", "-c", str(config)]
-        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=20, check=False)
+        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     assert check(environment).returncode == 0, check(environment).stderr
     used = set(re.findall(r"\$(KVF_\w+)", (DEPLOY / "accounts-nkeys.conf").read_text()))

@@ -34,11 +34,13 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
-from kvproto.subjects import Subjects
+from kvproto.sealed_inbox import sealed_prefix
+from kvproto.subjects import INGRESS_INBOX, Subjects
 from kvproto.tenant_roots import TenantRoots
 from services.vault.store import VaultStore
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, chain, hashes
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = tuple(range(100, 500))
 ONE = Sampling(1, temperature=0, ignore_eos=True)
@@ -59,7 +61,7 @@ async def tenants(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[dict[
 
 
 async def ready(client: Client, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(list(client.members.view.ready("demo"))) < count:
             await asyncio.sleep(0.01)
 
@@ -104,7 +106,7 @@ async def test_a_prompt_that_another_tenant_has_warmed_is_as_cold_as_ever(
     for worker in warm:
         await worker.stop()
     cold = await fleet.start("w2", fleet_key="k")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while [one.record.id for one in tenants["b"].members.view.ready("demo")] != ["w2"]:
             await asyncio.sleep(0.01)
     before = await fed(cold)
@@ -269,12 +271,12 @@ class Victim:
         return [one for event in self._events if isinstance(event, Tokens) for one in event.ids]
 
     async def begun(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(self.ids) < 5:
                 await asyncio.sleep(0.01)
 
     async def end(self) -> list[int]:
-        await asyncio.wait_for(self._reading, 15)
+        await asyncio.wait_for(self._reading, LIMIT_S)
         assert isinstance(self._events[-1], Finished)
         assert self._stream.attempts == 1
         return self.ids
@@ -294,8 +296,7 @@ async def test_with_a_requests_id_another_tenant_can_do_nothing(
         await stranger.say(names.worker_resend("w0", "b"), ResendRequest(request, 0, 0, inbox or stranger.inbox))
     assert stranger.frames == []
     count = len(victim.ids)
-    await asyncio.sleep(0.3)
-    assert len(victim.ids) > count, "it is not parked"
+    await until(lambda: len(victim.ids) > count, told="it is not parked")
     body = GenerateRequest(request, 0, "demo", LONG, stranger.inbox, prompt_ids=PROMPT)
     await stranger.say(names.worker_generate("w0", "b"), body, reply=f"{stranger.connection.inbox_prefix}.r.x.0")
     (refused,) = stranger.frames
@@ -328,6 +329,39 @@ async def test_nothing_can_be_written_into_another_tenants_inbox(
     await stranger.say(names.worker_resend("w0", "b"), unknown)
     assert worker.loop.frames.running_count == 1
     assert len(await victim.end()) == 400
+
+
+async def test_a_producer_has_nothing_written_to_an_ingress_and_no_priority_of_its_own(
+    worker: FakeWorker, nats_url: str, fleet_buckets: Subjects, stranger: Stranger
+) -> None:
+    """An ingress serves every tenant, so its inbox is nobody's: but only who has the fleet's key can name it."""
+    names = fleet_buckets
+    prefix = sealed_prefix(INGRESS_INBOX, "i1", b"k")
+    connection = await Connection.open(nats_url, name="ingress", inbox_prefix=prefix)
+    heard: list[Frame] = []
+
+    async def hear(message: Message) -> None:
+        heard.extend(codec.decode_frames(message.data))
+
+    try:
+        for known in (prefix, "_ing.i1"):  # what an ingress without a seal would be called
+            await connection.subscribe(f"{known}.>", hear)
+        await connection.synced()
+        for asked in (0, 1):  # of what it knows, and of what is "lost"
+            await stranger.say(
+                names.worker_resend("w0", "b"), ResendRequest("victim", asked, 0, f"{prefix}.r.victim.0")
+            )
+        assert heard == []
+        for reply, priority in ((f"{prefix}.r.mine.0", 7), ("_ing.i1.r.mine.1", 0), (f"{stranger.inbox}.r.mine.2", 0)):
+            attempt = int(reply[-1])
+            body = GenerateRequest("mine", attempt, "demo", LONG, f"{stranger.inbox}.f", prompt_ids=PROMPT, priority=7)
+            await connection.publish(names.worker_generate("w0", "b"), codec.encode(body), reply=reply)
+            async with asyncio.timeout(LIMIT_S):
+                while (record := worker.loop.frames.find("mine", attempt)) is None:
+                    await asyncio.sleep(0.01)
+            assert record.asked.priority == priority, reply
+    finally:
+        await connection.close()
 
 
 async def test_its_own_requests_a_producer_can_cancel_park_and_read_again(

@@ -15,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tests.support.waiting import LIMIT_S
+
 KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 ERROR = 2
 
@@ -91,9 +93,9 @@ class Collector:
             self.spans += found
             self._changed.notify_all()
 
-    def wait(self, enough: Callable[[list[SeenSpan]], bool], timeout_s: float = 10.0) -> list[SeenSpan]:
+    def wait(self, enough: Callable[[list[SeenSpan]], bool]) -> list[SeenSpan]:
         """All spans, once there are enough of them."""
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + LIMIT_S
         with self._changed:
             while not enough(self.spans):
                 left = end - time.monotonic()
@@ -102,7 +104,7 @@ class Collector:
                 self._changed.wait(left)
             return list(self.spans)
 
-    def trace(self, trace: str, *names: str, timeout_s: float = 10.0) -> dict[str, list[SeenSpan]]:
+    def trace(self, trace: str, *names: str) -> dict[str, list[SeenSpan]]:
         """One trace's spans by name, in the order of their beginnings, once each of these names is there (as often as
         it is named)."""
 
@@ -114,7 +116,7 @@ class Collector:
             return all(here.count(name) >= names.count(name) for name in names)
 
         by_name: dict[str, list[SeenSpan]] = {}
-        for span in sorted(of_trace(self.wait(enough, timeout_s)), key=lambda span: span.began):
+        for span in sorted(of_trace(self.wait(enough)), key=lambda span: span.began):
             by_name.setdefault(span.name, []).append(span)
         return by_name
 

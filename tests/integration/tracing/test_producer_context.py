@@ -13,6 +13,7 @@ from kvproto.generation import Generation
 from kvproto.messages import GenerateRequest, Sampling
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
+from tests.support.waiting import LIMIT_S
 
 CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -33,7 +34,7 @@ async def test_what_a_client_sends(
     place, work = fleet_buckets.place("public", "demo"), fleet_buckets.worker_generate("w0", "public")
     await listener.subscribe(f"{fleet_buckets.namespace}.>", on_message)  # placement is never there: the ring places
     await listener.synced()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not list(client.members.view.ready("demo")):
             await asyncio.sleep(0.01)
         generation = Generation("demo", Sampling(3), prompt_ids=(1, 2, 3), traceparent=given)

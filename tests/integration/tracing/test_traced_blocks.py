@@ -30,6 +30,7 @@ from tests.integration.worker_tiers import rig
 from tests.integration.worker_tiers.rig import KEYS, Vault, names_of, ready
 from tests.support.kept_spans import Kept
 from tests.support.kv_blocks import ROOT, chain, hashes
+from tests.support.waiting import LIMIT_S
 
 CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -79,7 +80,7 @@ def remote(vault: Vault, traced: Traced) -> Iterator[RemoteTiers]:
 def look(remote: RemoteTiers, names: list[Any], traceparent: str) -> None:
     done = threading.Event()
     remote.look(names, exact=False, peer="", on_ready=done.set, traceparent=traceparent)
-    assert done.wait(5)
+    assert done.wait(LIMIT_S)
 
 
 def fetch(remote: RemoteTiers, names: list[Any], traceparent: str) -> int:
@@ -87,7 +88,7 @@ def fetch(remote: RemoteTiers, names: list[Any], traceparent: str) -> int:
     landing = Landing([None] * len(names), traceparent=traceparent)
     targets = [memoryview(bytearray(rig.SHAPE.raw_bytes)) for _ in names]
     remote.fetch(Tier.VAULT, names, targets, landing, exact=False, peer="", on_progress=done.set)
-    assert done.wait(10)
+    assert done.wait(LIMIT_S)
     return landing.close()
 
 

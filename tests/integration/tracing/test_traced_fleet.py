@@ -18,7 +18,9 @@ import pytest
 
 from tests.integration.tracing.collector import Collector, SeenSpan
 from tests.integration.tracing.conftest import Caller
+from tests.support import sse
 from tests.support.up import Up
+from tests.support.waiting import LIMIT_S, wait_until
 
 SERVICES = {"kvfleet-ingress", "kvfleet-placement", "kvfleet-worker", "kvfleet-vault"}
 LONG = "a long prompt " * 250
@@ -26,7 +28,7 @@ SECRET = "nobody may read this"
 
 
 def post(fleet: Up, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
-    answer = httpx.post(f"{fleet.base}/v1/completions", json={"model": "demo"} | body, headers=headers, timeout=30)
+    answer = httpx.post(f"{fleet.base}/v1/completions", json={"model": "demo"} | body, headers=headers, timeout=LIMIT_S)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -57,13 +59,11 @@ def pid_of(fleet: Up, member: str) -> int:
 
 
 def until_ready(fleet: Up, *workers: str) -> None:
-    end = time.monotonic() + 60
-    while True:
+    def are_ready() -> bool:
         listed = httpx.get(f"{fleet.base}/workers").json()
-        if all(listed.get(worker, {}).get("state") == "ready" for worker in workers):
-            return
-        assert time.monotonic() < end, listed
-        time.sleep(0.1)
+        return all(listed.get(worker, {}).get("state") == "ready" for worker in workers)
+
+    wait_until(are_ready, told=lambda: httpx.get(f"{fleet.base}/workers").text, pause_s=0.1)
 
 
 def test_one_request_is_one_trace_across_services(traced_fleet: Up, collector: Collector, caller: Caller) -> None:
@@ -126,7 +126,7 @@ def test_what_is_not_sampled_leaves_no_span(
         given = caller.headers["traceparent"][:-1] + "0"
     answer = post(traced_fleet, {"prompt": "x", "max_tokens": 2}, {"traceparent": given} if given is not None else None)
     assert "x-trace-id" not in answer.headers
-    time.sleep(0.2)
+    time.sleep(0.2)  # nothing is told
     assert len(collector.spans) == before
 
 
@@ -166,7 +166,7 @@ async def ask_bare(fleet: Up, body: dict[str, Any], headers: dict[str, str]) -> 
     await connection.subscribe(inbox, cb=on_frame)
     headers = {"Content-Type": "application/json"} | headers
     await connection.publish("kvf.generate.public.demo", json.dumps(body).encode(), reply=inbox, headers=headers)
-    await asyncio.wait_for(done.wait(), 20)
+    await asyncio.wait_for(done.wait(), LIMIT_S)
     await connection.close()
     return frames
 
@@ -190,8 +190,8 @@ def stream_and_signal(
 ) -> None:
     """A stream to its end; the worker gets the signal after ten events."""
     events = 0
-    with httpx.stream("POST", f"{fleet.base}/v1/completions", json=body, headers=headers, timeout=30) as answer:
-        for line in answer.iter_lines():
+    with httpx.stream("POST", f"{fleet.base}/v1/completions", json=body, headers=headers, timeout=LIMIT_S) as answer:
+        for line in sse.lines(answer):
             events += line.startswith("data: ")
             if events == 10 and line.startswith("data: "):
                 os.kill(pid_of(fleet, worker), number)

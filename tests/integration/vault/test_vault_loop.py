@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from vault_rig import Fleet, replayed, split, until
+from vault_rig import Fleet, replayed, split
 
 from kvproto import codec
-from kvproto.block_hash import digest_term
+from kvproto.block_hash import digest_term, in_tier
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneServer
@@ -28,6 +28,7 @@ from services.vault.changes import BLOCKS_PER_EVENT
 from services.vault.loop import VaultLoop
 from services.vault.store import VaultStore
 from tests.support.kv_blocks import ROOT, Block, chain, hashes
+from tests.support.waiting import LIMIT_S, until
 
 ONE = bytes_for(chain(1)[0].header)
 
@@ -73,7 +74,7 @@ def digest_of(events: list[KvEvents]) -> int:
         for change in event.changes:
             for run in change.runs:
                 for one in run.hashes:
-                    digest ^= digest_term(one)
+                    digest ^= in_tier(digest_term(one), change.tier.number)
     return digest
 
 
@@ -122,7 +123,7 @@ async def test_snapshots_amid_puts_erasures_and_evictions_are_what_the_events_sa
         before = events[: parts[0].seq]
         held = {one for part in parts for one in split(part.hashes)}
         assert held == replayed(before)
-        assert parts[0].digest == digest_of(before)
+        assert parts[0].tier_digest == digest_of(before)
     assert replayed(events) == held == set(rig.store.holdings()[1])
     assert (rig.loop.log.seq, rig.loop.log.digest) == (events[-1].seq, digest_of(events))
 
@@ -146,7 +147,7 @@ async def test_placement_notices_a_lost_event_by_the_heartbeat_and_pulls(rig: Ri
     await until(lambda: rig.loop.heartbeat().held == 15)
     await asyncio.sleep(0.2)
     seen = len(rig.fleet.beats)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while indexer.state_of("v0") is not Follows.BEHIND:
             for beat in rig.fleet.beats[seen:]:
                 indexer.on_heartbeat(beat, now())
@@ -192,7 +193,7 @@ async def test_a_vault_whose_record_was_deleted_registers_again_and_keeps_its_bl
         rig.put(one)
     bucket = await Bucket.open(rig.fleet.connection, rig.fleet.subjects.members_bucket)
     await bucket.delete("vault.v0")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while (record := await rig.fleet.record("v0")) is None:
             await asyncio.sleep(0.05)
     assert record.epoch == rig.loop.record.epoch

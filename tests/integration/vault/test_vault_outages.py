@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from vault_rig import Fleet, get, payloads, put, until
+from vault_rig import Fleet, get, payloads, put
 
 from kvproto.buckets import ensure_buckets
 from kvproto.connection import Connection
@@ -18,6 +18,7 @@ from kvproto.dataplane.errors import HandshakeRefused
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from tests.support.kv_blocks import chain, hashes
+from tests.support.waiting import LIMIT_S, until
 
 
 async def test_a_nats_that_is_killed_costs_no_block(
@@ -46,7 +47,7 @@ async def test_a_nats_that_is_killed_costs_no_block(
         await until(lambda: fleet.beats)
         assert await fleet.snapshot("v0") == set(hashes(blocks[:40]))
         put(client, blocks[40:])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while (record := await fleet.record("v0")) is None:
                 await asyncio.sleep(0.1)
         assert record.epoch == vault.record.epoch

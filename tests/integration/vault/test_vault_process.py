@@ -10,13 +10,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from vault_rig import Fleet, Vault, get, payloads, put, soon, until
+from vault_rig import Fleet, Vault, get, payloads, put, soon
 
 from kvproto.dataplane.client import PutStatus
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.messages import State, Tier
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 from tests.support.processes import free_port
+from tests.support.waiting import until
 
 MIB = 2**20
 
@@ -64,7 +65,7 @@ async def test_it_registers_keeps_blocks_tells_of_them_and_leaves(fleet: Fleet, 
     assert fleet.beats[-1].state is State.DRAINING
     assert await fleet.record("v0") is None
     assert not Path(unix.removeprefix("unix:")).exists()
-    assert not list(tmp_path.glob("kvfleet-*")), "its runtime folder is gone"
+    assert not list(tmp_path.glob("kvf-*")), "its runtime folder is gone"
     with pytest.raises(DataPlaneError):
         put(local, blocks)
     assert vault.errors() == ""
@@ -167,12 +168,13 @@ async def test_killed_during_puts_and_gets_it_comes_back_with_what_was_on_disk(f
     assert again.stop() == 0, again.errors()
 
 
-async def test_killed_without_a_disk_it_begins_with_nothing(fleet: Fleet) -> None:
+async def test_killed_without_a_disk_it_begins_with_nothing(fleet: Fleet, tmp_path: Path) -> None:
     vault = await fleet.start()
     put(vault.connect(), chain(10))
     await until(lambda: len(fleet.held(vault.record.epoch)) == 10)
     vault.kill()
     again = await fleet.start()
+    assert len(list(tmp_path.glob("kvf-*"))) == 1, "the next life removes the runtime folder of the one before"
     assert await fleet.snapshot("v0") == set()
     assert fleet.parts[0].epoch == again.record.epoch
     with contextlib.closing(again.connect()) as client:

@@ -6,10 +6,9 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvproto import codec
@@ -20,15 +19,9 @@ from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.keys import KeyRing, ensure_key, follow_keys
 from kvproto.messages import Heartbeat, KvEvents, MemberRecord, Snapshot, SnapshotRequest
 from kvproto.subjects import Subjects
+from kvservice import launch
 from tests.support.kv_blocks import ROOT, Block, hashes
-
-LIMIT_S = 20.0
-
-
-async def until(condition: Callable[[], object], seconds: float = LIMIT_S) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.support.waiting import LIMIT_S, until
 
 
 class Fleet:
@@ -117,7 +110,7 @@ class Vault:
         self.record: MemberRecord
         self._log = fleet.folder / f"{name}-{uuid.uuid4().hex}.log"
         self._clients: list[DataPlaneClient] = []
-        command = [sys.executable, "-m", "services.vault.main", f"--id={name}", f"--nats-url={fleet.nats_url}"]
+        command = launch.command("services.vault.main", f"--id={name}", f"--nats-url={fleet.nats_url}")
         command += [f"--namespace={fleet.subjects.namespace}", f"--log-level={log_level}", *flags]
         with self._log.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -171,7 +164,7 @@ def replayed(events: Sequence[KvEvents]) -> set[bytes]:
     return held
 
 
-def soon(seconds: float = 10.0) -> float:
+def soon(seconds: float = LIMIT_S) -> float:
     return time.monotonic() + seconds
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from services.worker.tiers.codecs.block_codec import warm_up
 from services.worker.tiers.remote import RemoteTiers
-from tests.integration.worker_tiers.rig import Vault, remote_tiers, until
+from tests.integration.worker_tiers.rig import Vault, remote_tiers
+from tests.support.waiting import wait_until
 
 MakeVault = Callable[[str], Vault]
 MakeRemote = Callable[..., RemoteTiers]
@@ -26,7 +27,7 @@ def _kernels() -> None:
 def _no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    until(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def make_remote(make_vault: MakeVault) -> Iterator[MakeRemote]:
         remote.set_vaults([one.address for one in vaults])
         if vaults:
             for one in vaults:
-                until(lambda one=one: remote._vaults[one.id].speed() is not None)
+                wait_until(lambda one=one: remote._vaults[one.id].speed() is not None)
         return remote
 
     yield make

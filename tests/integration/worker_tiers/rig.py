@@ -21,6 +21,7 @@ from services.worker.tiers.base import BlockName, Finding, Landing
 from services.worker.tiers.codecs.block_shape import BlockShape
 from services.worker.tiers.remote import RemoteSettings, RemoteTiers
 from services.worker.tiers.source_address import SourceAddress
+from tests.support.waiting import LIMIT_S, wait_until
 
 KEYS = KeyRing({"first": b"k" * 32})
 BLOCK_SIZE = 16
@@ -30,13 +31,6 @@ ROOT = b"r" * 16
 HOST = "here"
 
 Block = tuple[BlockHeader, memoryview]
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -166,7 +160,7 @@ def remote_tiers(
 
 
 def ready(remote: RemoteTiers, tier: Tier = Tier.VAULT) -> None:
-    until(lambda: remote.speed(tier) is not None)
+    wait_until(lambda: remote.speed(tier) is not None)
 
 
 def look(
@@ -179,7 +173,7 @@ def look(
 ) -> Finding:
     done = threading.Event()
     finding = remote.look(names, exact=exact, peer=peer, on_ready=done.set, limit_s=limit_s)
-    assert done.wait(5)
+    assert done.wait(LIMIT_S)
     assert finding.ready
     return finding
 
@@ -209,7 +203,7 @@ class Fetched:
         if self.landing.ended:
             self.done.set()
 
-    def wait(self, seconds: float = 30.0) -> Fetched:
+    def wait(self, seconds: float = LIMIT_S) -> Fetched:
         assert self.done.wait(seconds), "it never ended"
         return self
 

@@ -12,7 +12,8 @@ import pytest
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import PeerGone
 from services.worker.tiers.connection_thread import MAX_JOBS, ConnectionThread
-from tests.integration.worker_tiers.rig import KEYS, Vault, until
+from tests.integration.worker_tiers.rig import KEYS, Vault
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 class Echo:
@@ -25,7 +26,7 @@ class Echo:
 
     def run(self, client: DataPlaneClient) -> None:
         self._before()
-        client.echo(10, time.monotonic() + 2)
+        client.echo(10, time.monotonic() + LIMIT_S)
         self._log.append(self._name)
 
     def fail(self, reason: str) -> None:
@@ -46,7 +47,7 @@ def begin(vault: Vault) -> Iterator[Begin]:
     yield begin
     for one in made:
         one.close()
-        one.thread.join(5)
+        one.thread.join(LIMIT_S)
 
 
 def connected(vault: Vault) -> DataPlaneClient:
@@ -57,19 +58,19 @@ def test_jobs_run_in_order_and_wait_while_it_connects(begin: Begin) -> None:
     thread, log = begin(), list[str]()
     for at in range(50):
         assert thread.submit(Echo(log, str(at)))
-    until(lambda: len(log) == 50)
+    wait_until(lambda: len(log) == 50)
     assert log == [str(at) for at in range(50)]
-    until(lambda: thread.busy_since is None)
+    wait_until(lambda: thread.busy_since is None)
 
 
 def test_what_waits_is_bounded(begin: Begin) -> None:
     thread, log, go_on = begin(), list[str](), threading.Event()
-    assert thread.submit(Echo(log, "first", lambda: go_on.wait(10)))
-    until(lambda: thread.is_connected and not thread._jobs)
+    assert thread.submit(Echo(log, "first", lambda: go_on.wait(2 * LIMIT_S)))
+    wait_until(lambda: thread.is_connected and not thread._jobs)
     assert all(thread.submit(Echo(log)) for _ in range(MAX_JOBS))
     assert not thread.submit(Echo(log))
     go_on.set()
-    until(lambda: len(log) == 1 + MAX_JOBS)
+    wait_until(lambda: len(log) == 1 + MAX_JOBS)
 
 
 def test_while_nobody_is_there_jobs_are_refused_or_fail(begin: Begin) -> None:
@@ -81,7 +82,7 @@ def test_while_nobody_is_there_jobs_are_refused_or_fail(begin: Begin) -> None:
 
     thread, log = begin(nobody), list[str]()
     accepted = sum(thread.submit(Echo(log)) for _ in range(1000) if time.sleep(0.0005) is None)
-    until(lambda: len(log) == accepted)
+    wait_until(lambda: len(log) == accepted)
     assert set(log) <= {"job: gone"}
     assert accepted < 1000
     assert len(tries) < 10, "it is not tried all the time"
@@ -91,7 +92,7 @@ def test_a_job_that_raises_what_it_should_not_is_over_and_the_next_one_runs(begi
     thread, log = begin(), list[str]()
     thread.submit(Echo(log, "bad", lambda: 1 / 0))
     thread.submit(Echo(log, "good"))
-    until(lambda: len(log) == 2)
+    wait_until(lambda: len(log) == 2)
     assert log == ["bad: internal", "good"]
 
 
@@ -105,19 +106,19 @@ def test_cancelled_jobs_are_over_at_once_running_or_not(begin: Begin, vault: Vau
 
     running, waiting = Has(log, "running"), Echo(log, "waiting")
     thread.submit(running)
-    until(lambda: vault.store.asked)
+    wait_until(lambda: vault.store.asked)
     thread.submit(waiting)
     began = time.monotonic()
     thread.cancel(waiting)
     assert log == ["waiting: gone"]
     thread.cancel(running)
-    until(lambda: len(log) == 2)
+    wait_until(lambda: len(log) == 2)
     assert time.monotonic() - began < 3
     thread.cancel(running)
     assert log == ["waiting: gone", "running: gone"], "nothing is over twice"
     vault.store.pause_s = 0.0
     thread.submit(Echo(log, "next"))
-    until(lambda: log[-1] == "next")
+    wait_until(lambda: log[-1] == "next")
 
 
 def test_a_connection_that_ends_while_idle_costs_no_job_anything(begin: Begin, vault: Vault) -> None:
@@ -130,7 +131,7 @@ def test_a_connection_that_ends_while_idle_costs_no_job_anything(begin: Begin, v
     thread, log = begin(connect), list[str]()
     for at in range(3):
         thread.submit(Echo(log, str(at)))
-        until(lambda at=at: len(log) == at + 1)  # type: ignore[misc]
+        wait_until(lambda at=at: len(log) == at + 1)  # type: ignore[misc]
         links[-1]._link._sock.shutdown(socket.SHUT_RDWR)
     assert log == ["0", "1", "2"]
     assert len(links) >= 3
@@ -146,10 +147,10 @@ def test_who_lets_everybody_in_and_then_hangs_up_is_not_asked_all_the_time(begin
         return client
 
     thread = begin(connect)
-    until(lambda: tries)
+    wait_until(lambda: tries)
     time.sleep(0.5)
     assert len(tries) < 8
     began = time.monotonic()
     thread.close()
-    thread.thread.join(5)
+    thread.thread.join(LIMIT_S)
     assert time.monotonic() - began < 2, "a pause is no reason to stay"

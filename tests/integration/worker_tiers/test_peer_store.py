@@ -29,8 +29,8 @@ from tests.integration.worker_tiers.rig import (
     names_of,
     payload_of,
     ready,
-    until,
 )
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 class Lending:
@@ -106,7 +106,7 @@ def connected(peer: SourceAddress) -> DataPlaneClient:
 
 
 def soon() -> float:
-    return time.monotonic() + 10
+    return time.monotonic() + LIMIT_S
 
 
 def test_a_peer_gets_what_is_held_and_all_is_given_back(
@@ -123,7 +123,7 @@ def test_a_peer_gets_what_is_held_and_all_is_given_back(
     assert fetched.check() == 180
     assert [header.lossy for header in fetched.landing.headers if header] == [False] * 150 + [True] * 30
     assert Fetched(remote, names, Tier.PEER, peer="w2", exact=True).wait().check() == 150
-    until(lambda: lender.out == 0)
+    wait_until(lambda: lender.out == 0)
     assert lender.lent > 0
 
 
@@ -148,10 +148,10 @@ def test_only_so_many_lendings_are_out_at_a_time(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(LIMIT_S)
     assert got == [[GetStatus.OK, GetStatus.OK]] * (3 * LENDINGS)
     assert lender.most_out <= LENDINGS
-    until(lambda: lender.out == 0)
+    wait_until(lambda: lender.out == 0)
 
 
 def test_who_cannot_lend_in_time_has_nothing(lender: MemoryLender, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,4 +221,4 @@ def test_a_peer_that_leaves_in_the_middle_gives_everything_back(peer: SourceAddr
         hashes = [name.hash for name in names]
         with pytest.raises(Exception):  # noqa: B017 - how it ends is the client's to say
             client.get(ROOT, hashes, False, lambda i, h, memory=memory: memory, on_block, soon())
-    until(lambda: lender.out == 0)
+    wait_until(lambda: lender.out == 0)

@@ -27,8 +27,8 @@ from tests.integration.worker_tiers.rig import (
     names_of,
     payload_of,
     ready,
-    until,
 )
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 @pytest.mark.parametrize("scheme", ["unix", "tcp"])
@@ -210,16 +210,16 @@ def test_an_engine_that_gives_up_is_free_at_once_though_the_vault_is_stalled(
         began = time.monotonic()
         landed = fetched.landing.close()
         kept = [bytes(one) for one in fetched.memory]
-        fetched.wait(2)
+        fetched.wait()
         assert time.monotonic() - began < 1.0
         assert fetched.landing.failure == "given_up"
-        until(lambda: remote._vaults["v1"].own_speed() != before, 5)
+        wait_until(lambda: remote._vaults["v1"].own_speed() != before)
         after = remote._vaults["v1"].own_speed()
         assert before is not None
         assert after is not None
         assert seconds_of(after, 1) > 0.05, "the next fetch knows better"
         proxy.stall.clear()
-        until(lambda: look(remote, names).vault == 40, 15)
+        wait_until(lambda: look(remote, names).vault == 40)
         assert Fetched(remote, names).wait().check() == 40, "and comes back by itself"
         assert landed <= 40
         assert kept == [bytes(one) for one in fetched.memory], "nothing was written after it was closed"
@@ -237,7 +237,7 @@ def test_a_fetch_that_nobody_gives_up_fails_by_itself(
         remote.set_vaults([vault.behind(proxy.address)])
         ready(remote)
         proxy.stall.set()
-        fetched = Fetched(remote, names).wait(5)
+        fetched = Fetched(remote, names).wait()
         assert (fetched.landed, fetched.landing.failure) == (0, "timeout")
         remote.close()
         proxy.stall.clear()
@@ -264,7 +264,7 @@ def test_a_vault_that_becomes_slow_is_known_to_be_after_one_fetch(
         fetched.landing.close()
         fetched.wait()
         fetched.check()
-        until(lambda: seconds_of(_own(remote), nbytes) > 3 * seconds_of(fast, nbytes), 5)
+        wait_until(lambda: seconds_of(_own(remote), nbytes) > 3 * seconds_of(fast, nbytes))
         proxy.bytes_per_s = None
         remote.close()
 
@@ -282,7 +282,7 @@ def test_a_vault_far_slower_than_its_fellows_counts_as_empty_until_it_is_not(
     with SlowProxy(vaults[1].tcp, bytes_per_s=20e6) as proxy:
         remote = make_remote(vaults[0])
         remote.set_vaults([vaults[0].address, vaults[1].behind(proxy.address)])
-        until(lambda: remote._vaults["v1"].speed() is not None)
+        wait_until(lambda: remote._vaults["v1"].speed() is not None)
         names = next(
             names for names in (names_of(20, seed=seed) for seed in range(100)) if remote._ring.owner(names[0]) == "v1"
         )
@@ -292,7 +292,7 @@ def test_a_vault_far_slower_than_its_fellows_counts_as_empty_until_it_is_not(
         assert fast is not None
         assert fast.bytes_per_s > 100e6, "what is not asked slows nothing down"
         proxy.bytes_per_s = None
-        until(lambda: look(remote, names).vault == 20, 15)
+        wait_until(lambda: look(remote, names).vault == 20)
         remote.close()
 
 
@@ -307,11 +307,11 @@ def test_a_vault_killed_while_it_sends(seed: int, vault: Vault, make_remote: Mak
         fetched = Fetched(remote, names)
         time.sleep(random.Random(seed).uniform(0.0, 0.08))
         proxy.cut()
-        fetched.wait(5)
+        fetched.wait()
         assert fetched.check() < 300
         assert fetched.landing.failure == "gone"
         proxy.bytes_per_s = None
-        until(lambda: look(remote, names).vault == 300)
+        wait_until(lambda: look(remote, names).vault == 300)
         assert Fetched(remote, names).wait().check() == 300
         remote.close()
 
@@ -352,11 +352,11 @@ def test_a_ring_that_changes_while_blocks_come(make_vault: MakeVault, make_remot
         fetches = [Fetched(remote, names) for _ in range(3)]
         remote.set_vaults([vault.address for vault in chance.sample(vaults, chance.randint(0, 3))])
         for fetched in fetches:
-            fetched.wait(5)
+            fetched.wait()
             fetched.check()
             assert (fetched.landed == 256) == (fetched.landing.failure == "")
     remote.set_vaults([vault.address for vault in vaults])
-    until(lambda: look(remote, names).vault == 256)
+    wait_until(lambda: look(remote, names).vault == 256)
     assert Fetched(remote, names).wait().check() == 256
 
 
@@ -383,7 +383,7 @@ def test_many_sequences_at_once(make_vault: MakeVault, make_remote: MakeRemote) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert not failures
     assert remote.loads()["vault"].restores_total == 40
     assert all(source._waiting_bytes == 0 for source in remote._vaults.values())
@@ -407,7 +407,7 @@ def test_fetches_that_wait_make_the_next_one_later(vault: Vault, make_remote: Ma
         proxy.bytes_per_s = None
         for fetched in fetches:
             fetched.wait()
-        until(lambda: remote._vaults["v1"]._waiting_bytes == 0)
+        wait_until(lambda: remote._vaults["v1"]._waiting_bytes == 0)
         remote.close()
 
 

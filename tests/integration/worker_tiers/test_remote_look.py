@@ -19,10 +19,10 @@ from tests.integration.worker_tiers.rig import (
     look,
     names_of,
     ready,
-    until,
 )
+from tests.support.waiting import LIMIT_S, wait_until
 
-LIMIT_S = 0.1
+LOOK_LIMIT_S = 0.1
 
 
 def test_how_deep_a_chain_is_held_without_a_gap(vault: Vault, make_remote: MakeRemote) -> None:
@@ -87,9 +87,9 @@ def test_a_peer_that_nobody_asks_costs_no_connection_and_is_asked_again_when_nee
     ready(remote, Tier.PEER)
     peer.store.add(names)
     monkeypatch.setattr("services.worker.tiers.remote.IDLE_S", 0.05)
-    time.sleep(0.1)
-    until(lambda: remote._peers["w2"]._fetches is None or remote._rest_idle())  # type: ignore[func-returns-value]
-    until(lambda: peer.server.counters.open_connections == 0)
+    time.sleep(0.1)  # longer than that
+    wait_until(lambda: remote._peers["w2"]._fetches is None or remote._rest_idle())  # type: ignore[func-returns-value]
+    wait_until(lambda: peer.server.counters.open_connections == 0)
     assert remote.speed(Tier.PEER) is not None, "how fast it is, is known still"
     monkeypatch.undo()
     assert Fetched(remote, names, Tier.PEER, peer="w2").wait().check() == 8
@@ -104,7 +104,7 @@ def test_with_nobody_to_ask_it_is_ready_at_once_and_said_from_another_thread(mak
     finding = remote.look(
         names_of(3), exact=False, peer="", on_ready=lambda: (heard.append(threading.current_thread()), done.set())
     )  # type: ignore[func-returns-value]
-    assert done.wait(5)
+    assert done.wait(LIMIT_S)
     assert finding.ready
     assert (finding.vault, finding.peer) == (0, 0)
     assert heard != [threading.current_thread()]
@@ -114,25 +114,25 @@ def test_with_nobody_to_ask_it_is_ready_at_once_and_said_from_another_thread(mak
 
 
 def test_a_slow_vault_counts_as_empty_and_is_left_alone_for_a_while(vault: Vault, make_remote: MakeRemote) -> None:
-    remote, names = make_remote(vault, look_limit_s=LIMIT_S), names_of(5)
+    remote, names = make_remote(vault, look_limit_s=LOOK_LIMIT_S), names_of(5)
     vault.store.add(names)
     assert look(remote, names).vault == 5
-    vault.store.pause_s = 1.5 * LIMIT_S
+    vault.store.pause_s = 1.5 * LOOK_LIMIT_S
     times = []
     for _ in range(8):
         began = time.monotonic()
         assert look(remote, names).vault == 0
         times.append(time.monotonic() - began)
-        until(lambda: remote._vaults["v1"]._looks.busy_since is None)
-    assert times[-1] < LIMIT_S / 2, "it is not waited for any more"
-    assert look(remote, names, limit_s=20 * LIMIT_S).vault == 5, "but by who has time: blocks were handed over"
+        wait_until(lambda: remote._vaults["v1"]._looks.busy_since is None)
+    assert times[-1] < LOOK_LIMIT_S / 2, "it is not waited for any more"
+    assert look(remote, names, limit_s=20 * LOOK_LIMIT_S).vault == 5, "but by who has time: blocks were handed over"
     vault.store.pause_s = 0.0
-    until(lambda: look(remote, names).vault == 5)
+    wait_until(lambda: look(remote, names).vault == 5)
 
 
 def test_one_slow_vault_hides_only_what_it_has(make_vault: MakeVault, make_remote: MakeRemote) -> None:
     vaults = [make_vault(f"v{at}") for at in range(2)]
-    remote = make_remote(*vaults, look_limit_s=LIMIT_S)
+    remote = make_remote(*vaults, look_limit_s=LOOK_LIMIT_S)
     names = next(
         names
         for seed in range(100)
@@ -141,7 +141,7 @@ def test_one_slow_vault_hides_only_what_it_has(make_vault: MakeVault, make_remot
     vaults[0].store.add(names[:64])
     vaults[1].store.add(names[64:])
     assert look(remote, names).vault == 80
-    vaults[1].store.pause_s = 2 * LIMIT_S
+    vaults[1].store.pause_s = 2 * LOOK_LIMIT_S
     assert look(remote, names).vault == 64
 
 
@@ -150,7 +150,7 @@ def test_a_vault_that_is_away_delays_no_look(kind: str, vault: Vault, make_remot
     names = names_of(5)
     vault.store.add(names)
     with SlowProxy(vault.tcp) as proxy:
-        remote = make_remote(look_limit_s=LIMIT_S)
+        remote = make_remote(look_limit_s=LOOK_LIMIT_S)
         remote.set_vaults([vault.behind(proxy.address)])
         ready(remote)
         assert look(remote, names).vault == 5
@@ -162,7 +162,7 @@ def test_a_vault_that_is_away_delays_no_look(kind: str, vault: Vault, make_remot
         began = time.monotonic()
         for _ in range(20):
             assert look(remote, names).vault == 0
-        assert time.monotonic() - began < 10 * LIMIT_S, "each waited in vain"
+        assert time.monotonic() - began < 10 * LOOK_LIMIT_S, "each waited in vain"
         remote.close()
         proxy.stall.clear()
 
@@ -176,7 +176,7 @@ def test_blocks_that_a_new_vault_should_have_are_found_where_they_are(
     for names in chains:
         next(one for one in vaults if one.id == remote._ring.owner(names[0])).store.add(names)
     remote.set_vaults([one.address for one in vaults])
-    until(lambda: remote._vaults["v3"].speed() is not None)
+    wait_until(lambda: remote._vaults["v3"].speed() is not None)
     moved = [names for names in chains if remote._ring.owner(names[0]) == "v3"]
     assert moved
     for names in moved:
@@ -206,6 +206,6 @@ def test_who_is_not_who_it_should_be_is_not_asked(vault: Vault, make_remote: Mak
     remote, names = make_remote(), names_of(2)
     vault.store.add(names)
     remote.set_vaults([replace(vault.address, id="v2")])
-    time.sleep(0.1)
+    time.sleep(0.1)  # in which it could have been connected to
     assert look(remote, names).vault == 0
     assert remote.speed(Tier.VAULT) is None

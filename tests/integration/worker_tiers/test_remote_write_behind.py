@@ -28,8 +28,8 @@ from tests.integration.worker_tiers.rig import (
     names_of,
     payload_of,
     ready,
-    until,
 )
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 class Offloads:
@@ -52,8 +52,8 @@ class Offloads:
                 self.accepted.append(number)
         return len(self.accepted) - before
 
-    def wait(self, seconds: float = 10.0) -> Offloads:
-        until(lambda: len(self.back) >= len(self.accepted), seconds)
+    def wait(self) -> Offloads:
+        wait_until(lambda: len(self.back) >= len(self.accepted))
         assert self.back == Counter(self.accepted), "each is given back once, and what was not taken never"
         return self
 
@@ -65,10 +65,10 @@ def failures(remote: RemoteTiers) -> dict[str, int]:
 def test_what_is_offloaded_can_be_fetched_and_is_written_once(vault: Vault, make_remote: MakeRemote) -> None:
     remote, names = make_remote(vault), names_of(100)
     assert Offloads(remote).offer(names) == 100
-    until(lambda: len(vault.store.blocks) == 100)
+    wait_until(lambda: len(vault.store.blocks) == 100)
     assert vault.store.order == [name.hash for name in names], "parents before children"
     assert Fetched(remote, names, exact=True).wait().check() == 100
-    until(lambda: remote.loads()["vault"].offloaded_blocks_total == 100)
+    wait_until(lambda: remote.loads()["vault"].offloaded_blocks_total == 100)
     again = Offloads(remote)
     again.offer(names)
     again.wait()
@@ -80,7 +80,7 @@ def test_each_block_goes_to_the_vault_that_keeps_its_run(make_vault: MakeVault, 
     vaults = [make_vault(f"v{at}") for at in range(3)]
     remote, names = make_remote(*vaults), names_of(200)
     Offloads(remote).offer(names)
-    until(lambda: sum(len(vault.store.blocks) for vault in vaults) == 200)
+    wait_until(lambda: sum(len(vault.store.blocks) for vault in vaults) == 200)
     for vault in vaults:
         assert vault.store.order == [name.hash for name in names if remote._ring.owner(name) == vault.id]
     assert look(remote, names).vault == 200
@@ -107,7 +107,7 @@ def test_int8_is_written_where_the_block_allows_it_and_says_what_it_cost(vault: 
     payloads = [payload_of(names[0]), memoryview(nan).cast("B"), memoryview(spiky.reshape(-1)).cast("B")]
     for name, payload in zip(names, payloads, strict=False):
         assert remote.offload(name, payload, lossy=False, on_done=lambda: done.append(1))
-    until(lambda: len(done) == 3)
+    wait_until(lambda: len(done) == 3)
     headers = [vault.store.blocks[ROOT, name.hash][0] for name in names[:3]]
     assert (headers[0].codec, headers[0].lossy) == (BlockCodec.INT8, True)
     assert headers[0].snr_db >= SNR_GATE_DB
@@ -173,11 +173,11 @@ def test_a_stalled_vault_fills_the_queue_then_is_given_up_and_comes_back(
             assert offloads.offer([name]) == 0, "the queue is full"
             longest = max(longest, time.monotonic() - one)
         assert longest < 0.25, "nobody waits"
-        offloads.wait(10)
+        offloads.wait()
         assert time.monotonic() - began < 8
         assert failures(remote)["offload_expired"] == 10
         proxy.stall.clear()
-        until(lambda: offloads.offer([names[200]]) and vault.store.blocks)
+        wait_until(lambda: offloads.offer([names[200]]) and vault.store.blocks)
         offloads.wait()
         remote.close()
 
@@ -189,12 +189,12 @@ def test_a_stalled_put_delays_no_look_and_no_fetch(vault: Vault, make_remote: Ma
 
     def stalled(header: object) -> None:
         entered.set()
-        go_on.wait(20)
+        go_on.wait(2 * LIMIT_S)
 
     vault.store.reserve = stalled  # type: ignore[method-assign,assignment]
     offloads = Offloads(remote)
     offloads.offer(names_of(5, seed=1))
-    assert entered.wait(5)
+    assert entered.wait(LIMIT_S)
     for _ in range(20):
         assert look(remote, names).vault == 30
         assert Fetched(remote, names).wait().check() == 30
@@ -231,7 +231,7 @@ def test_bits_that_flip_on_their_way_are_refused_by_the_vault(vault: Vault, make
         proxy.flip_every_sent = 20 * SHAPE.raw_bytes + 123
         offloads = Offloads(remote)
         offloads.offer(names)
-        offloads.wait(12)
+        offloads.wait()
         assert proxy.flipped > 0
         for (_, block), (header, payload) in vault.store.blocks.items():
             assert header.matches(payload)
@@ -249,7 +249,7 @@ def test_erase_reaches_every_vault(make_vault: MakeVault, make_remote: MakeRemot
         vault.store.add(names)
         vault.store.add(others)
     remote.erase(names)
-    until(lambda: all(len(vault.store.blocks) == 5 for vault in vaults))
+    wait_until(lambda: all(len(vault.store.blocks) == 5 for vault in vaults))
     assert not failures(remote)
 
 
@@ -262,20 +262,20 @@ def test_what_waits_to_be_offloaded_is_dropped_and_what_is_under_way_does_not_su
 
     def slow(header: object) -> memoryview | None:
         entered.set()
-        go_on.wait(20)
+        go_on.wait(2 * LIMIT_S)
         return reserve(header)  # type: ignore[arg-type]
 
     vault.store.reserve = slow  # type: ignore[method-assign]
     offloads = Offloads(remote)
     offloads.offer(names)
     offloads.offer(others)
-    assert entered.wait(5)
+    assert entered.wait(LIMIT_S)
     remote.erase(names)
-    until(lambda: len(offloads.back) > 100)  # those that waited: at once
+    wait_until(lambda: len(offloads.back) > 100)  # those that waited: at once
     assert not {offloads.names[number].hash for number in offloads.back} & {name.hash for name in others}
     go_on.set()
     offloads.wait()
-    until(lambda: {hash_ for _, hash_ in vault.store.blocks} == {name.hash for name in others})
+    wait_until(lambda: {hash_ for _, hash_ in vault.store.blocks} == {name.hash for name in others})
     assert any(what == "erase" for what, _ in vault.store.asked)
 
 
@@ -293,7 +293,7 @@ def test_a_put_that_breaks_does_not_bring_back_what_was_erased_meanwhile(vault: 
         proxy.cut()
         proxy.stall.clear()
         offloads.wait()
-        until(lambda: len(vault.store.blocks) == 3)
+        wait_until(lambda: len(vault.store.blocks) == 3)
         assert {hash_ for _, hash_ in vault.store.blocks} == {name.hash for name in others}
         remote.close()
 
@@ -313,10 +313,10 @@ def test_erase_is_tried_again_and_a_vault_that_stays_away_is_counted(
         time.sleep(0.05)
         proxy.cut()
         proxy.stall.clear()
-        until(lambda: not vault.store.blocks)
+        wait_until(lambda: not vault.store.blocks)
         assert not failures(remote)
         proxy.close()
         remote.erase(names)
-        until(lambda: failures(remote).get("erase") == 1)
+        wait_until(lambda: failures(remote).get("erase") == 1)
         remote.close()
     assert remote.speed(Tier.VAULT) is None

@@ -16,7 +16,8 @@ from kvproto.messages import Tier
 from services.worker.tiers.remote import RemoteTiers
 from services.worker.tiers.source_address import SourceAddress
 from tests.integration.worker_tiers.conftest import MakeRemote
-from tests.integration.worker_tiers.rig import HOST, SHAPE, Fetched, look, names_of, payload_of, until
+from tests.integration.worker_tiers.rig import HOST, SHAPE, Fetched, look, names_of, payload_of
+from tests.support.waiting import wait_until
 
 ROOM = Path(__file__).parents[3]
 
@@ -58,7 +59,7 @@ def vault_process(_no_thread_left: None) -> Iterator[VaultProcess]:
 
 def follow(remote: RemoteTiers, address: SourceAddress) -> None:
     remote.set_vaults([address])
-    until(lambda: remote.speed(Tier.VAULT) is not None)
+    wait_until(lambda: remote.speed(Tier.VAULT) is not None)
 
 
 def offload(remote: RemoteTiers, blocks: int, seed: int = 0) -> list[int]:
@@ -73,7 +74,7 @@ def test_there_and_back_and_erased(codec: BlockCodec, vault_process: VaultProces
     remote, names = make_remote(codec=codec), names_of(150)
     follow(remote, vault_process.start())
     done = offload(remote, 150)
-    until(lambda: len(done) == 150)
+    wait_until(lambda: len(done) == 150)
     assert look(remote, names).vault == 150
     assert look(remote, names, exact=True).vault == (150 if codec is BlockCodec.RAW else 0)
     fetched = Fetched(remote, names).wait()
@@ -82,7 +83,7 @@ def test_there_and_back_and_erased(codec: BlockCodec, vault_process: VaultProces
     if codec is BlockCodec.RAW:
         assert fetched.check() == 150
     remote.erase(names)
-    until(lambda: look(remote, names).vault == 0)
+    wait_until(lambda: look(remote, names).vault == 0)
     assert remote.loads()["vault"].failures_total == {}
 
 
@@ -90,23 +91,23 @@ def test_killed_while_it_takes_and_while_it_gives(vault_process: VaultProcess, m
     remote, names = make_remote(), names_of(1500)
     follow(remote, vault_process.start())
     done = offload(remote, 1500)
-    until(lambda: look(remote, names).vault > 100)
+    wait_until(lambda: look(remote, names).vault > 100)
     vault_process.kill()
     follow(remote, vault_process.start())
-    until(lambda: len(done) == 1500, 15)
+    wait_until(lambda: len(done) == 1500)
     assert look(remote, names).vault == 0, "the old life's blocks are gone, and it is known at once"
     done = offload(remote, 1500)
-    until(lambda: len(done) == 1500)
+    wait_until(lambda: len(done) == 1500)
     assert look(remote, names).vault == 1500
     fetches = [Fetched(remote, names) for _ in range(3)]
-    until(lambda: fetches[0].landed > 50)
+    wait_until(lambda: fetches[0].landed > 50)
     vault_process.kill()
     for fetched in fetches:
-        fetched.wait(5)
+        fetched.wait()
         assert fetched.check() == 1500 or fetched.landing.failure in ("gone", "timeout")
     assert look(remote, names).vault == 0
     began = time.monotonic()
-    assert Fetched(remote, names).wait(5).landing.failure == "gone"
+    assert Fetched(remote, names).wait().landing.failure == "gone"
     assert time.monotonic() - began < 3
 
 
@@ -118,7 +119,7 @@ def test_a_vault_that_is_full_evicts_and_a_fetch_brings_what_is_left(
     blocks = 4 * 2**20 // SHAPE.raw_bytes
     for seed in range(4):
         done = offload(remote, blocks // 2, seed)
-        until(lambda done=done: len(done) == blocks // 2)  # type: ignore[misc]
+        wait_until(lambda done=done: len(done) == blocks // 2)  # type: ignore[misc]
     depths = []
     for seed in range(4):
         names = names_of(blocks // 2, seed=seed)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.main import app
+from services.cli.commands import app
+from tests.support.waiting import LIMIT_S
 
 DRAINS = """
 import signal, sys, time
@@ -51,7 +52,7 @@ def drain(*arguments: str) -> tuple[int, str]:
 def test_it_is_told_to_drain_and_ends(start: Start) -> None:
     worker = start(0.0)
     assert drain("--pid", str(worker.pid)) == (0, "")
-    assert worker.wait(20) == 0
+    assert worker.wait(LIMIT_S) == 0
 
 
 def test_one_that_takes_too_long_is_said(start: Start) -> None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from services.cli.autoscaler import LocalAutoscaler
+from services.cli.fleet import Fleet
 from services.cli.processes import Child, spawn
-from services.cli.up import Fleet
 
 STAYS = "exec sleep 600"
 FAILS = "exit 3"

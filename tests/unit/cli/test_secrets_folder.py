@@ -15,7 +15,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from kvproto.errors import InvalidRequest, Unavailable
-from services.cli.main import app
+from services.cli.commands import app
 from services.cli.secrets_certificates import hosts_of, is_of, is_signed_by, pin, read_certificate, read_key
 from services.cli.secrets_folder import DEFAULT_HOSTS, ROLES, Report, Wanted, fill
 from services.ingress.api_keys import parse_keys

@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ import pytest
 from kvproto.errors import InvalidRequest
 from services.ingress.audit import audit_line, open_audit_file
 from services.ingress.audit_file import AuditFile
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+from tests.support.waiting import wait_until
 
 
 def lines_of(path: Path) -> list[int]:
@@ -52,13 +45,13 @@ def test_a_rotated_file_is_left(tmp_path: Path) -> None:
     path, old = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
     log = open_audit_file(str(path))
     write(log, 1)
-    until(lambda: lines_of(path) == [1])
+    wait_until(lambda: lines_of(path) == [1])
     path.rename(old)
     write(log, 2)
-    until(lambda: lines_of(path) == [2])
+    wait_until(lambda: lines_of(path) == [2])
     path.unlink()
     write(log, 3)
-    until(lambda: lines_of(path) == [3])
+    wait_until(lambda: lines_of(path) == [3])
     log.close()
     assert lines_of(old) == [1]
 
@@ -74,7 +67,7 @@ def test_whoever_writes_never_waits_and_losses_are_told(tmp_path: Path) -> None:
     for n in range(1000):
         log.write(audit_line(0.0, "test", n=n, padding=padding))
     assert time.monotonic() - begin < 4.0, "it would wait for ever"
-    until(lambda: log.dropped_total > 100)
+    wait_until(lambda: log.dropped_total > 100)
     got = bytearray()
     done = threading.Event()
 
@@ -87,9 +80,9 @@ def test_whoever_writes_never_waits_and_losses_are_told(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=drain)
     thread.start()
-    until(lambda: log.written_total + log.dropped_total >= 1000)
+    wait_until(lambda: log.written_total + log.dropped_total >= 1000)
     write(log, 5000)
-    until(lambda: b'"n":5000' in got)
+    wait_until(lambda: b'"n":5000' in got)
     done.set()
     thread.join()
     log.close()
@@ -104,7 +97,7 @@ def test_a_disk_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     log = AuditFile("/dev/full", lambda count: audit_line(0.0, "dropped", count=count))
     for n in range(3):
         write(log, n)
-        until(lambda n=n: log.dropped_total > n)
+        wait_until(lambda n=n: log.dropped_total > n)
     log.close()
     assert log.written_total == 0
     assert len(caplog.records) == 1, "said once, not for each line"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.ingress.audit import Audit
+from kvproto.errors import AuthenticationFailed
+from services.ingress.audit import REFUSED_PER_MINUTE, Audit
 from services.ingress.callers import Caller
 from services.ingress.http_exchange import Exchange
 
@@ -14,7 +15,7 @@ async def never(*_: Any) -> Any:
     raise AssertionError("nothing is sent or received")
 
 
-def an_exchange(caller: Caller, address: str = "10.0.0.1") -> Exchange:
+def an_exchange(caller: Caller | None, address: str = "10.0.0.1") -> Exchange:
     scope = {"type": "http", "method": "GET", "headers": [], "client": (address, 1), "query_string": b""}
     exchange = Exchange(scope, never, never, "r")
     exchange.caller = caller
@@ -54,3 +55,16 @@ def test_a_refusal_does_not_hide_the_reads_that_follow() -> None:
     for status in (400, 200, 429, 200, 503, 200, 400):
         audit.ended(an_exchange(Caller("alice", "acme")), "newest_placements", status, None)
     assert [one["status"] for one in lines] == [400, 200, 503]
+
+
+def test_strangers_of_many_addresses_have_a_bound_together() -> None:
+    lines: list[dict[str, Any]] = []
+    now = 600.0
+    audit = Audit(lambda line: lines.append(json.loads(line)), lambda: now)
+    for number in range(REFUSED_PER_MINUTE + 7):
+        error = AuthenticationFailed("no API key", field="authorization")
+        audit.ended(an_exchange(None, f"10.0.0.{number}"), "models", 401, error)
+    assert [line["event"] for line in lines] == ["auth.refused"] * REFUSED_PER_MINUTE
+    now += 60
+    audit.reloaded("API keys", None)
+    assert [(line["event"], line.get("count")) for line in lines[-2:]] == [("auth.left_out", 7), ("reload", None)]

@@ -60,9 +60,10 @@ def frames_of(lengths: list[int], order: list[int]) -> list[Any]:
 
 
 def events_of(form: Form, at: Position, batches: list[list[Any]], n: int) -> list[tuple[str, bytes]]:
-    """(id, data) of everything that a reader there gets, read batch by batch."""
+    """(id, data) of everything that a reader there gets, read batch by batch; a chunk's data says its id too, which is
+    left out: other choices' counts are in it."""
     transcript, out = Transcript.of(n), list[bytes]()
-    reader = Reader(form.writer(at))
+    reader = Reader(form.writer(at, id_lines=True))
     for batch in batches:
         transcript.take(batch)
         if transcript.finished is None:
@@ -70,7 +71,9 @@ def events_of(form: Form, at: Position, batches: list[list[Any]], n: int) -> lis
     reader.finish(transcript, out)
     blocks = b"".join(out).split(b"\n\n")[:-1]
     pairs = [block.split(b"\n") for block in blocks]
-    return [(event_id.decode().removeprefix("id: "), data) for event_id, data in pairs]
+    found = [(event_id.removeprefix(b"id: "), data) for event_id, data in pairs]
+    assert all(b'"event_id":"%b"' % event_id in data for event_id, data in found if b'"choices"' in data)
+    return [(event_id.decode(), data.replace(event_id, b"")) for event_id, data in found]
 
 
 @given(data=st.data())
@@ -120,10 +123,10 @@ def test_whoever_comes_back_gets_what_he_lacks_and_nothing_twice(data: st.DataOb
 
 
 def test_ids_while_nothing_has_come() -> None:
-    assert EventIds(R, 2).here() == f"id: {R}:start\n".encode()
-    assert EventIds(R, 2, announced=False).here() == f"id: {R}:0.0\n".encode()
+    assert EventIds(R, 2).here() == f"{R}:start".encode()
+    assert EventIds(R, 2, announced=False).here() == f"{R}:0.0".encode()
     ids = EventIds(R, 2)
-    assert [ids.begin(), ids.begin()] == [f"id: {R}:0\n".encode(), f"id: {R}:0.0\n".encode()]
+    assert [ids.begin(), ids.begin()] == [f"{R}:0".encode(), f"{R}:0.0".encode()]
 
 
 def test_a_key_makes_the_same_request_everywhere_and_another_one_for_another_tenant() -> None:
@@ -170,7 +173,7 @@ def test_an_id_says_which_prompt_its_stream_was_begun_from() -> None:
     here, there = prompt_digest((1, 2, 3)), prompt_digest((1, 2, 4))
     ids = NativeForm(R, "s", "p", prompt_digest=here).writer().ids
     ids.begin()
-    said = ids.here().decode().removeprefix("id: ").strip()
+    said = ids.here().decode()
     assert said == f"{R}.{here}:0"
     request, at = read_event_id(said)
     assert (request, at) == (R, Position((0,), prompt=here))

@@ -18,9 +18,11 @@ from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, S
 from services.ingress.event_ids import START, Position
 from services.ingress.event_writer import Form
 from services.ingress.http_exchange import Exchange
+from services.ingress.jobs import Job
 from services.ingress.native_events import NativeForm
 from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body
-from services.ingress.runs import Job, Run
+from services.ingress.run_memory import RunMemory
+from services.ingress.runs import Run
 from services.ingress.sse import complete, gather, relay
 from services.ingress.token_spelling import TokenSpelling
 from services.ingress.transcript import ChoiceTranscript, Transcript
@@ -32,33 +34,44 @@ FINISHED = Finished("r", 0, FinishReason.STOP, 7, 3, 6, "w1")
 
 
 def data_of(raw: bytes) -> list[Any]:
-    """Events by the letter of the standard: blocks between blank lines: an `id:` and a `data:` line, or a comment."""
+    """Events by the letter of the standard: blocks between blank lines, of a `data:` line, an `id:` line where there
+    are any, and comments."""
     blocks = raw.decode().split("\n\n")
     assert blocks.pop() == ""
     values = []
     for block in blocks:
-        if not block.startswith(":"):
-            id_line, _, data = block.partition("\n")
-            assert id_line.startswith("id: r:")
-            assert data.startswith("data: ")
-            assert "\n" not in data
-            values.append(data.removeprefix("data: "))
+        *id_lines, data = [line for line in block.split("\n") if not line.startswith(":")]
+        assert all(line.startswith("id: r:") for line in id_lines)
+        assert len(id_lines) <= 1
+        assert data.startswith("data: ")
+        values.append(data.removeprefix("data: "))
     return values
 
 
-@given(model=HOSTILE, pieces=st.lists(HOSTILE, max_size=6), chat=st.booleans(), usage=st.booleans())
-def test_openai_chunks_are_json_whatever_the_text(model: str, pieces: list[str], chat: bool, usage: bool) -> None:
+@given(
+    model=HOSTILE, pieces=st.lists(HOSTILE, max_size=6), chat=st.booleans(), usage=st.booleans(), id_lines=st.booleans()
+)
+def test_openai_chunks_are_json_whatever_the_text(
+    model: str, pieces: list[str], chat: bool, usage: bool, id_lines: bool
+) -> None:
     head = AnswerHead("r", model, 5, "fp", chat)
-    writer = OpenAiForm(head, include_usage=usage).writer()
+    writer = OpenAiForm(head, include_usage=usage).writer(id_lines=id_lines)
     choice = ChoiceTranscript(pieces, list(range(len(pieces))), reason=FinishReason.STOP)
     transcript = Transcript(started=STARTED, finished=FINISHED, choices=[choice])
     out: list[bytes] = []
     writer.started(STARTED, out)
     writer.tokens(0, choice, 0, out)
     writer.finished(FINISHED, transcript, out)
-    *events, last = data_of(b"".join(out))
+    raw = b"".join(out)
+    *events, last = data_of(raw)
     assert last == "[DONE]"
     chunks = [json.loads(event) for event in events]
+    ids = [chunk["kvfleet"]["event_id"] for chunk in chunks]
+    begun = ["0"] if chat else []
+    places = [str(at + 1) for at, piece in enumerate(pieces) if piece]
+    assert ids == [f"r:{place}" for place in (*begun, *places, "end", *(["end.1"] if usage else []))]
+    said = [line[4:].decode() for line in raw.split(b"\n") if line.startswith(b"id: ")]
+    assert said[:-1] == (ids if id_lines else [])
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     texts = [c["delta"].get("content", "") if chat else c["text"] for c in choices]
     assert "".join(texts) == "".join(pieces)
@@ -90,6 +103,8 @@ def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, piec
 class ScriptedStream:
     """What a run needs of a stream: batches, then an error or the end."""
 
+    accepted = True
+
     def __init__(self, batches: Sequence[Any], *, endless: bool = False) -> None:
         self._batches = list(batches)
         self._endless = endless
@@ -108,7 +123,7 @@ class ScriptedStream:
             raise KvfleetError("cancelled")
         return []
 
-    async def cancel(self) -> None:
+    async def cancel(self, received: Sequence[int] | None = None) -> None:
         self.cancelled.set()
 
 
@@ -138,7 +153,7 @@ def run_of(stream: ScriptedStream, form: Form, wire: Wire, choices: int = 1) -> 
     async def prepare() -> Job:
         return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form, PlainTurn())
 
-    run = Run("t", "r", b"", False, prepare, lambda generation, before: stream)
+    run = Run("t", "r", b"", False, prepare, lambda generation, before: stream, RunMemory())
     run.readers.add(wire.exchange)
     return run
 
@@ -150,11 +165,14 @@ async def carry(
     at: Position = START,
     keepalive_s: float = 60.0,
     n: int = 1,
+    id_lines: bool = True,
 ) -> Run:
     """As a route and the application around it do."""
     run = run_of(stream, form or NativeForm("r", "s", "p"), wire, n)
     try:
-        last = await relay(wire.exchange, run, at, keepalive_s=keepalive_s, on_tokens=lambda count: None)
+        last = await relay(
+            wire.exchange, run, at, id_lines=id_lines, keepalive_s=keepalive_s, on_tokens=lambda count: None
+        )
         assert not wire.exchange.ended  # so that a commit may still fail
         await complete(wire.exchange, run.transcript, last)
     except KvfleetError as error:
@@ -207,18 +225,20 @@ async def test_a_client_that_leaves_cancels_the_stream() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_comments_while_nothing_comes() -> None:
+@pytest.mark.parametrize("id_lines", [False, True])
+async def test_comments_while_nothing_comes(id_lines: bool) -> None:
     wire = Wire()
     stream = ScriptedStream([], endless=True)
-    running = asyncio.create_task(carry(wire, stream, keepalive_s=0.01))
-    while wire.body.count(b"\n\n") < 3:
+    form = OpenAiForm(AnswerHead("r", "m", 5, "fp", True), include_usage=False)
+    running = asyncio.create_task(carry(wire, stream, form, keepalive_s=0.01, id_lines=id_lines))
+    while wire.body.count(b": waiting") < 2:
         await asyncio.sleep(0.005)
-    assert wire.body.startswith(b": queued\n\n: waiting\n\n")
-    assert data_of(wire.body) == []
+    end = b"\n" if id_lines else b"\n\n"
+    assert wire.body.startswith(b": queued%b: waiting%b: waiting%b" % (end, end, end))
     stream.cancelled.set()
     with pytest.raises(KvfleetError):
         await running
-    assert json.loads(data_of(wire.body)[0])["type"] == "error"  # the status had been sent
+    assert b'data: {"error":' in wire.body  # the status had been sent
 
 
 # ---------------------------------------------------------------------------------------------- several choices
@@ -252,7 +272,7 @@ async def test_choices_stream_side_by_side_and_end_one_by_one() -> None:
     assert first["delta"] == second["delta"] == {"role": "assistant", "content": ""}
     said = [(c["index"], c["delta"].get("content"), c["finish_reason"]) for (c,) in others]
     assert said == [(0, "a", None), (1, "x", None), (1, None, "length"), (0, "b", None), (0, None, "stop")]
-    assert [("kvfleet" in chunk) for chunk in chunks] == [False] * 6 + [True]
+    assert [("worker_id" in chunk["kvfleet"]) for chunk in chunks] == [False] * 6 + [True]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 3
 

@@ -44,7 +44,7 @@ def test_without_tiers_and_without_workers() -> None:
 
 
 def test_each_worker_shows_its_own() -> None:
-    report = workers_report(fleet({"host": HOST}, None))
+    report = workers_report(fleet({"host": HOST}, None), str)
     orjson.dumps(report)
     assert report["w0"]["load"]["tiers"]["host"]["bytes_total"] == 1000
     assert report["w0"]["load"]["tiers"]["host"]["failures_total"] == {"late": 2}

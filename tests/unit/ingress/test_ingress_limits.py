@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.errors import LimitExceeded, PayloadTooLarge
+from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 from services.ingress import limits as limits_module
 from services.ingress.callers import Caller, Limits
 from services.ingress.error_bodies import error_headers
 from services.ingress.limit_headers import duration, limit_headers
-from services.ingress.limits import DAY_S, Limiter
+from services.ingress.limits import DAY_S, Limiter, Tab
 
 MINUTELY = Caller("k", "t", limits=Limits(tokens_per_minute=600))
 
@@ -87,6 +87,70 @@ def test_a_tenants_limits_are_of_all_its_callers() -> None:
     limiter.charge(limiter.tab(one), 600, 0.0, 0.0)
     assert refused_s(limiter, two, 10, 0.0) == pytest.approx(5.0), "for its request; its tokens take one"
     limiter.charge(limiter.tab(other), 600, 0.0, 0.0)
+    limiter.check_integrity()
+
+
+def test_each_choice_counts_in_what_runs_at_once() -> None:
+    caller = Caller("k", "t", limits=Limits(max_concurrent=4), tenant_limits=Limits(max_concurrent=6))
+    limiter = Limiter()
+    limiter.admit(caller, 0.0, 0.0, choices=3)
+    with pytest.raises(LimitExceeded, match="4 requests at once with this API key, each choice counts"):
+        limiter.admit(caller, 0.0, 0.0, choices=2)
+    limiter.admit(caller, 0.0, 0.0)
+    limiter.release(caller, choices=3)
+    other = Caller("l", "t", tenant_limits=caller.tenant_limits)
+    with pytest.raises(LimitExceeded, match="6 requests at once with tenant t"):
+        limiter.admit(other, 0.0, 0.0, choices=6)
+    with pytest.raises(InvalidRequest, match=r"n: at most 6 choices run at once with tenant t, got 7"):
+        limiter.admit(other, 0.0, 0.0, choices=7)
+    limiter.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 50), st.booleans()), max_size=40))
+def test_no_debt_is_more_than_max_concurrent_times_max_tokens(asks: list[tuple[int, int, bool]]) -> None:
+    """Whatever `n` says, and however long each choice goes on."""
+    most, longest = 5, 50
+    caller = Caller("k", "t", limits=Limits(max_concurrent=most, tokens_per_minute=100, max_tokens=longest))
+    limiter = Limiter()
+    running: list[tuple[int, Tab]] = []
+    for choices, generated, ends in asks:
+        try:
+            limiter.admit(caller, 0.0, 0.0, choices=choices)
+        except (LimitExceeded, InvalidRequest):
+            continue
+        tab = limiter.tab(caller)
+        try:
+            limiter.charge(tab, 1, 0.0, 0.0)
+        except LimitExceeded:
+            limiter.release(caller, choices=choices)
+            continue
+        running.append((choices, tab))
+        if ends:
+            for count, tab in running:
+                tab.generated(count * generated)
+                limiter.release(caller, choices=count)
+            running.clear()
+        own, _, _ = limiter.accounts(caller)[0]
+        own.settle(caller.limits, 0.0, 0.0)
+        assert own.tokens.level is not None
+        assert own.tokens.level >= -most * longest
+        limiter.check_integrity()
+
+
+def test_a_place_while_a_body_is_read() -> None:
+    caller = Caller("k", "t", limits=Limits(max_concurrent=2, requests_per_minute=6))
+    limiter = Limiter()
+    limiter.reserve(caller, 0.0, 0.0)
+    with pytest.raises(LimitExceeded, match="6 requests per minute") as error:
+        limiter.reserve(caller, 0.0, 0.0)
+    assert error.value.retry_after_s == pytest.approx(10.0)
+    limiter.reserve(caller, 0.0, 0.0, charged=False)
+    with pytest.raises(LimitExceeded, match="at once"):
+        limiter.reserve(caller, 0.0, 0.0, charged=False)
+    limiter.check_integrity()
+    limiter.unreserve(caller, charged=False)
+    limiter.unreserve(caller)
+    limiter.admit(caller, 0.0, 0.0)  # nothing of the rate was taken
     limiter.check_integrity()
 
 

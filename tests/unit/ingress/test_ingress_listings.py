@@ -9,6 +9,7 @@ import pytest
 from kvproto.errors import LimitExceeded, Unavailable
 from services.ingress import listings as listings_module
 from services.ingress.listings import MOST, MOST_OF_ONE, Listings, Question
+from tests.support.waiting import LIMIT_S
 
 
 class Desk:
@@ -38,7 +39,7 @@ def kept_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def forgotten(listings: Listings) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(LIMIT_S):
         while len(listings):
             await asyncio.sleep(0.005)
 

@@ -119,10 +119,10 @@ def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) ->
 
 def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
     assert stats_report(FleetView())["hit_rate"] == 0.0
-    assert workers_report(FleetView()) == {}
+    assert workers_report(FleetView(), str) == {}
     view = view_of(record("a"), record("b"))
     view.on_worker_gone("b", 1.0, expired=False)
-    assert {worker: one["state"] for worker, one in workers_report(view).items()} == {"a": "ready", "b": "dead"}
+    assert {worker: one["state"] for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
     stats = stats_report(view)
     assert (stats["workers"], stats["ready"], stats["load"]["running"]) == (1, 1, 0)
     assert models_report(view.models().values())["data"][0]["id"] == "m"

@@ -23,6 +23,7 @@ from services.ingress.jwks_fetch import check_url, fetch_key_set, read_key_file
 from services.ingress.oidc import OidcRules, caller_of, claim_at, read_algorithms
 from services.ingress.tenancy import Tenancy
 from tests.support.local_issuer import AUDIENCE, LocalIssuer, hmac_token, private_key, public_jwk, public_pem, token
+from tests.support.waiting import LIMIT_S
 
 ALL = ("RS256", "ES256", "EdDSA")
 
@@ -169,7 +170,7 @@ async def test_keys_are_kept_up_to_date(issuer: LocalIssuer) -> None:
     rules = OidcRules(issuer.url, AUDIENCE)
     keys = IssuerKeys(rules, partial(fetch_key_set, issuer.url, issuer.url + "/keys"), time.monotonic, refresh_s=0.01)
     running = asyncio.create_task(keys.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while keys.key_count != 3:
             await asyncio.sleep(0.005)
         issuer.keys = issuer.keys[:1]

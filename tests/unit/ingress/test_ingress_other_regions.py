@@ -19,6 +19,7 @@ from kvproto.messages import Bundle, RegionModel, RegionSummary, State, WorkerRe
 from kvproto.subjects import Subjects
 from services.ingress.models import Models
 from services.ingress.other_regions import OtherRegions
+from tests.support.waiting import LIMIT_S
 
 
 @dataclass
@@ -81,7 +82,7 @@ def summary(region: str = "eu") -> RegionSummary:
 async def test_a_bundle_that_could_not_be_had_is_asked_for_again(executor: ThreadPoolExecutor) -> None:
     rig = Rig(executor, failures=2)
     await rig.regions.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not rig.models.is_ready():
             await rig.hear(summary())
             await asyncio.sleep(0.01)

@@ -17,6 +17,7 @@ from services.ingress import reload as reload_module
 from services.ingress.api_keys import hash_key, parse_keys
 from services.ingress.key_file import read_sources
 from services.ingress.reload import Reload
+from tests.support.waiting import LIMIT_S
 
 POLL_S = 0.03
 
@@ -55,7 +56,7 @@ class Watched:
         self.names = [key.caller.name for key in parse_keys(*texts).keys]
 
     async def until(self, *names: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while self.names != list(names):
                 await asyncio.sleep(0.005)
 
@@ -119,7 +120,7 @@ async def test_what_is_broken_is_said_once_and_the_old_keys_stay(
             path.unlink()
         else:
             path.write_text(broken)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while watched.reload.failures_total <= at:
                 await asyncio.sleep(0.005)
         await asyncio.sleep(4 * POLL_S)
@@ -148,7 +149,7 @@ async def test_what_changes_all_the_time_is_not_taken_half_written(tmp_path: Pat
     await asyncio.sleep(8 * reload_module.POLL_S)
     assert not taken
     growing[0] = False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not taken:
             await asyncio.sleep(0.005)
     running.cancel()
@@ -191,7 +192,7 @@ async def test_a_look_that_began_before_we_were_told_takes_nothing_back(monkeypa
         said = there[0]
         if looks == 2:
             reading.set()
-            slow.wait(5)
+            slow.wait(2 * LIMIT_S)
         return said
 
     # One look has seen "old", which was not taken yet; the second sees it again.
@@ -201,7 +202,7 @@ async def test_a_look_that_began_before_we_were_told_takes_nothing_back(monkeypa
     there[0] = "new"
     reload.now()
     slow.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while looks < 6:
             await asyncio.sleep(0.005)
     running.cancel()

@@ -24,9 +24,10 @@ from kvproto.errors import (
 from kvproto.generation import Generation
 from kvproto.messages import Continuation, Finished, FinishReason, Sampling, Started, Tokens
 from services.ingress.config import RunLimits
+from services.ingress.jobs import Job
 from services.ingress.native_events import NativeForm
 from services.ingress.repeats import RequestName
-from services.ingress.runs import Job, Run, Runs
+from services.ingress.runs import Run, Runs
 from services.ingress.transcript import Transcript
 
 STARTED = Started("r", 0, "w1", 1, {})
@@ -45,6 +46,7 @@ class Stream:
         self.more.set()
         self.readers = 0
         self.worker: str | None = "w1"
+        self.accepted = True
 
     def bring(self, count: int = 1) -> None:
         for _ in range(count):
@@ -69,7 +71,7 @@ class Stream:
         finally:
             self.readers -= 1
 
-    async def cancel(self) -> None:
+    async def cancel(self, received: Sequence[int] | None = None) -> None:
         self.fail(Cancelled("cancelled by the client"))
         await asyncio.sleep(0)
 
@@ -128,11 +130,10 @@ class Rig:
         said = RequestName(name, named=True, keyed=keyed)
         run = self.runs.find(tenant, said, digest)
         if run is None:
-            run = Run(tenant, name, digest, keyed, self.prepare, self.start)
+            run = Run(tenant, name, digest, keyed, self.prepare, self.start, self.runs.memory)
             self.runs.add(run)
         reader = object()
-        self.runs.attach(run, reader)
-        return run, reader
+        return self.runs.attach(run, reader), reader
 
     async def whole(self, name: str = "r", **how: Any) -> Run:
         run, reader = self.come(name, **how)
@@ -386,3 +387,26 @@ def test_whoever_comes_and_goes_whenever(moves: list[tuple[int, str]]) -> None:
         rig.runs.check_integrity()
 
     asyncio.run(play())
+
+
+async def test_who_is_refused_after_a_look_leaves_nothing_behind() -> None:
+    """A run has failed and its reader is being told; somebody looks for it, and is not admitted."""
+    rig = Rig()
+    run, reader = rig.come()
+    await run.step()
+    await run.step()
+    rig.streams[0].fail(Unavailable("gone"))
+    await run.step()
+    assert run.error is not None
+    for _ in range(2):
+        assert rig.runs.find("t", RequestName("r"), b"") is run
+        rig.runs.check_integrity()
+    again, other = rig.come()
+    assert (again is run, again.error, again.readers) == (False, None, {other})
+    rig.runs.check_integrity()
+    await rig.runs.detach(run, reader)
+    await rig.runs.detach(again, other)
+    rig.runs.check_integrity()
+    rig.now += RunLimits().grace_s + 1
+    rig.runs.sweep()
+    assert rig.runs.find("t", RequestName("r"), b"") is None

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling
-from services.ingress.fields import parse_body
+from services.ingress.fields import MAX_DEPTH, parse_body
 from services.ingress.native_schema import read_generate
 from services.ingress.openai_schema import ChatMessage, check_vocabulary, read_chat, read_completion
-from services.ingress.sampling_ask import SamplingAsk
+from services.ingress.repeats import digest_of
+from services.ingress.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk
 from services.ingress.sampling_plan import plan_sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -31,12 +32,24 @@ def completion(**fields: Any) -> dict[str, Any]:
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"max_tokens": 2**60}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"temperature": -0.001}, "temperature"),
-    ({"temperature": 101}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": 3}, "temperature"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [1, True]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"temprature": 0}, "temprature"),
+    ({"x" * 100: 0}, "x" * 80),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"top_p": 1.1}, "top_p"),
@@ -120,6 +133,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"seq_id": ""}, "seq_id"),
     ({"seq_id": 5}, "seq_id"),
     ({"seq_id": "x" * 1025}, "seq_id"),
+    ({"prompt": "x"}, "prompt"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
@@ -146,6 +160,7 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, "prompt[1]"),
     ({"prompt": [1, True]}, "prompt[1]"),
     ({"prompt": [None]}, "prompt[0]"),
+    ({"seq_id": "s"}, "seq_id"),
     ({"echo": True}, "echo"),
     ({"suffix": "s"}, "suffix"),
     ({"best_of": 2}, "best_of"),
@@ -162,6 +177,8 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"seq_id": 1}, "seq_id"),
     ({"model_name": 1}, "model_name"),
     ({"n": 2}, "n"),
+    ({"stream": False}, "stream"),
+    ({"messages": MESSAGES}, "messages"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
 ]
@@ -203,6 +220,22 @@ def test_a_body_that_is_no_object(data: bytes) -> None:
     refused(error, "body")
 
 
+@pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 255, 1022])
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")])
+def test_a_field_that_is_nested_too_deep_is_named(levels: int, begin: str, end: str) -> None:
+    nested = (begin * levels + "0" + end * levels).replace('{"a":0}', '{"a":[]}')
+    with pytest.raises(InvalidRequest) as error:
+        parse_body(f'{{"model": "m", "metadata": {nested}}}'.encode())
+    refused(error, "metadata")
+
+
+def test_a_field_may_be_nested_so_deep_and_many_are_side_by_side() -> None:
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    body = parse_body(f'{{"metadata": {deep}, "messages": [{",".join(["[{}]"] * 1000)}]}}'.encode())
+    assert len(body["messages"]) == 1000
+    digest_of("chat", body)
+
+
 def test_what_asks_for_nothing_special_is_allowed() -> None:
     neutral = {
         "n": 1,
@@ -218,7 +251,15 @@ def test_what_asks_for_nothing_special_is_allowed() -> None:
         "modalities": ["text"],
         "user": "somebody",
         "metadata": {"any": "thing"},
-        "unknown_field": [1, 2],
+        "store": True,
+        "safety_identifier": "somebody",
+        "prompt_cache_key": "k",
+        "parallel_tool_calls": False,
+        "unknown_field": None,
+        "skip_special_tokens": True,
+        "guided_json": None,
+        "chat_template_kwargs": {},
+        "stop_token_ids": [],
         "temperature": None,
         "stop": None,
         "stream_options": None,
@@ -294,13 +335,14 @@ NEW_FIELDS: dict[str, Any] = {
     "logit_bias": {"5": -100, "7": 2.5},
     "min_tokens": 4,
     "context_overflow": "sliding",
+    "stop_token_ids": [5, 3, 5],
 }
 
 
 def test_every_route_reads_what_was_asked_of_sampling() -> None:
     expected = SamplingAsk(
         n=3, min_p=0.1, presence_penalty=-2.0, frequency_penalty=1.5, repetition_penalty=1.1,
-        logit_bias={5: -100.0, 7: 2.5}, min_tokens=4, overflow=Overflow.SLIDING,
+        logit_bias={5: -100.0, 7: 2.5}, min_tokens=4, overflow=Overflow.SLIDING, stop_ids=(5, 3),
     )  # fmt: skip
     assert read_chat(chat(**NEW_FIELDS)).sampling == expected
     assert read_completion(completion(**NEW_FIELDS, best_of=3)).sampling == expected
@@ -344,7 +386,7 @@ def test_sampling_takes_the_models_defaults_and_the_room_that_is_left() -> None:
     sampling = plan(said)
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.0, 0, 60, 9)
     assert sampling.ignore_eos
-    with pytest.raises(InvalidRequest, match="max_tokens: 61 is more than the 60 tokens"):
+    with pytest.raises(InvalidRequest, match=r"max_tokens: this model's maximum context length is 100 tokens.* 61"):
         plan(replace(said, max_tokens=61))
 
 
@@ -353,13 +395,14 @@ def test_what_was_asked_reaches_the_request() -> None:
     assert plan(ask) == Sampling(
         max_tokens=8, temperature=0.7, top_k=40, n=3, min_p=0.1, presence_penalty=-2.0, frequency_penalty=1.5,
         repetition_penalty=1.1, logit_bias={5: -100.0, 7: 2.5}, logprobs=0, min_tokens=4, overflow=Overflow.SLIDING,
+        stop_ids=(5, 3),
     )  # fmt: skip
 
 
 def test_a_prompt_must_leave_room() -> None:
     assert plan(SamplingAsk(), 99).max_tokens == 1
     for overflow in (Overflow.ERROR, Overflow.TRUNCATE_GENERATION):
-        with pytest.raises(InvalidRequest, match="prompt: 100 tokens, the model's context takes at most 99"):
+        with pytest.raises(InvalidRequest, match="prompt: this model's maximum context length is 100 tokens, 99 "):
             plan(SamplingAsk(overflow=overflow), 100)
 
 
@@ -402,11 +445,24 @@ def test_min_tokens_fit_into_max_tokens() -> None:
         refused(error, "min_tokens")
 
 
+def test_many_tokens_are_refused_with_what_the_context_holds() -> None:
+    for overflow in (Overflow.ERROR, Overflow.TRUNCATE_LEFT):
+        with pytest.raises(ContextLengthExceeded, match="maximum context length is 100 tokens") as error:
+            plan(read_chat(chat(max_completion_tokens=10**9, context_overflow=overflow.value)).sampling)
+        refused(error, "max_completion_tokens")
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_TOKENS_LIMIT}") as bound:
+        plan(SamplingAsk(max_tokens=10**9, overflow=Overflow.SLIDING))
+    refused(bound, "max_tokens")
+
+
 def test_a_bias_is_of_a_token_that_the_model_knows() -> None:
     assert plan(SamplingAsk(logit_bias={9: 1.0})).logit_bias == {9: 1.0}
     with pytest.raises(InvalidRequest, match=r"within \[0, 9\], got 10") as error:
         plan(SamplingAsk(logit_bias={10: 1.0}))
     refused(error, "logit_bias")
+    with pytest.raises(InvalidRequest, match=r"within \[0, 9\], got 10") as error:
+        plan(SamplingAsk(stop_ids=(1, 10)))
+    refused(error, "stop_token_ids")
 
 
 JSON = st.recursive(

@@ -20,6 +20,7 @@ from services.ingress import reload as reload_module
 from services.ingress.access import Access
 from services.ingress.settings import IngressSettings
 from services.ingress.tls_files import use_pair
+from tests.support.waiting import LIMIT_S
 
 
 def pair(name: str) -> tuple[bytes, bytes]:
@@ -98,7 +99,7 @@ async def test_a_swap_in_the_middle_of_a_reload(
     access.serve_tls(context, life)
     context.faults = [fault]
     write("new")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while shown_by(context) != "new":
             assert not life.stopping.is_set()
             await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvproto.errors import AuthenticationFailed
-from services.cli.main import app
+from services.cli.commands import app
 from services.ingress.api_keys import parse_keys
 from services.ingress.callers import Limits
 from services.ingress.tenancy import Tenancy

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from kvservice.lifecycle import Lifecycle, in_daemon_thread
+from tests.support.waiting import LIMIT_S
 
 PROGRAM = """
 import asyncio, sys, time
@@ -66,7 +67,7 @@ async def test_a_task_that_fails_ends_the_process() -> None:
         raise RuntimeError("boom")
 
     life.spawn(broken(), "loop")
-    await asyncio.wait_for(life.stopping.wait(), 1)
+    await asyncio.wait_for(life.stopping.wait(), LIMIT_S)
     assert life.exit_code == 1
     await life.close()
 
@@ -74,7 +75,7 @@ async def test_a_task_that_fails_ends_the_process() -> None:
 async def test_the_parents_end_ends_the_child() -> None:
     life = Lifecycle()
     life.spawn(life.watch_parent(os.getppid() + 1), "watch-parent")
-    await asyncio.wait_for(life.stopping.wait(), 2)
+    await asyncio.wait_for(life.stopping.wait(), LIMIT_S)
     assert life.exit_code == 0
     await life.close()
 
@@ -84,7 +85,7 @@ async def test_the_parents_end_ends_the_child() -> None:
 )
 def test_exit_codes(mode: str, code: int, says: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == code
     assert says in done.stderr
@@ -98,7 +99,7 @@ def test_a_signal_is_a_clean_end_even_while_starting(mode: str) -> None:
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "closed\n"
-        assert process.wait(10) == 0
+        assert process.wait(LIMIT_S) == 0
 
 
 async def test_a_daemon_threads_result_and_error_come_back() -> None:

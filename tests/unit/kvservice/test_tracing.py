@@ -23,9 +23,11 @@ from kvservice import tracing
 from kvservice.lifecycle import Lifecycle
 from kvservice.logs import JsonFormatter
 from kvservice.settings import ServiceSettings
-from kvservice.tracing import NULL, endpoint_of, open_tracer, unix_ns, within, work_for
+from kvservice.tracing import NULL, unix_ns, within, work_for
 from kvservice.tracing_otel import OtelTracer
+from kvservice.tracing_start import endpoint_of, open_tracer
 from tests.support.kept_spans import Kept
+from tests.support.waiting import LIMIT_S
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 UNSAMPLED = PARENT[:-1] + "0"
@@ -237,13 +239,13 @@ def test_no_endpoint_no_opentelemetry() -> None:
         "import sys, services.ingress.main, services.placement.main, services.worker.main, services.vault.main\n"
         "from kvservice.lifecycle import Lifecycle\n"
         "from kvservice.settings import ServiceSettings\n"
-        "from kvservice.tracing import NULL, open_tracer\n"
+        "from kvservice.tracing import NULL\nfrom kvservice.tracing_start import open_tracer\n"
         "assert open_tracer(ServiceSettings(id='x'), 'ingress', Lifecycle()) is NULL\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     assert done.stdout.strip() == "[]"
 

@@ -180,7 +180,7 @@ class TestPriority:
     ) -> None:
         """The same for more patience, and for time without new work."""
         loads = Workloads()
-        column = loads.add(1.0, 0.0)
+        column = loads.add(1.0, 16, 0.0)
         loads.report(column, Load(slots=4, running=running), Rates(1000.0, 10.0, 10.0), (), 0.0)
         loads.stayed(column, 2.0)
         loads.generated(column, 30)

@@ -42,7 +42,7 @@ def question(
         fleet.join(record, None, 0.0)
         column = fleet.workers[f"w{number}"].column
         fleet.workloads.drop(column)
-        assert fleet.workloads.add(BLOCK_BYTES / 16, 0.0) == column
+        assert fleet.workloads.add(BLOCK_BYTES / 16, 16, 0.0) == column
         load = loads[number] if loads else Load(slots=100)
         fleet.workloads.report(column, load, rates[number] if rates else Rates(RATE), (), 0.0)
     ready: Ready = fleet.ready("demo")

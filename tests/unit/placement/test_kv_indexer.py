@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, Snapshot, State, Tier, TierEvents
+from kvservice.event_log import EventLog
 from services.placement.index.follower import AHEAD_GRACE_S, KEPT_EVENTS, PULL_LIMIT_S, Follows
 from services.placement.index.kv_indexer import PULLS_AT_ONCE, KvIndexer, PullSnapshot
 
@@ -84,7 +85,7 @@ def test_events_from_the_first_on_need_no_snapshot() -> None:
 
 
 def pull(indexer: KvIndexer, worker: Publisher, now: float) -> None:
-    assert indexer.tick(now) == [PullSnapshot(worker.worker, worker.epoch)]
+    assert indexer.tick(now) == [PullSnapshot(worker.worker, worker.epoch, 1)]
     for part in worker.snapshot():
         indexer.on_snapshot(worker.worker, part, now)
 
@@ -115,7 +116,7 @@ def test_what_was_missed_is_pulled_and_meanwhile_the_rest_is_served(how: str) ->
     assert indexer.state_of("w") is Follows.BEHIND
     if how not in ("late-join", "lying-digest"):
         assert indexer.find_matches(chain) == {"w": 50}, "what is known is served"
-    assert indexer.tick(2) == [PullSnapshot("w", "e1")]
+    assert indexer.tick(2) == [PullSnapshot("w", "e1", 1)]
     parts = worker.snapshot()
     indexer.on_events("w", worker.event(stored=chain[len(worker.held) :]), 2)  # after the snapshot was taken
     for part in reversed(parts):
@@ -209,6 +210,92 @@ def test_a_snapshot_that_does_not_come_is_asked_for_again_ever_more_rarely() -> 
     indexer.tick(101)
     assert len(indexer.index) == 2
     indexer.check_integrity()
+
+
+def far_behind(parts: int) -> tuple[Publisher, KvIndexer, list[Snapshot]]:
+    """A worker with so many parts to tell, of which nothing is known."""
+    worker = Publisher("w")
+    worker.event(stored=[name(at) for at in range(PART * parts)])
+    indexer = follow(worker)
+    indexer.on_heartbeat(worker.beat(), 0)
+    return worker, indexer, worker.snapshot()
+
+
+def test_a_snapshot_that_goes_on_arriving_may_take_as_long_as_it_takes() -> None:
+    _, indexer, parts = far_behind(6)
+    (asked,) = indexer.tick(0)
+    for number, part in enumerate(parts):
+        now = (number + 1) * (PULL_LIMIT_S - 1)
+        assert indexer.tick(now) == []
+        indexer.on_snapshot("w", part, now, asked.pull)
+    assert indexer.state_of("w") is Follows.EXACT
+    assert indexer.find_matches([name(at) for at in range(300)]) == {"w": 300}
+
+
+def test_late_parts_of_a_pull_that_was_given_up_are_not_those_of_the_next() -> None:
+    worker, indexer, old = far_behind(2)
+    (first,) = indexer.tick(0)
+    worker.event(stored=[name(at) for at in range(PART * 2, PART * 3)])
+    new, now = worker.snapshot(), PULL_LIMIT_S + 1
+    indexer.tick(now)
+    (second,) = indexer.tick(now + 1)
+    assert second.pull != first.pull
+    indexer.on_snapshot("w", old[0], now + 1, first.pull)
+    indexer.on_snapshot_refused("w", first.pull, now + 1)
+    for part in new:
+        indexer.on_snapshot("w", part, now + 1, second.pull)
+    assert indexer.state_of("w") is Follows.EXACT
+    assert indexer.find_matches([name(at) for at in range(PART * 3)]) == {"w": PART * 3}
+
+
+def a_log() -> tuple[EventLog, list[bytes]]:
+    """One block stored on the device and then on the host, as a worker that knows digests by tier tells it."""
+    log, told = EventLog("e1"), []
+    for tier in (Tier.DEVICE, Tier.HOST):
+        log.note([TierEvents(tier, False, (BlockRun(b"", (name(1),)),))])
+        event = log.flush(0.0)
+        assert event is not None
+        told.append(codec.encode_events(event))
+    return log, told
+
+
+def beat_of(log: EventLog) -> Heartbeat:
+    return Heartbeat("w", "e1", State.READY, event_seq=log.seq, digest=log.plain_digest, tier_digest=log.digest)
+
+
+def test_a_block_in_two_tiers_is_not_nothing() -> None:
+    """So a listener that was told of nothing, and a snapshot of nothing, are not taken for up to date."""
+    log, told = a_log()
+    assert log.plain_digest == 0 != log.digest
+    assert [(part.seq, part.tier_digest) for part in log.snapshot({}, 0)] == [(0, 0)]
+    indexer = KvIndexer(10_000, 8)
+    indexer.join("w", "e1")
+    for event in told:
+        indexer.on_events("w", event, 0)
+    indexer.on_heartbeat(beat_of(log), 0)
+    assert indexer.state_of("w") is Follows.EXACT
+    other = EventLog("e1")
+    for one in (2, 3):
+        other.note([TierEvents(Tier.DEVICE, False, (BlockRun(b"", (name(one),)),))])
+        other.flush(0.0)
+    assert (beat_of(other).event_seq, beat_of(other).digest) != (2, 0)
+    indexer.on_heartbeat(beat_of(other), 1)
+    assert indexer.state_of("w") is Follows.BEHIND
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_snapshot_is_taken_over_if_it_is_what_its_digest_says(is_right: bool) -> None:
+    log, _ = a_log()
+    indexer = KvIndexer(10_000, 8)
+    indexer.join("w", "e1")
+    indexer.on_heartbeat(beat_of(log), 0)
+    (asked,) = indexer.tick(0)
+    held = {Tier.DEVICE: [name(1)], Tier.HOST: [name(1)]} if is_right else {Tier.DEVICE: [name(1)]}
+    for part in log.snapshot(held, log.digest):
+        indexer.on_snapshot("w", part, 0, asked.pull)
+    assert indexer.state_of("w") is (Follows.EXACT if is_right else Follows.BEHIND)
+    indexer.on_heartbeat(beat_of(log), 0)
+    assert indexer.state_of("w") is (Follows.EXACT if is_right else Follows.BEHIND)
 
 
 @pytest.mark.parametrize("how", ["odd-bytes", "other-epoch", "part-out-of-range", "unasked", "two-snapshots"])

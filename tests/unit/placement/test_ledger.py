@@ -57,6 +57,21 @@ def test_a_decision_shows_candidates_terms_in_milliseconds_and_what_happened() -
     assert codec.decode(Explanation, codec.encode(explanation)) == explanation
 
 
+def test_what_has_ended_is_forgotten_before_what_still_runs() -> None:
+    core = a_core("w1")
+    ended = 100
+    for number in range(KEPT_IN_ALL + ended):
+        (answer,) = core.handle(PlaceAsked("_INBOX.x", "public", an_ask(f"r{number}")), 0.01 * number)[:1]
+        if number >= KEPT_IN_ALL - ended and number < KEPT_IN_ALL:
+            worker = answer.placement.worker  # type: ignore[union-attr]
+            over = Milestones(worker, "e1", (Milestone("public", f"r{number}", 0, Passed.ENDED),))
+            core.handle(MilestonesHeard(over), 0.01 * number)
+    assert len(core.ledger) == KEPT_IN_ALL
+    assert core.ledger.explain("r0"), "it still runs"
+    assert not core.ledger.explain(f"r{KEPT_IN_ALL - 1}")
+    core.ledger.check_integrity()
+
+
 def test_each_attempt_has_a_decision_and_only_its_own_tenant_is_told() -> None:
     rig = Rig("w0", "w1")
     first = rig.place("r", tokens(1, 64))

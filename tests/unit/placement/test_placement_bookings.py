@@ -107,7 +107,7 @@ def test_without_heartbeats_a_booking_expires() -> None:
 
 def test_releasing_twice_changes_nothing() -> None:
     workloads = Workloads()
-    column = workloads.add(0, 0.0)
+    column = workloads.add(0, 16, 0.0)
     bookings = Bookings(workloads)
     bookings.book(("t", "r"), 0, "w", column, 10, 1.0)
     assert workloads.of(column, 1.0).requests == 1
@@ -146,7 +146,7 @@ def test_what_a_heartbeat_has_counted_is_not_corrected_again() -> None:
 
 def test_there_are_never_more_than_so_many() -> None:
     loads = Workloads()
-    column = loads.add(1.0, 0.0)
+    column = loads.add(1.0, 16, 0.0)
     bookings = Bookings(loads, max_booked=8)
     for number in range(50):
         bookings.book(("public", f"r{number}"), 0, "w1", column, 10, float(number) / 100)

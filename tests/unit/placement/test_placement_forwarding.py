@@ -269,13 +269,24 @@ class TestAcceptance:
         assert core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), 1.02) == []
         assert core.forwarding.forwarded_total == 1
 
-    def test_of_a_life_that_is_over_is_a_loss(self) -> None:
+    @pytest.mark.parametrize("new", ["e2", "e0"])
+    def test_of_a_life_that_is_over_is_a_loss(self, new: str) -> None:
+        """Whatever the clocks of their hosts said."""
         core = a_core("w1")
         offer(core)
-        core.handle(WorkerNewEpoch(a_record("w1", epoch="e2")), 1.01)
+        core.handle(WorkerNewEpoch(a_record("w1", epoch=new)), 1.01)
         core.handle(WorkerAnswered(accepted("r1", 0, "w1", "e1")), 1.02)
         (fail,) = failures(core.handle(Tick(), 1.02 + LOST_GRACE_S))
         assert fail.failed.code == "worker_lost"
+
+    @pytest.mark.parametrize("new", ["e2", "e0"])
+    def test_of_a_life_that_is_not_known_yet_is_none(self, new: str) -> None:
+        core = a_core("w1")
+        offer(core)
+        core.handle(WorkerAnswered(accepted("r1", 0, "w1", new)), 1.02)
+        core.handle(WorkerNewEpoch(a_record("w1", epoch=new)), 1.3)
+        assert failures(core.handle(Tick(), 1.02 + 2 * LOST_GRACE_S)) == []
+        assert core.forwarding.in_flight == 1
 
     def test_frames_of_the_stream_itself_change_nothing(self) -> None:
         core = a_core("w1")

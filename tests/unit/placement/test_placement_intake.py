@@ -36,7 +36,7 @@ def refused(body: dict[str, Any]) -> Fail:
 
 
 class TestInboxes:
-    @pytest.mark.parametrize("reply", ["_INBOX.abc", "_prd.public.x", "_ing.1.r"])
+    @pytest.mark.parametrize("reply", ["_INBOX.abc", "_prd.public.x", "_ing.1.x"])
     def test_inboxes(self, reply: str) -> None:
         assert is_inbox(reply)
 

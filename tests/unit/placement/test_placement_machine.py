@@ -53,6 +53,7 @@ from services.placement.events import (
 from services.placement.index.changes import Change, Changes
 from services.placement.policies import build_policies
 
+PULLS = st.none() | st.integers(1, 4)
 VAULTS = st.sampled_from(["v1", "v2", "w4"])  # one is named as a worker
 WORKERS = st.sampled_from(["w1", "w2", "w3", "w4"])
 STATES = st.sampled_from([State.STARTING, State.READY, State.READY, State.READY, State.DRAINING])
@@ -194,18 +195,17 @@ class Placement(RuleBasedStateMachine):
             assert actions[0] == TakenOver("_wrk.x")
             assert offer.request.inbox in self.in_flight()
 
-    @rule(has_others=st.booleans())
-    def goes(self, has_others: bool) -> None:
+    @rule()
+    def goes(self) -> None:
         """It hands on what no worker has, and is the other replica as well."""
         before = self.in_flight()
-        actions = self.core.forwarding.leave(has_others, self.now)
+        actions = self.core.forwarding.leave(self.now)
         told = {action.inbox for action in actions if isinstance(action, Fail)}
         self.ended_by_placement.update(told)
         assert not self.core.forwarding._offered
         assert not self.core.forwarding._parked
         carried = [action.capsule for action in actions if isinstance(action, CarryOn)]
         self.ended_otherwise.update(before - self.in_flight() - told - {one.request.inbox for one in carried})
-        assert has_others or not carried
         for capsule in carried:
             self.tell(CapsuleHeard("", capsule))
 
@@ -301,14 +301,15 @@ class Placement(RuleBasedStateMachine):
         change = Changes(self.epoch(worker), seq, (Change(0, removed, hashes),), 5)
         self.tell(BlocksChanged(worker, change))
 
-    @rule(worker=WORKERS, seq=st.integers(0, 4), parts=st.integers(1, 2), part=st.integers(0, 2))
-    def snapshot(self, worker: str, seq: int, parts: int, part: int) -> None:
+    @rule(worker=WORKERS, seq=st.integers(0, 4), parts=st.integers(1, 2), part=st.integers(0, 2), pull=PULLS)
+    def snapshot(self, worker: str, seq: int, parts: int, part: int, pull: int | None) -> None:
         raw = np.arange(8, dtype=np.uint64).tobytes()
-        self.tell(SnapshotHeard(worker, Snapshot(self.epoch(worker), seq, Tier.DEVICE, part, parts, 7, raw)))
+        one = Snapshot(self.epoch(worker), seq, Tier.DEVICE, part, parts, 7, raw)
+        self.tell(SnapshotHeard(worker, one, pull))
 
-    @rule(worker=WORKERS)
-    def refuse_snapshot(self, worker: str) -> None:
-        self.tell(SnapshotRefused(worker, self.epoch(worker)))
+    @rule(worker=WORKERS, pull=PULLS)
+    def refuse_snapshot(self, worker: str, pull: int | None) -> None:
+        self.tell(SnapshotRefused(worker, pull))
 
     # ------------------------------------------------------------------ what always holds
 

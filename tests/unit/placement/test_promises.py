@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from zlib import crc32
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from placement_build import a_core, a_generate, failed
 from placement_rig import Rig, tokens
 
-from kvproto.messages import Passed
+from kvproto.messages import Booked, BookedBatch, Passed
 from services.placement.actions import Forward
-from services.placement.events import WorkerAnswered
-from services.placement.promises import EVENTS_S, LIMIT_S, Promises
+from services.placement.core import PlacementCore
+from services.placement.events import BookingsShared, WorkerAnswered
+from services.placement.index.kv_indexer import KvIndexer
+from services.placement.promises import EVENTS_S, LIMIT_S, BlockCounts, Promises
+from services.placement.prompts import HashedPrompts
 
 
 def test_two_requests_with_one_new_prefix_meet_though_no_event_was_heard() -> None:
@@ -98,3 +107,92 @@ def test_a_worker_takes_its_promises_along() -> None:
     promises.make(("t", "2"), "w2", rig.hashes(tokens(2, 160)), 0.0)
     assert len(promises) == 2
     promises.check_integrity()
+
+
+def test_there_is_room_for_every_worker_that_the_index_follows() -> None:
+    core = PlacementCore(
+        "p1", "_plc.p1", lambda: 0.0, prompts=HashedPrompts(b"key"), unix_ms=lambda: 0, indexer=KvIndexer(4096, 300)
+    )
+    rig = Rig("w0")
+    for number in range(300):
+        core.promises.make(("t", str(number)), f"w{number}", rig.hashes(tokens(number, 160)), 0.0)
+    assert len(core.promises) == 300
+    assert core.promises.max_made > 300 * 64, "what all of them run, and some more"
+
+
+def test_what_two_promises_have_in_common_stays_as_long_as_one_of_them() -> None:
+    """The first of two that wait for one document is done: the second is still to come, and a third one joins it."""
+    rig = Rig("w0")
+    document = tokens(1, 160)
+    one, other = rig.hashes(document + tokens(2, 32)), rig.hashes(document + tokens(3, 32))
+    promises = Promises(1024, 4)
+    promises.make(("t", "one"), "w0", one, 0.0)
+    promises.make(("t", "other"), "w0", other, 0.0)
+    promises.break_off(("t", "one"))
+    promises.check_integrity()
+    assert [found.tolist() for chain in (one, other) if (found := promises.depths(chain, ("w0",))) is not None] == [
+        [10],
+        [12],
+    ]
+    promises.break_off(("t", "other"))
+    promises.check_integrity()
+    assert promises.depths(one, ("w0",)) is None
+
+
+def test_what_another_replica_placed_is_promised_here_too() -> None:
+    """Until it is computed, however long it waits: no event can have told of it."""
+    rig = Rig(*(f"w{number}" for number in range(8)))
+    document = tokens(1, 4000)
+    hashes = rig.hashes(document + tokens(2, 100)).tobytes()
+    told = Booked("public", "there", 0, "w5", 4100, hashes=hashes)
+    rig.tell(BookingsShared(BookedBatch("another", (told,))))
+    here = rig.place("here", document + tokens(3, 100))
+    assert (here.worker, here.expected_hit) == ("w5", {"device": 4000})
+    rig.tell(BookingsShared(BookedBatch("another", (Booked("public", "odd", 0, "w5", 16, hashes=hashes[:21]),))))
+    rig.core.check_integrity()
+
+
+def test_two_replicas_send_one_new_prefix_to_one_worker() -> None:
+    rig = Rig(*(f"w{number}" for number in range(8)), replicas=2)
+    shared = tokens(1, 4000)
+    first = rig.place("r0", shared + tokens(2, 100))
+    second = rig.place("r1", shared + tokens(3, 100), replica=1)
+    assert (second.worker, second.expected_hit) == (first.worker, {"device": 4000})
+
+
+CHAINS = st.lists(st.text("abc", max_size=30), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(CHAINS, st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+def test_blocks_are_counted_and_those_of_no_other_chain_told(paths: list[str], steps: list[tuple[bool, int]]) -> None:
+    """Against a plain counter; blocks that want the same place, too."""
+
+    def hashed(path: str) -> np.ndarray:
+        blocks = [path[: depth + 1] for depth in range(len(path))]
+        return np.array([[len(block) % 3, crc32(block.encode())] for block in blocks], dtype=np.uint64).reshape(-1, 2)
+
+    counts, naive, chains = BlockCounts(), Counter[bytes](), [hashed(path) for path in paths]
+    added: list[np.ndarray] = []
+    for adds, number in steps:
+        if adds:
+            added.append(chains[number % len(chains)])
+            counts.add(added[-1])
+            naive.update(block.tobytes() for block in added[-1])
+        elif added:
+            taken = added.pop(number % len(added))
+            naive.subtract(block.tobytes() for block in taken)
+            assert [block.tobytes() for block in counts.take(taken)] == [
+                block.tobytes() for block in taken if not naive[block.tobytes()]
+            ]
+        assert len(counts) == sum(count > 0 for count in naive.values())
+
+
+def test_counts_of_more_blocks_than_there_were_places() -> None:
+    counts, chance = BlockCounts(), np.random.default_rng(1)
+    chains = [chance.integers(0, 2**64, (100, 2), dtype=np.uint64) for _ in range(30)]
+    for chain in [*chains, *chains]:
+        counts.add(chain)
+    assert len(counts) == 3000
+    assert [len(counts.take(chain)) for chain in [*chains, *chains]] == [0] * 30 + [100] * 30
+    assert len(counts) == 0

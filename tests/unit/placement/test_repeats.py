@@ -288,3 +288,72 @@ def test_the_least_time_to_wait_that_a_worker_named_is_passed_on() -> None:
 
 def _fields(frame: object) -> dict[str, object]:
     return {name: getattr(frame, name) for name in frame.__slots__}  # type: ignore[attr-defined]
+
+
+class CountedName(str):
+    """A worker's name that counts what it is compared with."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        type(self).compared += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_dropping_a_worker_costs_what_it_had_and_not_what_others_have() -> None:
+    repeats = Repeats()
+    for number in range(6_000):
+        worker = CountedName("gone" if number % 2_000 == 0 else f"w{number % 50}")
+        key = "public", f"r{number}"
+        repeats.place(key, worker, "e1", 0, 1.0)
+        if number >= 2_000:
+            repeats.on_milestone(worker, "e1", Milestone(*key, 0, Passed.STARTED), 2.0)
+        if number >= 4_000:
+            repeats.on_milestone(worker, "e1", Milestone(*key, 0, Passed.ENDED), 3.0)
+    CountedName.compared = 0
+    repeats.drop_worker("gone")
+    assert CountedName.compared < 50
+    repeats.check_integrity()
+    for number in (0, 2_000, 4_000):
+        known = repeats.find(("public", f"r{number}"))
+        assert known is not None
+        assert not known.is_there
+    assert repeats.find(("public", "r1")).is_there  # type: ignore[union-attr]
+    CountedName.compared = 0
+    repeats.drop_worker("nobody")
+    assert CountedName.compared < 50
+
+
+class TestTwoReplicasAtOnce:
+    """One request is asked for twice, of two replicas, before either has told the other: both place attempt 0."""
+
+    @pytest.mark.parametrize("workers", [("w1",), ("w1", "w2")])
+    def test_each_asker_has_a_worker_and_whoever_comes_next_joins_one_of_them(self, workers: tuple[str, ...]) -> None:
+        first, second = a_core(*workers, policy="round_robin"), a_core(*workers, policy="round_robin")
+        if len(workers) == 2:
+            place(second, 0.5, request="other", session="s")  # so that the next one goes to the other worker
+            second.bookings.release(("public", "other"), 0.5)
+        given = [place(core, 1.0) for core in (first, second)]
+        assert [one.attempt for one in given] == [0, 0]
+        assert not any(one.attached for one in given)
+        assert {one.worker for one in given} == set(workers), (
+            "one worker, where the second joins; or two, who both do it"
+        )
+        for core, other in ((first, given[1]), (second, given[0])):
+            batch = BookedBatch("another", (Booked("public", "r1", 0, other.worker, 3),))
+            core.handle(BookingsShared(batch), 1.002)
+            assert len(core.bookings) == 1, "it is booked once, at the worker that was heard of last"
+            for one in given:
+                tell(core, one.worker, Passed.ACCEPTED, 1.1)
+                tell(core, one.worker, Passed.STARTED, 1.2)
+            again = place(core, 1.3)
+            assert (again.attached, again.attempt) == (True, 0)
+            assert again.worker == given[-1].worker, "who has said so last, at every replica"
+            for one in given:
+                tell(core, one.worker, Passed.ENDED, 2.0)
+            core.handle(HeartbeatHeard(a_beat(given[0].worker)), 3.0)
+            core.handle(Tick(), 8.0)
+            assert (len(core.bookings), core.bookings.running) == (0, 0)
+            core.check_integrity()

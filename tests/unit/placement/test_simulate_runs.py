@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from simulate_build import BLOCK, a_row, a_trace, conversations, run
 
-from services.placement.simulate.attainable import attainable_tokens
-from services.placement.simulate.capacity import capacity_speed
+from kvservice import launch
+from services.placement.simulate.attainable import attainable_by_request, attainable_tokens
+from services.placement.simulate.capacity import busiest_speed, capacity_speed
 from services.placement.simulate.figures import figures, load_cov, moved_per_change, moves, ttfts
 from services.placement.simulate.sim_worker import Speed
 from services.placement.simulate.simulation import Delays, FleetShape, Outcome, Run
@@ -73,7 +73,7 @@ def test_figures_do_not_depend_on_the_order_of_hashed_sets(tmp_path: Path) -> No
     ]
     trace.write_text("\n".join(lines))
     flags = ["--trace", str(trace), "--workers", "3", "--policy", "all", "--churn-s", "1", "--json"]
-    command = [sys.executable, "-m", "services.placement.simulate.main", *flags]
+    command = launch.command("services.placement.simulate.main", *flags)
     outputs = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -125,6 +125,18 @@ class TestCapacity:
     def test_where_nothing_takes_time_it_ends_too(self) -> None:
         free = Speed(prefill_tokens_per_s=1e15, decode_base_s=0.0, decode_each_s=0.0)
         assert capacity_speed(TRACE, 1, free, 0) > 1e6
+
+    def test_of_a_trace_that_becomes_harder_the_busiest_part_counts(self) -> None:
+        """Forty requests hit, then forty do not: at the mean of both the second half would come too fast."""
+        easy = [a_row(number, ["same"] * 20) for number in range(40)]
+        hard = [a_row(40 + number, [number] * 20) for number in range(40)]
+        trace = a_trace(*easy, *hard)
+        found = list(attainable_by_request(trace, 100))
+        assert sum(found[1:40]) > 0.9 * sum(one.prompt_tokens for one in trace.arrivals[1:40])
+        assert sum(found[40:]) == 0
+        busiest = busiest_speed(trace, 1, SLOW, found)
+        assert busiest == pytest.approx(capacity_speed(a_trace(*hard), 1, SLOW, 0), rel=0.1)
+        assert capacity_speed(trace, 1, SLOW, sum(found)) > 1.5 * busiest
 
 
 def a_run(placed: list[tuple[float, str, str]], changes: list[float]) -> Run:

@@ -222,7 +222,7 @@ class TestLeaving:
         going.handle(a_capsule(deadline_ms=60_000), 1.0)
         if state == "parked again":
             going.handle(WorkerAnswered(failed("r1", 1, "overloaded", retryable=True)), 1.01)
-        actions = going.forwarding.leave(True, 2.0)
+        actions = going.forwarding.leave(2.0)
         (carry,) = of(CarryOn, actions)
         assert [(c.worker, c.cancel.attempt, c.cancel.inbox) for c in of(Cancel, actions)] == (
             [("w2", 1, PRODUCER)] if state == "offered" else []
@@ -240,22 +240,10 @@ class TestLeaving:
         (let_go,) = tell(staying, "w2", Passed.STARTED, attempt=forward.request.attempt)
         assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
 
-    def test_without_another_replica_the_producer_hears_and_the_worker_may_go(self) -> None:
-        core = draining(a_core("w1"))
-        core.handle(a_capsule(), 1.0)
-        actions = core.forwarding.leave(False, 2.0)
-        (fail,) = of(Fail, actions)
-        assert (fail.inbox, fail.encoding, fail.failed.code, fail.failed.retryable) == (
-            PRODUCER, Encoding.JSON, "unavailable", True,
-        )  # fmt: skip
-        assert [(c.worker, c.cancel.attempt) for c in of(Cancel, actions)] == [("w1", 0)]
-        assert core.forwarding.in_flight == 0
-
-    @pytest.mark.parametrize("others", [False, True])
-    def test_what_is_only_offered_is_taken_back_and_its_producer_hears(self, others: bool) -> None:
+    def test_what_is_only_offered_is_taken_back_and_its_producer_hears(self) -> None:
         core = a_core("w1")
         core.handle(a_generate(inbox=PRODUCER), 1.0)
-        leave, fail = core.forwarding.leave(others, 1.01)
+        leave, fail = core.forwarding.leave(1.01)
         assert isinstance(leave, Cancel)
         assert isinstance(fail, Fail)
         assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w1", 0, PRODUCER)
@@ -266,7 +254,7 @@ class TestLeaving:
         core = draining(a_core("w1", "w2"))
         core.handle(a_capsule(), 1.0)
         core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
-        (let_go,) = core.forwarding.leave(True, 2.0)
+        (let_go,) = core.forwarding.leave(2.0)
         assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
         assert len(core.forwarding.watching.watches()) == 1
 
@@ -309,6 +297,13 @@ class TestWatches:
             core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 2.1)
         assert core.forwarding.in_flight == 0
 
+    def test_who_is_told_twice_answers_twice_and_watches_once(self) -> None:
+        core = a_core("w1")
+        heard = WatchesHeard(self.watch().watches, "_plc.p9.x")
+        for now in (2.0, 2.1):
+            assert core.handle(heard, now)[0] == TakenOver("_plc.p9.x")
+        assert core.forwarding.in_flight == 1
+
     def test_what_is_known_to_have_ended_is_not_watched(self) -> None:
         core = a_core("w1")
         core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 1.0)
@@ -338,13 +333,16 @@ class TestIntake:
         event = a_capsule()
         assert intake.read_capsule(REPLY, codec.encode(event.capsule)) == event
 
-    def test_a_replica_that_goes_waits_for_no_answer(self) -> None:
+    def test_a_replica_of_an_older_version_waits_for_no_answer(self) -> None:
         assert intake.read_capsule("", codec.encode(a_capsule().capsule)).reply == ""
+        assert intake.read_watches("", codec.encode(TestWatches().watch().watches)).reply == ""
 
-    @pytest.mark.parametrize("reply", ["x", "kvf.worker.w1.cancel", "_plc.p1.x"])
+    @pytest.mark.parametrize("reply", ["x", "kvf.worker.w1.cancel"])
     def test_answers_inboxes_alone(self, reply: str) -> None:
         with pytest.raises(InvalidRequest):
             intake.read_capsule(reply, codec.encode(a_capsule().capsule))
+        with pytest.raises(InvalidRequest):
+            intake.read_watches(reply, codec.encode(TestWatches().watch().watches))
 
     @pytest.mark.parametrize(
         "wrong", [{"inbox": "kvf.worker.w1.cancel"}, {"inbox": "_ing.x.b"}, {"request": "r.1"}, {"request": ""}]
@@ -354,10 +352,10 @@ class TestIntake:
             intake.read_capsule(REPLY, codec.encode(a_capsule(**wrong).capsule))
         (watch,) = TestWatches().watch(**wrong).watches.items
         with pytest.raises(InvalidRequest):
-            intake.read_watches(codec.encode(Watches("p9", (watch,))))
+            intake.read_watches(REPLY, codec.encode(Watches("p9", (watch,))))
 
     @pytest.mark.parametrize("data", [b"", b"\x01", b"\x01\x80", b"\x07\x80", b"{}"])
     def test_garbage_is_refused(self, data: bytes) -> None:
-        for read in (lambda: intake.read_capsule(REPLY, data), lambda: intake.read_watches(data)):
+        for read in (lambda: intake.read_capsule(REPLY, data), lambda: intake.read_watches(REPLY, data)):
             with pytest.raises(InvalidRequest):
                 read()

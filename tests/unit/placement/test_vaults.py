@@ -146,7 +146,7 @@ def test_a_snapshot_part_of_no_tier_of_the_index_is_refused() -> None:
     indexer = KvIndexer(1_000, 1)
     indexer.join("w", "e1")
     indexer.on_heartbeat(Heartbeat("w", "e1", State.READY, event_seq=3), 0.0)
-    assert indexer.tick(0.0) == [PullSnapshot("w", "e1")]
+    assert indexer.tick(0.0) == [PullSnapshot("w", "e1", 1)]
     indexer.on_snapshot("w", Snapshot("e1", 3, Tier.PEER, 0, 1, 0, name(1)), 0.0)
     assert indexer.state_of("w") is Follows.BEHIND
     indexer.check_integrity()
@@ -199,7 +199,7 @@ def test_what_a_vault_says_is_made_good_by_a_snapshot_after_a_gap() -> None:
     rig = a_rig("v0")
     chain = rig.hashes(tokens(1, 1600))
     rig.tell(HeartbeatHeard(Heartbeat("v0", "e1", State.READY, event_seq=7)))
-    assert PullSnapshot("v0", "e1") in rig.core.handle(Tick(), rig.now)
+    assert PullSnapshot("v0", "e1", 1) in rig.core.handle(Tick(), rig.now)
     for part, piece in enumerate((chain[:50], chain[50:])):
         rig.tell(SnapshotHeard("v0", Snapshot("e1", 7, Tier.VAULT, part, 2, 5, piece.tobytes())))
     assert rig.core.indexer.state_of("v0") is Follows.EXACT

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from kvproto.messages import Load, Rates
+from services.placement.heat import COOLS_S
 from services.placement.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
 from services.placement.workloads import Workloads
 
@@ -22,6 +25,13 @@ def priced(loads: Workloads, columns: np.ndarray, now: float, *, tokens: int = 0
     return loads.view(columns, now).price(np.zeros((3, len(columns))), tokens, busy=busy)
 
 
+def copied_harm(loads: Workloads, column: int, other: int, now: float) -> float:
+    """Harm, per second of it, of computing on `column` what `other` has: of a prefix that 99 asked for lately."""
+    matched = np.array([[0.0, 1000.0]] * 4)
+    prices = loads.view(at(column, other), now).price(matched, 1000, heat=99.0, others=1.0)
+    return float(prices[HARM, 0] / prices[PREFILL, 0])
+
+
 def rates(loads: Workloads, columns: np.ndarray, now: float) -> list[float]:
     """Prefill tokens/s as a decision takes them."""
     return (1 / priced(loads, columns, now, tokens=1)[PREFILL]).round(6).tolist()
@@ -34,7 +44,7 @@ def recent(loads: Workloads, column: int, now: float) -> float:
 
 
 def a_worker(loads: Workloads, rate: float = 1000.0, **load: int) -> int:
-    column = loads.add(1024, 0.0)
+    column = loads.add(1024, 16, 0.0)
     loads.report(column, Load(**load), Rates(rate), (), 0.0)
     return column
 
@@ -126,8 +136,32 @@ def test_columns_are_used_again_and_remember_nothing() -> None:
     assert columns == list(range(100))
     loads.trust(41, 0.2)
     loads.drop(41)
-    again = loads.add(0, 1.0)
+    again = loads.add(0, 16, 1.0)
     assert again == 41
     assert loads.of(again, 1.0).requests == 0
     assert loads.credits_of(at(41)).tolist() == [1.0]
     loads.check_integrity()
+
+
+def test_a_copy_is_for_those_who_come_while_it_lasts() -> None:
+    """Of a prefix in demand a hundredth counts as harm, if all who ask for it find the copy; where what the worker is
+    given pushes it out before they come, nearly all of it does."""
+    loads = Workloads()
+    large, small = a_worker(loads, blocks_total=100_000), a_worker(loads, blocks_total=500)
+    holder = a_worker(loads, blocks_total=500)
+    unknown = a_worker(loads)
+    for column in (large, small, holder, unknown):
+        loads.give(column, 60_000, 0.0)  # about 1,000 tokens/s
+    assert copied_harm(loads, large, holder, 0.0) == pytest.approx(1 / 100)
+    assert copied_harm(loads, unknown, holder, 0.0) == pytest.approx(1 / 100)
+    comes = 99 * 500 * 16 / 1000 / COOLS_S  # in 8 seconds
+    assert copied_harm(loads, small, holder, 0.0) == pytest.approx(1 / math.exp(comes))
+    loads.report(small, Load(blocks_total=500, blocks_used=400), Rates(1000.0), (), 0.0)  # running sequences hold most
+    assert copied_harm(loads, small, holder, 0.0) == pytest.approx(1 / math.exp(comes / 5))
+
+
+def test_an_idle_worker_keeps_its_copies() -> None:
+    loads = Workloads()
+    small, holder = a_worker(loads, blocks_total=500), a_worker(loads, blocks_total=500)
+    loads.give(small, 60_000, 0.0)
+    assert copied_harm(loads, small, holder, 20 * RECENT_S) == pytest.approx(1 / 100)

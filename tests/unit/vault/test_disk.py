@@ -24,6 +24,7 @@ from kvproto.dataplane.block import BlockCodec, BlockHeader
 from services.vault import disk
 from services.vault.disk import DiskStore
 from services.vault.segments import MAGIC, PREFIX_BYTES, read_prefix, record_start
+from tests.support.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]
 WRITER = Path(__file__).with_name("disk_blocks.py")
@@ -361,7 +362,7 @@ def test_a_folder_has_one_store(store: DiskStore, folder: Path) -> None:
     with pytest.raises(BlockingIOError, match="another vault"):
         DiskStore(folder, ROOM).open()
     command = [sys.executable, str(WRITER), str(folder), "0", "400000", "60000"]
-    other = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    other = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert other.returncode == 1
     assert "used by another vault" in other.stderr
     assert str(folder) in other.stderr

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from services.vault.disk import DiskStore
 from services.vault.disk_thread import DiskThread
 from services.vault.store import VaultStore
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
+from tests.support.waiting import LIMIT_S, wait_until
 
 ONE = bytes_for(chain(1)[0].header)
 DISK_BYTES = 4 * 2**20
@@ -46,7 +47,7 @@ class Rig:
         """So that the disk keeps pace."""
         for one in blocks:
             assert self.put(one) == [True]
-            self.until(lambda: self.store._table.room >= self.store._spare_bytes)
+            wait_until(lambda: self.store._table.room >= self.store._spare_bytes)
 
     def get(self, asked: Sequence[Block], root: bytes = ROOT, exact: bool = False) -> list[bytes | None]:
         served = self.store.get(root, hashes(asked), exact)
@@ -56,13 +57,6 @@ class Rig:
 
     def is_on_disk_alone(self, one: Block) -> bool:
         return one.hash in self.store._table.on_disk and one.hash not in self.store._table.resident
-
-    @staticmethod
-    def until(condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.0005)
 
     def close(self, last_words_s: float = 0.0) -> None:
         """And the folder has what the store says it has."""
@@ -133,7 +127,7 @@ def test_a_disk_that_is_slow_holds_up_no_put(tmp_path: Path, monkeypatch: pytest
     append = DiskStore.append
 
     def slow(self: DiskStore, *args: object) -> None:
-        go_on.wait(30)
+        go_on.wait(2 * LIMIT_S)
         append(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DiskStore, "append", slow)
@@ -147,6 +141,19 @@ def test_a_disk_that_is_slow_holds_up_no_put(tmp_path: Path, monkeypatch: pytest
     rig.close()
 
 
+def test_blocks_that_arrive_when_nothing_could_be_written_are_written(rig: Rig) -> None:
+    """The disk was woken for room while all of them were still arriving, and found nothing."""
+    blocks = singles(15)
+    buffers = [rig.store.reserve(one.header) for one in blocks]
+    wait_until(lambda: not rig.thread._woken and not rig.thread._spilling)
+    assert rig.store._table.room < rig.store._spare_bytes
+    for one, buffer in zip(blocks, buffers, strict=True):
+        assert buffer is not None
+        buffer[:] = one.payload
+        assert rig.store.commit(one.header, buffer)
+    wait_until(lambda: rig.store._table.room >= rig.store._spare_bytes)
+
+
 def test_a_disk_that_is_full_or_broken_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: DiskStore, *args: object) -> None:
         raise OSError(28, os.strerror(28))
@@ -155,7 +162,7 @@ def test_a_disk_that_is_full_or_broken_is_as_none(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(DiskStore, "append", broken)
     blocks = singles(60)
     assert rig.put(*blocks) == [True] * 60
-    Rig.until(lambda: rig.thread.failures_total)
+    wait_until(lambda: rig.thread.failures_total)
     assert rig.get(blocks[-8:]) == payloads(blocks[-8:])
     assert rig.store.disk_blocks == 0
     rig.close(last_words_s=1.0)
@@ -172,7 +179,7 @@ def test_a_fault_of_the_disk_thread_ends_neither_it_nor_who_waits(
     with monkeypatch.context() as patched:
         patched.setattr(DiskStore, "append", faulty)
         rig.put(*chain(20, first_id=1000))
-        Rig.until(lambda: rig.thread._paused_until)
+        wait_until(lambda: rig.thread._paused_until)
         patched.setattr(DiskStore, "read", faulty)
         gone = next(one for one in chain(30) if rig.is_on_disk_alone(one))
         with pytest.raises(ZeroDivisionError):
@@ -251,10 +258,10 @@ def test_erased_while_it_is_read_from_disk(rig: Rig, monkeypatch: pytest.MonkeyP
     gate.wait()
     erasing = threading.Thread(target=rig.store.erase, args=(ROOT, hashes(blocks[first:])))
     erasing.start()
-    rig.until(lambda: away[0].hash not in rig.store._table.on_disk)
+    wait_until(lambda: away[0].hash not in rig.store._table.on_disk)
     gate.open()
-    asking.join(10)
-    erasing.join(10)
+    asking.join(LIMIT_S)
+    erasing.join(LIMIT_S)
     assert found == [[None]]
     assert rig.get(blocks[first:]) == [None] * (40 - first)
 
@@ -267,7 +274,7 @@ def test_erased_while_it_is_written_to_disk(tmp_path: Path, monkeypatch: pytest.
     (entry,) = rig.store._table._pinned
     assert rig.store.erase(ROOT, [entry.header.hash]) == 1
     gate.open()
-    rig.until(lambda: not rig.store._table._pinned)
+    wait_until(lambda: not rig.store._table._pinned)
     rig.close()
     again = Rig(tmp_path)
     assert not any(again.store.has(ROOT, [entry.header.hash], False))
@@ -283,13 +290,13 @@ class Gate:
 
         def held_up(disk: DiskStore, *args: object) -> object:
             self._reached.set()
-            assert self._opened.wait(20)
+            assert self._opened.wait(2 * LIMIT_S)
             return original(disk, *args)
 
         monkeypatch.setattr(DiskStore, method, held_up)
 
     def wait(self) -> None:
-        assert self._reached.wait(20)
+        assert self._reached.wait(LIMIT_S)
 
     def open(self) -> None:
         self._opened.set()

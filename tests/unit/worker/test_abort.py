@@ -19,6 +19,7 @@ from services.worker.model.base import Drawn
 from services.worker.model.fake import FakeRunner
 from services.worker.outputs import StepResult
 from services.worker.step_plan import Draw, Slice
+from tests.support.waiting import LIMIT_S
 
 SHAPE = {"num_blocks": 64, "block_size": 4, "vocab_size": 1000, "context_length": 512}
 GREEDY = Sampling(8, temperature=0.0)
@@ -42,7 +43,7 @@ class LayeredRunner(FakeRunner):
                 at, offset = divmod(position, self.block_size)
                 self.slots[part.blocks[at] * self.block_size + offset] = 12345
         self.entered.set()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 2 * LIMIT_S
         while not self.open.wait(0.001):
             self.abort.check()
             assert time.monotonic() < end
@@ -64,7 +65,7 @@ async def desk(runner: LayeredRunner) -> AsyncIterator[Desk]:
 
 
 async def entered(runner: LayeredRunner, start: int = 0) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not (runner.entered.is_set() and runner.steps[-1][0] == start):
             await asyncio.sleep(0.001)
 

@@ -1,4 +1,8 @@
-"""The block pool against a twin that is too simple to be wrong: scans and whole token paths instead of hashes."""
+"""The block pool against a twin that is too simple to be wrong: scans and whole token paths instead of hashes.
+
+Two tenants use it. What begins with the public prefix is chained under the public root up to its end, and under the
+tenant's own behind it.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +13,54 @@ from hypothesis import strategies as st
 
 from kvproto import block_hash
 from services.worker.block_pool import BlockPool
+from services.worker.pool_integrity import check_integrity
 
 ROOT = b"r" * 16
 SIZE = 3
+TENANTS = (ROOT, b"s" * 16)
+PUBLIC_ROOT = b"p" * 16
+PUBLIC = (1, 1, 1, 0, 0, 0)
+
+Path = tuple[tuple[bytes, int], ...]  # of each token the root that it is kept under
+
+
+def root_of(own: bytes, ids: tuple[int, ...]) -> block_hash.Root:
+    return block_hash.ForkedRoot(PUBLIC_ROOT, own, len(PUBLIC) // SIZE) if ids[: len(PUBLIC)] == PUBLIC else own
+
+
+def path_of(own: bytes, ids: tuple[int, ...]) -> Path:
+    root = root_of(own, ids)
+    return tuple((block_hash.root_at(root, at // SIZE), token) for at, token in enumerate(ids))
+
+
+def hash_of(path: Path) -> bytes:
+    """Of the last full block of a path."""
+    first, own = path[0][0], path[-1][0]
+    root: block_hash.Root = own
+    if first == PUBLIC_ROOT:
+        root = block_hash.ForkedRoot(PUBLIC_ROOT, own, len(PUBLIC) // SIZE)
+    return block_hash.chain(root, [token for _, token in path], SIZE)[-1]
 
 
 class NaivePool:
-    """Contents as (tokens before the block, tokens of the block); every question is answered by looking at them all."""
+    """Contents as (path before the block, path of the block); every question is answered by looking at them all."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.content: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.content: dict[int, tuple[Path, Path]] = {}
         self.refs = dict.fromkeys(range(num_blocks), 0)
         self.ticks = dict.fromkeys(range(num_blocks), 0)
         self.tick = 0
 
-    def paths(self) -> set[tuple[int, ...]]:
+    def paths(self) -> set[Path]:
         return {before + ids for before, ids in self.content.values() if len(ids) == SIZE}
 
-    def tails(self) -> set[tuple[int, ...]]:
+    def tails(self) -> set[Path]:
         return {before + ids for before, ids in self.content.values() if len(ids) < SIZE}
 
     def available(self) -> int:
         return sum(1 for refs in self.refs.values() if not refs)
 
-    def match(self, ids: tuple[int, ...]) -> int:
+    def match(self, ids: Path) -> int:
         best = 0
         for before, held in self.content.values():
             if ids[: len(before)] == before and self._whole(before):
@@ -44,7 +72,7 @@ class NaivePool:
                 best = max(best, len(before) + common)
         return best
 
-    def _whole(self, path: tuple[int, ...]) -> bool:
+    def _whole(self, path: Path) -> bool:
         return all(path[:end] in self.paths() for end in range(SIZE, len(path) + 1, SIZE))
 
     def victim(self) -> int:
@@ -55,7 +83,29 @@ class NaivePool:
         ]
         return min(leaves, key=lambda block: (self.ticks[block], block))
 
-    def keep_tail(self, block: int, before: tuple[int, ...], ids: tuple[int, ...]) -> None:
+    def erase(self, ids: Path) -> int:
+        gone = 0
+        while True:
+            last = [
+                block
+                for block, (before, held) in self.content.items()
+                if not self.refs[block]
+                and held[0][0] != PUBLIC_ROOT
+                and ids[: len(before) + len(held)] == before + held
+                and not any(other == before + held for other, _ in self.content.values())
+            ]
+            if not last:
+                return gone
+            gone += len(last)
+            for block in last:
+                del self.content[block]
+
+    def drop(self, path: Path) -> None:
+        for block, (before, held) in list(self.content.items()):
+            if (before + held)[: len(path)] == path:
+                del self.content[block]
+
+    def keep_tail(self, block: int, before: Path, ids: Path) -> None:
         siblings = {b: held for b, (other, held) in self.content.items() if other == before}
         if not ids or any(held[: len(ids)] == ids for held in siblings.values()):
             return
@@ -71,19 +121,20 @@ class Pair:
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, SIZE)
         self.twin = NaivePool(num_blocks)
-        self.held: list[tuple[tuple[int, ...], list[int], int]] = []  # ids, blocks, computed
+        self.held: list[tuple[bytes, tuple[int, ...], list[int], int]] = []  # tenant, ids, blocks, computed
         self.known: set[bytes] = set()
 
-    def start(self, ids: tuple[int, ...], computed: int) -> None:
+    def start(self, own: bytes, ids: tuple[int, ...], computed: int) -> None:
         """A sequence of `ids` is admitted, and all but its last `len(ids) - computed` tokens are computed."""
-        hashes = block_hash.chain(ROOT, ids, SIZE)
-        match = self.pool.match(ROOT, hashes, ids, limit=len(ids))
-        assert match.tokens == self.twin.match(ids)
+        root, path = root_of(own, ids), path_of(own, ids)
+        hashes = block_hash.chain(root, ids, SIZE)
+        match = self.pool.match(root, hashes, ids, limit=len(ids))
+        assert match.tokens == self.twin.match(path)
         assert self.pool.depth(hashes) == len(match.blocks)
         assert match.tokens == len(match.blocks) * SIZE + match.donor_tokens
         if match.donor is not None:
             before, held = self.twin.content[match.donor]
-            assert (before + held)[: match.tokens] == ids[: match.tokens]
+            assert (before + held)[: match.tokens] == path[: match.tokens]
         needed = self.pool.blocks_for(len(ids)) - len(match.blocks)
         if needed > self.pool.available - self.pool.idle_among(match.blocks):
             return
@@ -93,18 +144,33 @@ class Pair:
         blocks = match.blocks + self._allocate(needed)
         computed = max(computed, match.tokens)
         for at in range(len(match.blocks), computed // SIZE):
-            parent = hashes[at - 1] if at else ROOT
-            path = ids[: (at + 1) * SIZE]
-            kept = self.pool.fill(blocks[at], parent, path[-SIZE:], hashes[at])
+            start, end = at * SIZE, (at + 1) * SIZE
+            kept = self.pool.fill(blocks[at], root, hashes, at, ids[start:end])
             if kept == blocks[at]:
-                self.twin.content[kept] = (path[:-SIZE], path[-SIZE:])
+                self.twin.content[kept] = (path[:start], path[start:end])
             else:
                 self.twin.refs[blocks[at]] = 0
                 self.twin.refs[kept] += 1
-                assert self.twin.content[kept] == (path[:-SIZE], path[-SIZE:])
+                assert self.twin.content[kept] == (path[:start], path[start:end])
             blocks[at] = kept
-        self.held.append((ids, blocks, computed))
+        self.held.append((own, ids, blocks, computed))
         self._compare()
+
+    def erase(self, own: bytes, ids: tuple[int, ...]) -> None:
+        root = root_of(own, ids)
+        assert self.pool.erase(root, block_hash.chain(root, ids, SIZE), ids) == self.twin.erase(path_of(own, ids))
+        self._compare()
+
+    def drop(self, at: int) -> None:
+        """A full block's content was wrong."""
+        if paths := sorted(self.twin.paths()):
+            path = paths[at % len(paths)]
+            under = [other for other in paths if other[: len(path)] == path]
+            continued = {hash_of(other): other[-1][0] for other in under if other != path}
+            assert self.pool.continuations(hash_of(path)) == continued
+            assert self.pool.drop(hash_of(path)) == len(under)
+            self.twin.drop(path)
+            self._compare()
 
     def _allocate(self, count: int) -> list[int]:
         free = [b for b, refs in self.twin.refs.items() if not refs and b not in self.twin.content]
@@ -121,13 +187,13 @@ class Pair:
         return blocks
 
     def end(self, at: int, keep_tail: bool) -> None:
-        ids, blocks, computed = self.held.pop(at % len(self.held))
-        last = computed // SIZE
-        if keep_tail and computed % SIZE:
-            hashes = block_hash.chain(ROOT, ids, SIZE)
-            before, tail = ids[: last * SIZE], ids[last * SIZE : computed]
-            self.pool.keep_tail(blocks[last], hashes[last - 1] if last else ROOT, tail)
-            self.twin.keep_tail(blocks[last], before, tail)
+        own, ids, blocks, computed = self.held.pop(at % len(self.held))
+        last, path = computed // SIZE, path_of(own, ids)
+        if keep_tail and computed % SIZE and (not last or path[: last * SIZE] in self.twin.paths()):
+            root = root_of(own, ids)
+            hashes = block_hash.chain(root, ids, SIZE)
+            self.pool.keep_tail(blocks[last], root, hashes, last, ids[last * SIZE : computed])
+            self.twin.keep_tail(blocks[last], path[: last * SIZE], path[last * SIZE : computed])
         self.pool.release(blocks)
         self.twin.tick += 1
         for block in blocks:
@@ -137,23 +203,33 @@ class Pair:
         self._compare()
 
     def _compare(self) -> None:
-        self.pool.check_integrity([blocks for _, blocks, _ in self.held])
+        check_integrity(self.pool, [blocks for *_, blocks, _ in self.held])
         assert self.pool.available == self.twin.available()
-        expected = {block_hash.chain(ROOT, path, SIZE)[-1] for path in self.twin.paths()}
+        expected = {hash_of(path) for path in self.twin.paths()}
         assert set(self.pool.hashes()) == expected
+        last_public = block_hash.chain(PUBLIC_ROOT, PUBLIC, SIZE)
+        forks = {
+            block_hash.parent_of(root_of(own, PUBLIC), last_public, len(last_public)): last_public[-1]
+            for own in TENANTS
+        }
         changes = self.pool.take_changes()
         self.known -= set(changes.removed)
         for parent, run in changes.stored:
-            assert parent == ROOT or parent in self.known, "a block is announced before its parent"
+            parent = forks.get(parent, parent)
+            assert parent in (*TENANTS, PUBLIC_ROOT) or parent in self.known, "a block is announced before its parent"
             self.known.update(run)
         assert self.known == expected, "events do not add up to the index"
 
 
-tokens = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+some = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+tokens = st.one_of(some, some.map(lambda ids: (PUBLIC + ids)[:14]))
+tenants = st.sampled_from(TENANTS)
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("start"), tokens, st.integers(0, 11)),
+        st.tuples(st.just("start"), tenants, tokens, st.integers(0, 14)),
         st.tuples(st.just("end"), st.integers(0, 5), st.booleans()),
+        st.tuples(st.just("erase"), tenants, tokens),
+        st.tuples(st.just("drop"), st.integers(0, 20)),
     ),
     max_size=40,
 )
@@ -164,10 +240,15 @@ operations = st.lists(
 def test_pool_equals_its_naive_twin(steps: list[tuple], num_blocks: int) -> None:
     pair = Pair(num_blocks)
     for step in steps:
-        if step[0] == "start":
-            pair.start(step[1], min(step[2], len(step[1])))
-        elif pair.held:
-            pair.end(step[1], step[2])
+        match step:
+            case "start", own, ids, computed:
+                pair.start(own, ids, min(computed, len(ids)))
+            case "erase", own, ids:
+                pair.erase(own, ids)
+            case "drop", at:
+                pair.drop(at)
+            case "end", at, keep_tail if pair.held:
+                pair.end(at, keep_tail)
 
 
 def fill_chain(pool: BlockPool, ids: list[int]) -> list[int]:
@@ -175,8 +256,7 @@ def fill_chain(pool: BlockPool, ids: list[int]) -> list[int]:
     blocks = pool.allocate(len(hashes))
     for at, block in enumerate(blocks):
         start = at * pool.block_size
-        parent = hashes[at - 1] if at else ROOT
-        blocks[at] = pool.fill(block, parent, ids[start : start + pool.block_size], hashes[at])
+        blocks[at] = pool.fill(block, ROOT, hashes, at, ids[start : start + pool.block_size])
     return blocks
 
 
@@ -186,7 +266,7 @@ def test_least_recently_used_leaf_goes_first() -> None:
     pool.release(old)
     pool.release(new)
     assert pool.allocate(3) == [old[1], old[0], new[1]]
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_allocating_too_much_changes_nothing() -> None:
@@ -194,7 +274,7 @@ def test_allocating_too_much_changes_nothing() -> None:
     held = fill_chain(pool, [1, 2, 3, 4])
     with pytest.raises(ValueError, match="3 blocks asked for, 2 available"):
         pool.allocate(3)
-    pool.check_integrity([held])
+    check_integrity(pool, [held])
     assert pool.available == 2
 
 
@@ -204,16 +284,16 @@ def test_second_holder_of_the_same_content_gets_the_cached_block() -> None:
     second = fill_chain(pool, [1, 2, 3, 4])
     assert first == second
     assert pool.available == 2
-    pool.check_integrity([first, second])
+    check_integrity(pool, [first, second])
 
 
 def test_partial_tail_is_found_to_the_token_and_longer_ones_replace_it() -> None:
     pool = BlockPool(4, 8)
     for tail in ([1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 9]):
         (block,) = pool.allocate(1)
-        pool.keep_tail(block, ROOT, tail)
+        pool.keep_tail(block, ROOT, [], 0, tail)
         pool.release([block])
-        pool.check_integrity([])
+        check_integrity(pool, [])
     assert pool.cached == 2
     assert pool.match(ROOT, [], [1, 2, 3, 4, 5], limit=5).tokens == 4
     assert pool.match(ROOT, [], [1, 2, 3, 4, 5], limit=2).tokens == 2

@@ -10,10 +10,12 @@ from kvproto import codec
 from kvproto.messages import KvEvents, Milestones
 from kvproto.subjects import Subjects
 from kvservice.event_log import IDLE_PERIOD_S
+from services.worker import broadcast
 from services.worker.broadcast import MILESTONE_PERIOD_S, Broadcast
 from services.worker.kv_publisher import KvPublisher
 from services.worker.milestones import PER_MESSAGE, MilestoneLog
 from services.worker.outputs import StepResult
+from tests.support.waiting import LIMIT_S
 
 S = Subjects()
 
@@ -55,7 +57,7 @@ async def rig() -> Rig:
 
 
 async def wait_until_told(rig: Rig, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while len(rig.told) < count:
             await asyncio.sleep(0.001)
 
@@ -128,7 +130,7 @@ async def test_idle_changes_leave_on_the_timer_beside_milestones(rig: Rig) -> No
         rig.accept(f"r{at}")
         at += 1
         await asyncio.sleep(0.002)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not rig.sleeps:
             await asyncio.sleep(0.001)
     told = [one for event in rig.events for change in event.changes for run in change.runs for one in run.hashes]
@@ -171,3 +173,25 @@ async def test_a_snapshot_is_of_an_event_even_if_changes_were_held_back(rig: Rig
     change(b"e" * 16)
     assert len(rig.events) == 4, "from here on they wait again"
     rig.broadcast.flush()
+
+
+async def test_after_an_outage_the_last_ones_are_said_again_at_once_and_when_all_are_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "ALL_BACK_S", 0.05)
+    rig.accept("r0")
+    await wait_until_told(rig, 1)
+    rig.is_connected = False
+    rig.broadcast.away()
+    rig.accept("r1")
+    rig.is_connected = True
+    await rig.broadcast.back()
+    await wait_until_told(rig, 3)
+    assert rig.told == ["r0", "r0", "r1"]
+    await wait_until_told(rig, 5)
+    assert rig.told[3:] == ["r0", "r1"]
+    assert [message.first for message in rig.milestones] == [0, 0, 0]
+    rig.accept("r2")
+    await wait_until_told(rig, 6)
+    assert rig.milestones[-1].first == 2
+    assert rig.sleeps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvproto import codec
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from kvproto.messages import Bundle
 from services.worker.bundle import bundle_hash, model_revision, read_bundle, read_public_prefixes
+from services.worker.model.support import supported_context
 from services.worker.model_folder import DEMO_FOLDER, resolve_model, served_name
 
 
@@ -104,3 +106,13 @@ def test_weights_with_a_broken_header_have_a_revision_too(folder: Path) -> None:
     broken = model_revision(folder, "auto", "auto")
     weights.write_bytes((5).to_bytes(8, "little") + b"[1,2]" + b"x" * 100)
     assert model_revision(folder, "auto", "auto") != broken
+
+
+@pytest.mark.parametrize(
+    "key", ["max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length"]
+)
+def test_a_bundle_and_an_engine_read_one_context_length(key: str, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 10, key: 77}))
+    config = SimpleNamespace(**{key: 77})
+    config.get_text_config = lambda: config
+    assert read(folder).context_length == supported_context(config) == 77

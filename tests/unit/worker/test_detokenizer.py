@@ -109,3 +109,28 @@ def test_from_folder(tmp_path: Path) -> None:
 def test_ids_as_text() -> None:
     stream = IdDetokenizer().stream([1])
     assert stream.push(7) + stream.push(12) + stream.flush() == "7 12 "
+
+
+@settings(relaxed, max_examples=400)
+@given(
+    st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]),
+    st.lists(st.integers(0, 260), max_size=5),
+    st.lists(st.integers(0, 260), max_size=40),
+    st.integers(0, 40),
+)
+def test_skipping_is_pushing(detokenizer: TokenizerDetokenizer, prompt: list[int], ids: list[int], cut: int) -> None:
+    """Whatever comes after, the text of all is the same, where the first ids do not end within a character."""
+    one, other = detokenizer.stream(prompt), detokenizer.stream(prompt)
+    head, tail = ids[:cut], ids[cut:]
+    skipped = one.skip(head)
+    pushed = "".join(map(other.push, head))
+    if skipped is None:
+        assert "".join(map(one.push, head)) == pushed, "nothing has happened"
+        skipped = pushed
+    else:
+        assert skipped == pushed
+        assert not one.pending
+    for token in tail:
+        skipped += one.push(token)
+        pushed += other.push(token)
+    assert skipped + one.flush() == pushed + other.flush()

@@ -377,19 +377,42 @@ def test_draw_that_fails_ends_its_request_alone_and_caches_nothing_of_the_step()
     assert engine.locate(ROOT, [13, *range(9)])[0] == 0
 
 
-def test_step_out_of_memory_fails_its_largest_part_alone() -> None:
+def test_a_step_out_of_memory_is_computed_in_parts() -> None:
     runner = BrokenRunner(num_blocks=32, block_size=4, vocab_size=1000, context_length=64)
     runner.most = 10
     engine = make_engine(runner=runner, token_budget=64)
     engine.add(spec("small", [1, 2, 3]))
     engine.add(spec("large", range(20)))
     transcript = Transcript()
-    transcript.take(engine.step())  # the others do not even lose the step
-    assert isinstance(transcript.ends["large", 0], OutOfMemory)
-    assert transcript.tokens["small", 0] == expected_tokens([1, 2, 3], GREEDY8)[:1]
+    transcript.take(engine.step())  # nobody even loses the step
+    for name, prompt in (("small", [1, 2, 3]), ("large", range(20))):
+        assert transcript.tokens[name, 0] == expected_tokens(prompt, GREEDY8)[:1]
     engine.check_integrity()
+    assert engine.scheduler.pacer.budget.tokens == 16, "the next ones are smaller"
     transcript.run(engine)
-    assert transcript.tokens["small", 0] == expected_tokens([1, 2, 3], GREEDY8)
+    for name, prompt in (("small", [1, 2, 3]), ("large", range(20))):
+        assert transcript.tokens[name, 0] == expected_tokens(prompt, GREEDY8)
+    assert engine.pool.used == 0
+
+
+def test_a_token_that_does_not_fit_alone_fails_its_request_and_no_other() -> None:
+    class Far(FakeRunner):
+        """Has no memory for what attends to more than 20 tokens."""
+
+        def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+            if any(part.end > 20 for part in slices):
+                raise OutOfMemory("the scores are too large")
+            return super().run(slices)
+
+    engine = make_engine(runner=Far(num_blocks=64, block_size=4, vocab_size=1000, context_length=64), token_budget=64)
+    engine.add(spec("fed most", range(18), max_tokens=2))
+    engine.add(spec("far", [7, 8, 9], max_tokens=40))
+    engine.add(spec("small", [1, 2, 3]))
+    transcript = Transcript().run(engine)
+    assert isinstance(transcript.ends["far", 0], OutOfMemory)
+    assert transcript.tokens["far", 0] == expected_tokens([7, 8, 9], Sampling(40, temperature=0.0))[:18]
+    for name in ("fed most", "small"):
+        assert transcript.ends[name, 0] is FinishReason.LENGTH
     assert engine.pool.used == 0
 
 
@@ -406,20 +429,22 @@ def test_step_out_of_memory_copies_no_block_twice() -> None:
     engine.add(spec("small", [*range(10), 55]))
     transcript = Transcript().run(engine)
     assert len(copies) == 1
-    assert isinstance(transcript.ends["large", 0], OutOfMemory)
+    assert transcript.tokens["large", 0] == expected_tokens(range(100, 120), GREEDY8)
     assert transcript.tokens["small", 0] == expected_tokens([*range(10), 55], GREEDY8)
 
 
-def test_out_of_memory_among_decodes_costs_the_longest_sequence() -> None:
+def test_decodes_that_do_not_fit_together_are_computed_in_parts() -> None:
     runner = BrokenRunner(num_blocks=32, block_size=4, vocab_size=1000, context_length=64)
     engine, transcript = make_engine(runner=runner), Transcript()
-    for name, prompt in (("a", [1, 2]), ("long", [3, 4, 5, 6, 7]), ("b", [8, 9])):
+    prompts = {"a": [1, 2], "long": [3, 4, 5, 6, 7], "b": [8, 9]}
+    for name, prompt in prompts.items():
         engine.add(spec(name, prompt))
     transcript.take(engine.step())
     runner.most = 2
     transcript.run(engine)
-    assert isinstance(transcript.ends["long", 0], OutOfMemory)
-    assert [transcript.ends[name, 0] for name in "ab"] == [FinishReason.LENGTH] * 2
+    for name, prompt in prompts.items():
+        assert transcript.tokens[name, 0] == expected_tokens(prompt, GREEDY8)
+    assert engine.pool.used == 0
 
 
 def test_nothing_fits_and_everything_fails_but_the_engine_goes_on() -> None:

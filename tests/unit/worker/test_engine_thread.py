@@ -18,6 +18,7 @@ from services.worker.model.base import Drawn
 from services.worker.model.fake import FakeRunner
 from services.worker.outputs import StepResult
 from services.worker.step_plan import Slice
+from tests.support.waiting import LIMIT_S
 
 
 class Desk:
@@ -37,7 +38,7 @@ class Desk:
         self.events.batch(results, 0.0, hold=False)
 
     async def ends(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(self.transcript.ends) < count:
                 await asyncio.sleep(0.001)
 
@@ -99,7 +100,7 @@ async def test_answers_arrive_after_exactly_the_results_before_them(desk: Desk) 
 async def test_measure_follows(desk: Desk) -> None:
     desk.thread.submit(spec("r", [1, 2, 3]))
     await desk.ends(1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while desk.thread.measure()[0].generated_tokens_total != 8:
             await asyncio.sleep(0.005)
 
@@ -113,7 +114,7 @@ class GatedRunner(FakeRunner):
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         self.entered.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(2 * LIMIT_S)
         return super().run(slices)
 
 
@@ -132,7 +133,7 @@ async def test_the_age_of_the_step_under_way() -> None:
         assert desk.thread.step_age_s > age
         runner.gate.set()
         await desk.ends(1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while desk.thread.step_age_s:
                 await asyncio.sleep(0.001)
     finally:
@@ -157,7 +158,7 @@ async def test_crash_fails_everything_as_retryable_and_is_told() -> None:
     for end in desk.transcript.ends.values():
         assert isinstance(end, EngineFailure)
         assert end.retryable
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not desk.crashes:
             await asyncio.sleep(0.001)
     assert str(desk.crashes[0]) == "broken kernel"
@@ -199,12 +200,37 @@ async def test_stop_ends_what_runs() -> None:
     desk.thread.stop()
 
 
+async def test_results_that_cannot_be_taken_are_a_crash() -> None:
+    """Streams would wait for them for ever. Nothing more is computed or taken then; who asks the engine is answered."""
+    desk = Desk(make_engine(blocks=512, context_length=2_000, step_seconds=0.001))
+    taken = 0
+
+    def take(results: list[StepResult]) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            raise RuntimeError("broken frames")
+
+    desk.thread._on_result = take
+    desk.thread.start()
+    desk.thread.submit(spec("r", [1], max_tokens=1_900))
+    async with asyncio.timeout(LIMIT_S):
+        while not desk.crashes:
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineFailure):
+            while True:
+                await desk.thread.call(lambda engine: 1)
+    assert [str(error) for error in desk.crashes] == ["broken frames"]
+    assert taken == 3
+    desk.thread.stop()
+
+
 async def test_books_that_do_not_balance_are_a_crash() -> None:
     engine = make_engine()
     desk = Desk(engine)
     engine.pool.allocate(1)  # nobody's
     desk.thread.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not desk.crashes:
             await asyncio.sleep(0.001)
     assert isinstance(desk.crashes[0], AssertionError)

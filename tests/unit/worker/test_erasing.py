@@ -19,6 +19,7 @@ from services.worker.sequence import SequenceSpec
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import BlockName
 from services.worker.tiers.tiers import Tiers
+from tests.support.waiting import LIMIT_S
 
 SIZE = 4
 SCHEDULES = 80
@@ -63,7 +64,7 @@ class Rig:
         return Transcript().run(self.engine).started[name, 0].cached_tokens
 
     def tend(self, while_: Callable[[], object]) -> None:
-        end = time.monotonic() + 5
+        end = time.monotonic() + LIMIT_S
         while while_():
             self.engine.tend()
             self.engine.check_integrity()
@@ -167,6 +168,57 @@ def test_what_a_running_sequence_holds_stays(rig: Rig) -> None:
     transcript.started["running", 0] = None  # type: ignore[assignment]
     transcript.run(rig.engine)
     assert rig.run(PROMPT) == len(PROMPT) - 1
+
+
+def test_what_the_last_reader_never_saw_goes_in_every_tier(rig: Rig) -> None:
+    rig.engine.add(spec("cut", PROMPT, max_tokens=40))
+    transcript = Transcript()
+    while len(transcript.tokens["cut", 0]) < 20:
+        rig.engine.tend()
+        transcript.take(rig.engine.step())
+    seen = PROMPT + tuple(transcript.tokens["cut", 0][:6])
+    rig.engine.cancel("cut", 0, (6,))
+    rig.engine.step()
+    rig.settle()
+    assert rig.left() == (9, 9, 9), "32 tokens of the prompt and 4 more: a block that it saw half of went"
+    assert rig.engine.erase(ROOT, seen) == 18
+    rig.settle()
+    assert rig.left() == (0, 0, 0)
+    assert not rig.engine.pool.cached
+
+
+def test_what_a_paused_sequence_computed_past_that_goes_too(rig: Rig) -> None:
+    rig.engine.add(spec("cut", PROMPT, max_tokens=40))
+    transcript = Transcript()
+    while len(transcript.tokens["cut", 0]) < 20:
+        transcript.take(rig.engine.step())
+    rig.engine.pause("cut")
+    rig.settle()
+    rig.engine.cancel("cut", 0, (0,))
+    rig.settle()
+    assert rig.left() == (8, 8, 8)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_sequences_that_share_a_beginning_leave_nothing_in_any_order(rig: Rig, order: tuple[int, ...]) -> None:
+    root = ForkedRoot(b"public root 16 b", ROOT, 2)
+    chains = (PROMPT, FORK, (*FORK[:26], *range(201, 209)))
+    for one in chains:
+        rig.run(one, root)
+    rig.settle()
+    for at in order:
+        rig.engine.erase(root, chains[at])
+    rig.settle()
+    assert rig.left() == (2, 2, 2), "the public blocks"
+    assert rig.engine.pool.cached == 2
+
+
+def test_what_is_to_be_kept_of_a_sequence_stays_in_every_tier(rig: Rig) -> None:
+    rig.run(PROMPT)
+    rig.settle()
+    rig.engine.erase(ROOT, PROMPT, keep=18)
+    rig.settle()
+    assert rig.left() == (4, 4, 4)
 
 
 def test_a_public_prefix_stays_in_every_tier(rig: Rig) -> None:

@@ -36,7 +36,7 @@ class Book:
         return self.frames.open(request, "", "acme", now)
 
     def said(self) -> list[Milestone]:
-        message = self.log.take()
+        message = self.log.take(0.0, 0.0)
         return list(message.items) if message else []
 
 
@@ -127,7 +127,7 @@ def test_the_oldest_give_way_and_are_counted() -> None:
     for at in range(5):
         log.accept("acme", f"r{at}", 0, 0.0)
     assert (len(log), log.dropped_total) == (3, 2)
-    message = log.take()
+    message = log.take(0.0, 0.0)
     assert message is not None
     assert [item.request for item in message.items] == ["r2", "r3", "r4"]
 
@@ -140,10 +140,42 @@ def test_no_message_is_larger_than_nats_takes_and_all_of_a_full_log_come_in_orde
         log.accept("t" * 64, name, 2**62, 0.0).ended(Failed(name, 0, "c" * 64, ""), 1 / 3)
     assert len(log) == KEPT
     heard: list[str] = []
-    while (message := log.take()) is not None:
+    while (message := log.take(0.0, 0.0)) is not None:
         data = codec.encode(message)
         assert len(data) < 1_000_000
         assert len(message.items) == PER_MESSAGE
         heard += [item.request for item in message.items]
     assert heard == [name for name in names[KEPT // 2 :] for _ in range(2)]
     assert codec.decode(Milestones, data).worker == "w" * 64
+
+
+def test_what_was_taken_lately_can_be_taken_back() -> None:
+    log = MilestoneLog("w0", "e1")
+    for at in range(6):
+        log.accept("acme", f"r{at}", 0, 0.0)
+        if at % 2:
+            assert log.take(float(at), sure_until=-10.0) is not None
+    log.accept("acme", "r6", 0, 0.0)
+    log.take_back(since=3.0)
+    again = log.take(7.0, sure_until=-10.0)
+    assert again is not None
+    assert [one.request for one in again.items] == ["r2", "r3", "r4", "r5", "r6"]
+    assert again.first == 2
+    log.take_back(since=6.0)
+    assert len(log) == 5
+    assert log.take(8.0, sure_until=8.0) is not None
+    assert log.take(9.0, sure_until=9.0) is None
+    log.take_back(since=0.0)
+    assert not log, "it was sure to have arrived"
+
+
+def test_what_gave_way_leaves_a_gap_in_the_numbers() -> None:
+    log = MilestoneLog("w0", "e1", kept=2)
+    log.accept("acme", "r0", 0, 0.0)
+    assert log.take(0.0, 0.0) is not None
+    for at in range(1, 5):
+        log.accept("acme", f"r{at}", 0, 0.0)
+    log.take_back(since=0.0)
+    said = log.take(1.0, 0.0)
+    assert said is not None
+    assert (said.first, [one.request for one in said.items]) == (3, ["r3", "r4"])

@@ -19,6 +19,7 @@ from services.worker.tiers import protection
 from services.worker.tiers.prospect import BlockName
 from services.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
 from services.worker.tiers.speed import LinkSpeed
+from tests.support.waiting import LIMIT_S
 
 RATE = 500.0  # prompt tokens a second, simulated: 125 of them are worth PROTECT_S
 LONG = [at * 7 % 991 for at in range(200)]
@@ -38,7 +39,7 @@ class GatedRemote(MemoryRemote):
         self.given += 1
 
         def done() -> None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(2 * LIMIT_S)
             on_done()
 
         return super().offload(name, payload, lossy=lossy, on_done=done)

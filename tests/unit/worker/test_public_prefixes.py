@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 from engine_rig import Transcript, make_engine
+from tokenizers import Tokenizer
 
 from kvproto import codec
-from kvproto.block_hash import ForkedRoot
+from kvproto.block_hash import ForkedRoot, chain
 from kvproto.errors import InvalidRequest
 from kvproto.messages import PublicPrefix, Sampling, WorkerRecord
 from kvproto.tenant_roots import TenantRoots, public_prefix
-from services.worker.bundle import MAX_PUBLIC_PREFIXES, read_bundle, read_public_prefixes
+from services.worker.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, read_bundle, read_public_prefixes
+from services.worker.engine import Engine
 from services.worker.main import worker_record
 from services.worker.model_folder import DEMO_FOLDER
 from services.worker.sequence import SequenceSpec
@@ -41,6 +43,36 @@ def test_the_engine_shares_the_public_blocks_between_tenants_and_no_more() -> No
     engine.check_integrity()
 
 
+def run_behind_a_public_prefix(blocks: int) -> tuple[Engine, ForkedRoot, tuple[int, ...]]:
+    """Two public blocks and three of a tenant's own, idle."""
+    engine = make_engine(blocks=blocks, block_size=4)
+    ids, root = tuple(range(1, 21)), ForkedRoot(b"public root 16 b", b"tenant root 16 b", 2)
+    engine.add(SequenceSpec("r", 0, ids, Sampling(1, temperature=0.0), root))
+    Transcript().run(engine)
+    assert engine.pool.addressed == 5
+    return engine, root, ids
+
+
+def test_a_tenants_own_blocks_go_before_the_public_ones_that_they_continue() -> None:
+    engine, root, ids = run_behind_a_public_prefix(blocks=6)
+    engine.pool.release(engine.pool.allocate(3))
+    engine.check_integrity()
+    assert engine.pool.depth(chain(root, ids, 4)) == 3, "the last two, both own ones, were evicted"
+    assert engine.erase(root, ids) == 1
+    assert engine.pool.addressed == 2, "the public ones"
+    engine.check_integrity()
+
+
+def test_what_continues_a_wrong_public_block_goes_with_it() -> None:
+    engine, root, ids = run_behind_a_public_prefix(blocks=8)
+    hashes = chain(root, ids, 4)
+    assert engine.pool.continuations(hashes[1]) == dict.fromkeys(hashes[2:], root.own)
+    assert engine.pool.ancestry(hashes[4]) == engine.pool.chain_to(hashes)
+    assert engine.pool.drop(hashes[1]) == 4
+    assert engine.pool.hashes() == hashes[:1]
+    engine.check_integrity()
+
+
 def test_a_record_says_what_its_bundle_has() -> None:
     bundle = read_bundle(
         DEMO_FOLDER, "demo", load_format="auto", dtype="auto", block_size=16, public_prefixes=[TEXT, "short"]
@@ -52,6 +84,39 @@ def test_a_record_says_what_its_bundle_has() -> None:
     root = roots.of("a", (*ids, 1, 2, 3))
     assert isinstance(root, ForkedRoot)
     assert root.blocks == len(ids) // 16
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TEXT, "does not begin with '<|bos|>'"),
+        ("<|bos|>" + TEXT, None),
+        ("<|bos|>short", "is not shared: its "),
+    ],
+)
+def test_a_text_that_no_prompt_will_share_is_said_at_registration(
+    text: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the ids that an ingress makes of a prompt of /generate."""
+    bundle = read_bundle(DEMO_FOLDER, "demo", load_format="auto", dtype="auto", block_size=16, public_prefixes=[text])
+    prompt = Tokenizer.from_str(bundle.tokenizer_json).encode(TEXT + " What next?", add_special_tokens=True).ids
+    roots = TenantRoots(bundle.model_revision, 16, [public_prefix(ids) for ids in bundle.public_prefixes], b"")
+    assert isinstance(roots.of("a", prompt), ForkedRoot) == (said is None)
+    if said is None:
+        assert not caplog.records
+    else:
+        assert f"public prefix 1 {said}" in caplog.text
+
+
+@pytest.mark.parametrize("head", [None, "front", "both-ends", "end"])
+def test_what_a_tokenizer_puts_around_prompts(head: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Some put nothing there, some a token at the end, as encoders do."""
+    made = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    bos, own = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    around = {"front": [bos, own], "both-ends": [bos, own, bos], "end": [own, bos]}
+    made["post_processor"] = None if head is None else made["post_processor"] | {"single": around[head]}
+    assert _whole_blocks(json.dumps(made), [TEXT, "<|bos|>" + TEXT], 16)
+    assert len(caplog.records) == (head in ("front", "both-ends"))
 
 
 def test_no_more_of_them_than_a_record_carries(tmp_path: Path) -> None:

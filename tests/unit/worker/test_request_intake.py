@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from kvproto.errors import InvalidRequest, Overloaded, Unavailable
 from kvproto.messages import Continuation, FinishReason, GenerateRequest, Load, PriorityLoad, Rates, Sampling
+from kvproto.sealed_inbox import sealed_prefix
 from kvproto.subjects import may_read
-from services.worker.request_intake import check_capacity, sequences_of
+from services.worker.request_intake import check_capacity, check_request, of_its_asker, sequences_of
 
 
 def check(
@@ -109,3 +111,37 @@ def test_every_choice_is_exact_if_the_request_is() -> None:
         asked = replace(several, exact=exact)
         specs = list(sequences_of(asked, (0, 1), prompt_ids=(1, 2), root=ROOT, tenant="t", deadline=None))
         assert [spec.exact for spec in specs] == [exact, exact]
+
+
+def test_only_an_ingress_or_a_placement_has_a_high_priority() -> None:
+    """A producer may publish to workers; no inbox that it can name has it taken for one of these."""
+    sealed = sealed_prefix("_ing", "i1", b"key")
+    for reply, key, believed in (
+        (f"{sealed}.r.r.2", b"key", True),
+        (f"{sealed_prefix('_plc', 'p1', b'key')}.r.r.2", b"key", True),
+        ("_ing.i1.r.r.2", b"", True),  # no key: nothing proves anything
+        ("_ing.i1.r.r.2", b"key", False),
+        ("_prd.public.x.r.r.2", b"key", False),
+        ("_prd.public.x.r.r.2", b"", False),
+        (f"{sealed}.r.r.2", b"another", False),
+        ("", b"", False),
+    ):
+        assert of_its_asker(REQUEST, reply, key, 0).priority == (3 if believed else 0), (reply, key)
+        assert of_its_asker(REQUEST, reply, key, 2).priority == (3 if believed else 2)
+        assert of_its_asker(replace(REQUEST, priority=-9), reply, key, 0).priority == -9
+    assert replace(of_its_asker(REQUEST, "", b"", 0), priority=3) == REQUEST
+
+
+def test_frames_go_to_no_inbox_where_answers_are_read() -> None:
+    for inbox, fine in (
+        ("_ing.x.b", True),
+        ("_prd.public.x", True),
+        ("_INBOX.x", True),
+        ("_plc.p1.r.victim.0", False),
+        ("_wrk.w1.l.3", False),
+        ("_vlt.v1.x", False),
+        ("kvf.events.w1", False),
+    ):
+        asked = replace(REQUEST, inbox=inbox)
+        with contextlib.nullcontext() if fine else pytest.raises(InvalidRequest, match="inbox"):
+            check_request(asked, model="demo", draining=False, unix_ms=0.0)

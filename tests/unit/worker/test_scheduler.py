@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 
 import pytest
 from engine_rig import Clock, Transcript, expected_tokens, make_engine, spec
@@ -14,7 +15,9 @@ from services.worker.model.base import Drawn
 from services.worker.model.fake import FakeRunner
 from services.worker.precedence import AGE_S
 from services.worker.scheduler import Scheduler
+from services.worker.sequence import Sequence
 from services.worker.step_plan import Slice
+from services.worker.waiting_queue import Group, ServiceOrder
 
 
 def test_decodes_go_first_and_prompts_are_chunked() -> None:
@@ -107,7 +110,7 @@ def test_nobody_is_admitted_beyond_what_the_step_can_feed() -> None:
     clock = Clock()
 
     class Slow(FakeRunner):
-        def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+        def run(self, slices: Items[Slice]) -> list[Drawn]:
             clock.now += 0.02 + 0.002 * sum(len(part.ids) for part in slices if len(part.ids) > 1)
             return super().run(slices)
 
@@ -221,6 +224,59 @@ def test_running_past_the_deadline_fails_at_the_next_step(paused: bool) -> None:
     assert "1.000 s after arrival, after 3 tokens" in str(end)
     assert transcript.run(engine).ends["other", 0] is FinishReason.LENGTH
     assert engine.pool.used == 0
+
+
+def looked_at(waiting: int, monkeypatch: pytest.MonkeyPatch, **fields: object) -> int:
+    """How many waiting sequences a step looks at that has room for none of them."""
+    clock = Clock()
+    engine = make_engine(blocks=8, block_size=4, token_budget=64, clock=clock, **fields)  # type: ignore[arg-type]
+    engine.add(spec("runs", range(28), max_tokens=4))
+    engine.step()
+    for at in range(waiting):
+        engine.add(spec(f"w{at}", [1, 2, at, *range(20)], deadline=clock.now + 9 + at % 3 if at % 2 else None))
+    looks = 0
+    key, group = ServiceOrder._key, Group.__iter__
+
+    def counted(order: ServiceOrder, sequence: Sequence) -> object:
+        nonlocal looks
+        looks += 1
+        return key(order, sequence)
+
+    def each(of: Group) -> Iterator[Sequence]:
+        nonlocal looks
+        for sequence in group(of):
+            looks += 1
+            yield sequence
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ServiceOrder, "_key", counted)
+        patched.setattr(Group, "__iter__", each)
+        engine.step()
+    assert len(engine.scheduler.waiting) == waiting
+    engine.check_integrity()
+    return looks
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_a_step_without_room_looks_at_few_of_those_that_wait(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked_at(400, monkeypatch, slots=slots) == looked_at(20, monkeypatch, slots=slots) < 10
+
+
+def test_those_that_wait_can_leave_while_they_are_gone_through() -> None:
+    """In the order of service, whoever has left since: the rest neither twice nor skipped."""
+    for leaving in range(1, 4):
+        engine = make_engine()
+        for at in range(12):
+            engine.add(spec(f"s{at}", [1, at], deadline=1e9 - at if at % 3 else None))
+        (group,) = engine.scheduler.waiting.groups()
+        expected = [sequence.spec.request for sequence in group]
+        assert expected == ["s0", "s11", "s10", "s3", "s8", "s7", "s6", "s5", "s4", "s9", "s2", "s1"]
+        seen = []
+        for at, sequence in enumerate(group):
+            seen.append(sequence.spec.request)
+            if at % leaving == 0:
+                engine.scheduler.waiting.remove(sequence)
+        assert seen == expected
 
 
 # ---------------------------------------------------------------------- tenants

@@ -12,6 +12,7 @@ from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import IdDetokenizer
 from services.worker.engine import Engine
 from services.worker.model.fake import FakeRunner
+from services.worker.pool_integrity import check_integrity
 from services.worker.scheduler import Scheduler
 
 
@@ -100,10 +101,7 @@ def test_scheduler_and_runner_must_agree_on_the_window() -> None:
 def chain_of(pool: BlockPool, ids: list[int]) -> list[int]:
     hashes = block_hash.chain(ROOT, ids, pool.block_size)
     blocks = pool.allocate(len(hashes))
-    return [
-        pool.fill(block, block_hash.parent_of(ROOT, hashes, at), ids[2 * at : 2 * at + 2], hashes[at])
-        for at, block in enumerate(blocks)
-    ]
+    return [pool.fill(block, ROOT, hashes, at, ids[2 * at : 2 * at + 2]) for at, block in enumerate(blocks)]
 
 
 def windowed_pool(num_blocks: int) -> BlockPool:
@@ -118,13 +116,13 @@ def test_the_last_idle_block_of_a_chain_goes_before_those_in_front_of_it() -> No
     pool.release(blocks[:2])
     assert pool.available == 4
     pool.allocate(2)
-    pool.check_integrity()
+    check_integrity(pool)
     assert pool.allocate(1) == [blocks[1]]
     assert len(pool.hashes()) == 1  # what continued it cannot be found any more, held or not
-    pool.check_integrity()
+    check_integrity(pool)
     pool.release(blocks[2:])
     assert pool.available == 3  # free at once: they have no content that could be found
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_what_hangs_idle_behind_an_evicted_block_is_free() -> None:
@@ -134,7 +132,7 @@ def test_what_hangs_idle_behind_an_evicted_block_is_free() -> None:
     pool.release([a])
     pool.release([c])
     assert pool.allocate(1) == [a]
-    pool.check_integrity([[b], [a]])
+    check_integrity(pool, [[b], [a]])
     assert pool.available == 1
     assert pool.hashes() == []
     assert len(pool.take_changes().removed) == 3
@@ -144,7 +142,7 @@ def test_a_block_is_no_leaf_again_once_what_continues_it_is_idle() -> None:
     pool = windowed_pool(3)
     a, b, c = chain_of(pool, [1, 2, 3, 4, 5, 6])
     pool.release([a])
-    pool.check_integrity([[b, c]])
+    check_integrity(pool, [[b, c]])
     pool.release([b, c])
-    pool.check_integrity([])
+    check_integrity(pool, [])
     assert pool.allocate(3) == [c, b, a]

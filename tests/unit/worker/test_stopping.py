@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest.mock import patch
+
 from engine_rig import relaxed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker import text_stream
 from services.worker.stopping import StopStrings
 from services.worker.text_stream import NOTHING, TextStream
 
@@ -19,6 +23,9 @@ class Spelling:
     def push(self, token: int) -> str:
         self.pending = token == 0
         return "" if self.pending else chr(token)
+
+    def skip(self, ids: Sequence[int]) -> str | None:
+        return None if ids[-1] == 0 else "".join(chr(token) for token in ids if token)
 
     def flush(self) -> str:
         return "\ufffd" if self.pending else ""
@@ -70,9 +77,15 @@ def test_nothing_leaves_that_may_begin_a_stop_string(word: str, stop: str) -> No
 
 
 @relaxed
-@given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=3), st.integers(0, 20))
-def test_replayed_stream_goes_on_exactly(word: str, stop: str, cut: int) -> None:
-    """Another worker goes on after any released token: ids and text continue as if nothing had happened."""
+@given(
+    st.text("ab\0", max_size=20),
+    st.one_of(st.just(""), st.text("ab", min_size=1, max_size=6)),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+def test_replayed_stream_goes_on_exactly(word: str, stop: str, cut: int, replayed: int) -> None:
+    """Another worker goes on after any released token, however few of them it looks at one by one: ids and text
+    continue as if nothing had happened."""
     whole_text, whole_ids = generate(stream(stop), word)
     cut = min(cut, len(whole_ids))
     first, sent_text, sent_ids = stream(stop), "", []
@@ -83,7 +96,8 @@ def test_replayed_stream_goes_on_exactly(word: str, stop: str, cut: int) -> None
         sent_text += "".join(released.text)
         sent_ids += released.ids
     second = stream(stop)
-    second.replay(sent_ids, len(sent_text))
+    with patch.object(text_stream, "REPLAYED_IDS", replayed):
+        second.replay(sent_ids, len(sent_text))
     assert second.next_index == len(sent_ids)
     if second.stopped:
         assert sent_text == whole_text
@@ -105,6 +119,24 @@ def test_replay_of_more_text_than_ids_released() -> None:
     text = stream("xyz")
     text.replay([ord("a"), ord("x")], text_sent=2)
     assert text.push(ord("b")) == ((ord("b"),), ("b",), ())
+
+
+def test_a_long_replay_looks_at_few_ids_one_by_one() -> None:
+    decoder, pushed = Spelling(), 0
+    push = decoder.push
+
+    def counted(token: int) -> str:
+        nonlocal pushed
+        pushed += 1
+        return push(token)
+
+    decoder.push = counted  # type: ignore[method-assign]
+    text = TextStream(decoder, StopStrings(("xyz",)))
+    ids = [ord("a")] * 100_000 + [ord("x")]
+    text.replay(ids, len(ids) - 1)
+    assert pushed <= 2 * text_stream.REPLAYED_IDS
+    assert text.push(ord("y")) == NOTHING
+    assert text.push(ord("b")) == ((ord("y"), ord("b")), ("xy", "b"), ())
 
 
 def test_an_id_is_held_while_its_character_is_incomplete() -> None:

@@ -15,6 +15,7 @@ from services.worker.tiers.break_even import HANDLING_S, SURE, Offer, Part, chea
 from services.worker.tiers.copier import Copier, CopyJob
 from services.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
 from services.worker.tiers.speed import LEAST_BYTES, CopySpeed, LinkSpeed
+from tests.support.waiting import LIMIT_S
 
 ROOT = b"root of 16 bytes"
 
@@ -163,11 +164,11 @@ class TestCopier:
         copier = Copier()
         gate = threading.Event()
         done = threading.Event()
-        copier.offload(CopyJob([lambda: bool(gate.wait(5))], 1, lambda: None))  # type: ignore[list-item]
+        copier.offload(CopyJob([lambda: bool(gate.wait(2 * LIMIT_S))], 1, lambda: None))  # type: ignore[list-item]
         copier.offload(CopyJob([lambda: order.append("down")], 1, done.set))
         copier.bring(CopyJob([lambda: order.append("up")], 1, lambda: None))
         gate.set()
-        assert done.wait(5)
+        assert done.wait(LIMIT_S)
         copier.close()
         assert order == ["up", "down"]
 
@@ -189,6 +190,6 @@ class TestCopier:
         bad = CopyJob([lambda: None, fails, lambda: None], 10, lambda: None)
         copier.bring(bad)
         copier.bring(CopyJob([lambda: None], 10, ended.set))
-        assert ended.wait(5)
+        assert ended.wait(LIMIT_S)
         assert (bad.done, bad.failure, bad.ended) == (1, "RuntimeError", True)
         copier.close()

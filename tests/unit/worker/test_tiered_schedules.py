@@ -22,6 +22,7 @@ from services.worker.tiers import protection
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.tiers import Tiers
+from tests.support.waiting import LIMIT_S
 
 SCHEDULES = 480
 
@@ -108,7 +109,7 @@ class TieredSchedule(Schedule):
         assert set(held) == set(self.below)
 
     def check(self) -> None:
-        end = time.monotonic() + 5
+        end = time.monotonic() + LIMIT_S
         while self.tiers.offloader is not None and (self.tiers.offloader.has_work or self.tiers.offloader._holds):
             if (tended := self.engine.tend()) is not None:
                 self.check_announced(tended)

@@ -16,6 +16,7 @@ from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from services.worker.tiers.lending import EngineLender
 from services.worker.tiers.prospect import names_of
+from tests.support.waiting import LIMIT_S
 
 PROMPT = list(range(100, 141))  # ten blocks and a token
 GREEDY = Sampling(4, temperature=0.0)
@@ -175,7 +176,7 @@ class TestVault:
         class Stuck(dict):  # type: ignore[type-arg]
             def get(self, key: object, default: object = None) -> object:
                 if threading.current_thread() is not threading.main_thread() and len(looked) > 12:
-                    gate.wait(5)
+                    gate.wait(2 * LIMIT_S)
                 looked.append(key)
                 return super().get(key, default)
 
@@ -565,6 +566,33 @@ class TestVerification:
 
     def listed(self, rig: TieredRig, hashes: list[bytes]) -> list[tuple[bytes, int]]:
         return list(zip(hashes, rig.pool.chain_to(hashes), strict=False))
+
+    def test_what_other_tenants_computed_on_the_public_blocks_of_a_wrong_restore_goes_too(
+        self, make_rig: MakeRig
+    ) -> None:
+        rig = make_rig(remote=True)
+        rig.tiers.restorer.sampled = 1
+        one, other = (ForkedRoot(b"public root 16 b", own, 3) for own in (ROOT, b"another root 16b"))
+        rig.run("a", PROMPT, root=one)
+        rig.settle()
+        rig.flush_device()
+        rig.flush_host()
+        assert rig.remote is not None
+        kept = rig.remote.kept[Tier.VAULT]
+        name, payload, lossy = kept[chain(one, PROMPT, SIZE)[9]]
+        kept[name.hash] = name, payload[:-1] + bytes([payload[-1] ^ 1]), lossy
+        rig.run("b", PROMPT, root=one)
+        turn = [*PROMPT[:12], *range(20)]
+        rig.run("c", turn, root=other)
+        assert rig.cached("c") == {"device": 12}
+        rig.settle()
+        computed = chain(other, turn, SIZE)[3:]
+        assert all(block_hash in kept for block_hash in computed)
+        assert rig.engine.verify()
+        rig.engine.check_integrity()
+        for pool, _ in rig.tiers.readable():
+            assert not any(map(pool.lists, computed))
+        assert not any(block_hash in kept for block_hash in computed)
 
     def test_what_continues_it_goes_too(self, make_rig: MakeRig) -> None:
         rig = make_rig(remote=True)

@@ -21,6 +21,7 @@ from services.worker.scheduler import Scheduler
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.prospect import Prospect, names_of
 from services.worker.tiers.tiers import Tiers
+from tests.support.waiting import LIMIT_S
 
 SIZE = 4
 
@@ -106,7 +107,7 @@ class TieredRig:
             self.woken.wait(0.01)
         self.engine.check_integrity()
 
-    def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         end = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < end, "it never comes"

@@ -7,7 +7,6 @@ result already. Whoever calls them otherwise gets what it asks for, computed ane
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,18 +15,17 @@ from torch import Tensor
 from services.worker.model.attention.cpu import call as a
 from services.worker.model.attention.cpu.backend import CpuBackend, CpuStep
 from services.worker.model.fused import call as f
+from services.worker.model.fused.layer import Buffers, FusedLayer, Rotation
 from services.worker.model.linear import call as c
 from services.worker.model.vector.program import Program
 
-if TYPE_CHECKING:
-    from services.worker.model.fused.layer import Buffers, FusedLayer
-
-Rotation = tuple[Tensor, Tensor] | None
 MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
 
 
 class Chain:
-    """Layers of one make and one workspace, in the order of the model. Called from one thread."""
+    """Layers of one make and one workspace, in the order of the model: their `Together`. Called from one thread."""
+
+    most_tokens = MOST_TOKENS
 
     def __init__(self, layers: Sequence[FusedLayer], threads: int) -> None:
         self._layers = layers

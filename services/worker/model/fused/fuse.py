@@ -16,7 +16,7 @@ from services.worker.model.linear.packed import Multiplier
 def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[str, int]:
     """Replace in place, before linear layers are packed; returns how many of each kind were.
 
-    `run` calls the model on a few tokens, to see how it calls its layers.
+    `run` calls the model on a few tokens, at positions that matter, to see how it calls its layers.
     """
     rotary = Rotary(multiplier.threads)
     small = SmallParts(multiplier, rotary)

@@ -9,7 +9,7 @@ is no program's operation (another backend's) is called between two programs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ from services.worker.model.attention.base import AttentionForm
 from services.worker.model.attention.cpu.backend import CpuBackend, CpuStep
 from services.worker.model.attention.interface import current_step
 from services.worker.model.fused import call as f
-from services.worker.model.fused.chain import MOST_TOKENS, Chain
 from services.worker.model.fused.modules import FusedMlp, FusedNorm, Rotary
 from services.worker.model.linear import call as c
 from services.worker.model.linear.packed import PackedLinear
 from services.worker.model.vector.program import Program
 
+Rotation = tuple[Tensor, Tensor] | None
 WIDTH = max(c.FIELDS, f.NORM_FIELDS, f.ROTATION_FIELDS)
 
 
@@ -98,6 +98,16 @@ class Parts:
     mlp: FusedMlp
 
 
+class Together(Protocol):
+    """Layers of which the first computes all, in steps of up to `most_tokens` tokens."""
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    def result(self, place: int, x: Tensor, rotation: Rotation, step: CpuStep) -> Tensor | None:
+        """Of the layer at `place`, called with `x` `[1, T, hidden]`; None if it has to compute that itself."""
+
+
 class FusedLayer(nn.Module):
     """Stands for a decoder layer: hidden states `[1, T, hidden]` to hidden states. Called from one thread."""
 
@@ -105,7 +115,7 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.workspace = workspace
         self.form, self.index, self.rotates = parts.form, parts.layer, parts.rotary is not None
-        self.chain: Chain | None = None
+        self.chain: Together | None = None
         self.place = 0  # in the chain
         self._parts = parts
         self._threads = threads
@@ -138,12 +148,12 @@ class FusedLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *_: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotation = None,
         **__: Any,
     ) -> Tensor:
         asked = current_step()
         step = asked if isinstance(asked, CpuStep) and asked.keeps(self.workspace.widths.dtype) else None
-        if self.chain is not None and step is not None and hidden_states.shape[1] <= MOST_TOKENS:
+        if self.chain is not None and step is not None and hidden_states.shape[1] <= self.chain.most_tokens:
             if self.place == 0:
                 self._check(hidden_states, position_embeddings)
                 hidden_states = hidden_states.contiguous()
@@ -196,7 +206,7 @@ class FusedLayer(nn.Module):
             parts.rotary.lay_out(self._rotation, *(heads.transpose(0, 1).unsqueeze(0) for heads in (query, key)))
         self._laid_out = buffers
 
-    def _check(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> None:
+    def _check(self, x: Tensor, rotation: Rotation) -> None:
         widths = self.workspace.widths
         if x.dtype is not widths.dtype or x.shape[-1] != widths.hidden or x.shape[0] != 1:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {widths}")

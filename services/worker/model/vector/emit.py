@@ -9,8 +9,9 @@ not hang on what a compiler recognises. LLVM maps the vectors to whatever the ma
 from __future__ import annotations
 
 import math
+from functools import cache
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import types
 
 from services.worker.model.vector.numbers import LANES
@@ -23,6 +24,14 @@ VECTOR = ir.VectorType(F32, LANES)
 INTS = ir.VectorType(I32, LANES)
 FAST = ("reassoc", "nsz", "contract")  # not nnan or ninf: masks are infinite, and a NaN must come out as one
 ADDRESS, COUNT, FLOAT = types.int64, types.int64, types.float32
+
+
+@cache
+def most_sums() -> int:
+    """Vectors of LANES floats that a loop may add to without keeping them in memory: half of those that the registers
+    hold, which are 32 of AVX-512, 16 of a half each of AVX2 or 32 of a quarter of NEON. Emitted code is cached per
+    processor, so it may ask."""
+    return 16 if binding.get_host_cpu_features().get("avx512f") else 4
 
 
 def offset_by(builder, base, elements, size):

@@ -14,7 +14,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 * 1024 * 1024
-AHEAD = 512 * 1024 * 1024  # bytes taken beyond what is in use
+LEAST_AHEAD, MOST_AHEAD = 32 * 1024 * 1024, 512 * 1024 * 1024  # bytes taken beyond what is in use: as many as that
 AT_ONCE = 64 * 1024 * 1024
 MADV_POPULATE_WRITE = 23  # <sys/mman.h>, Linux 5.14
 LARGEST_KEPT = 1 << 30
@@ -40,8 +40,8 @@ class PagesAhead:
     """Takes the pages of `huge_pages` from the system, in a thread of its own, before they are first written.
 
     A page is zeroed when it is taken: 3 to 5 % of the time of a prompt whose blocks nobody used before. What lies far
-    beyond the blocks in use is left to the system, so that an idle worker does not fill a laptop. Where the system
-    cannot be asked for pages, they are taken when they are written, as ever.
+    beyond the blocks in use is left to the system, so that an idle worker does not fill a laptop: as much is taken as
+    is in use, within limits. Where the system cannot be asked for pages, they are taken when they are written.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -55,9 +55,10 @@ class PagesAhead:
 
     def reach(self, used: int) -> None:
         """The first `used` bytes are in use. Returns at once."""
-        if self._madvise is None or self._taken >= min(self._size, used + AHEAD // 2):
+        ahead = min(MOST_AHEAD, max(LEAST_AHEAD, used))
+        if self._madvise is None or self._taken >= min(self._size, used + ahead // 2):
             return
-        begin, self._taken = self._taken, min(self._size, (used + AHEAD) // HUGE_PAGE * HUGE_PAGE)
+        begin, self._taken = self._taken, min(self._size, (used + ahead) // HUGE_PAGE * HUGE_PAGE)
         self._thread = self._thread or ThreadPoolExecutor(1, "kv-pages")
         self._last = self._thread.submit(self._take, begin, self._taken)
 

@@ -23,6 +23,7 @@ from services.worker.model.vector.emit import (
     lane_sums,
     load,
     loop,
+    most_sums,
     plus,
     returning_nothing,
     splat,
@@ -40,18 +41,20 @@ def dots(_context, query, keys, key_bytes, size, scores):
         q, k, stride, elements, out = arguments
         strips = builder.sdiv(elements, ir.Constant(I64, LANES))
         rows = [builder.add(k, builder.mul(stride, ir.Constant(I64, i))) for i in range(LANES)]
+        totals, most = [], most_sums()
+        for first in range(0, LANES, most):
+            some = rows[first : first + most]
 
-        def body(i, values):
-            offset = builder.mul(i, ir.Constant(I64, 4 * LANES))
-            part = load(builder, builder.add(q, offset))
-            return [
-                fma(builder, load(builder, builder.add(row, offset)), part, value)
-                for row, value in zip(rows, values, strict=True)
-            ]
+            def body(i, values, some=some):
+                offset = builder.mul(i, ir.Constant(I64, 4 * LANES))
+                part = load(builder, builder.add(q, offset))
+                return [
+                    fma(builder, load(builder, builder.add(row, offset)), part, value)
+                    for row, value in zip(some, values, strict=True)
+                ]
 
-        totals = loop(builder, strips, [constant(0.0)] * LANES, body)
-        store(builder, lane_sums(builder, list(totals)), out)
-        return
+            totals += loop(builder, strips, [constant(0.0)] * len(some), body)
+        store(builder, lane_sums(builder, totals), out)
 
     return types.void(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS), returning_nothing(emit)
 
@@ -62,8 +65,32 @@ def accumulate(builder, rows, columns, overwrite, arguments, kind, add, meanwhil
     `arguments`: addresses and strides of left and right, the depth, address and stride of out. A step of left is a
     number of 4 bytes of `kind`, one of right `columns` vectors of them; `add` is told a sum and its two factors, and
     `meanwhile` is emitted once a step.
+
+    Sums that the registers do not hold at once are computed in several passes over left and right, which are in the
+    cache by then: sums that are kept in memory cost a load and a store with every step.
     """
     a, a_stride, b, b_stride, length, o, o_stride = arguments
+    most = most_sums()
+    if rows * columns > most:
+        wide = max(1, most // rows)
+        passes = -(-rows // most)
+        tall = -(-rows // passes)
+        for column in range(0, columns, wide):
+            for row in range(0, rows, tall):
+                at = ir.Constant(I64, row)
+                part = (
+                    builder.add(a, builder.mul(a_stride, at)),
+                    a_stride,
+                    plus(builder, b, 4 * LANES * column),
+                    b_stride,
+                    length,
+                    plus(builder, builder.add(o, builder.mul(o_stride, at)), 4 * LANES * column),
+                    o_stride,
+                )
+                some = min(tall, rows - row), min(wide, columns - column)
+                accumulate(builder, *some, overwrite, part, kind, add, meanwhile)
+                meanwhile = None
+        return
     a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(I64, i))) for i in range(rows)]
     o_rows = [builder.add(o, builder.mul(o_stride, ir.Constant(I64, i))) for i in range(rows)]
     totals = []

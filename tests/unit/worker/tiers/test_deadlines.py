@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.worker.tiers.deadlines import Deadlines
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_calls_come_in_order_and_not_before_their_time(deadlines: Deadlines) -> 
     for name, seconds in (("c", 0.06), ("a", 0.0), ("b", 0.03)):
         deadlines.after(seconds, lambda name=name: heard.append((name, time.monotonic() - began)))  # type: ignore[misc]
     deadlines.after(0.07, done.set)
-    assert done.wait(5)
+    assert done.wait(LIMIT_S)
     assert [name for name, _ in heard] == ["a", "b", "c"]
     assert heard[1][1] >= 0.03
     assert heard[2][1] >= 0.06
@@ -36,7 +37,7 @@ def test_one_call_that_fails_keeps_no_other(deadlines: Deadlines, caplog: pytest
     with caplog.at_level(logging.CRITICAL + 1):
         deadlines.after(0.0, lambda: 1 / 0)
         deadlines.after(0.01, done.set)
-        assert done.wait(5)
+        assert done.wait(LIMIT_S)
 
 
 def test_what_waits_is_called_when_it_closes_and_later_only_what_is_due_at_once() -> None:
@@ -63,7 +64,7 @@ def test_calls_may_be_asked_for_from_many_threads(deadlines: Deadlines) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    end = time.monotonic() + 5
+    end = time.monotonic() + LIMIT_S
     while len(heard) < 500 and time.monotonic() < end:
         time.sleep(0.002)
     assert sorted(heard) == list(range(500))

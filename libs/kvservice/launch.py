@@ -1,0 +1,40 @@
+"""Adapter: how a service is started as a process: `python -P -m kvservice.launch services.worker.main FLAGS`.
+
+`-P` keeps the current folder off Python's path: whatever lies there, also a `services` or a `queue.py`, is not ours.
+Standard library only, as any part of it may be missing: then one line says what to install.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+OUR_PACKAGES = ("kvproto", "kvservice", "services")
+
+
+def command(module: str, *flags: str) -> list[str]:
+    """Starts a module of a service that has `main()`."""
+    return [sys.executable, "-P", "-m", "kvservice.launch", module, *flags]
+
+
+def with_extra(extra: str, start: Callable[[], None]) -> None:
+    """Ends the process with one line where a package is not installed that `extra` of ours would bring."""
+    try:
+        start()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in OUR_PACKAGES:
+            raise
+        sys.stderr.write(f'kvfleet: {missing or error} is not installed: pip install "kvfleet[{extra}]"\n')
+        sys.exit(1)
+
+
+def main() -> None:
+    module = sys.argv.pop(1)
+    service = module.split(".")[1]  # each has an extra of its name
+    with_extra(service, lambda: import_module(module).main())
+
+
+if __name__ == "__main__":
+    main()

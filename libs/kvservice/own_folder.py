@@ -1,0 +1,58 @@
+"""Adapter: folders of this process alone under the system's temporary one, which do not outlive it for long.
+
+    TMPDIR/kvf-XXXXXXXX/.owner      locked for as long as the process lives; the kernel lets go of it
+
+A process that was killed removes nothing: the next one that makes such a folder does, in the same TMPDIR. Numbers of
+processes would not tell who is dead: others get them again, and each container has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+PREFIX = "kvf-"  # short: a socket's path has 107 bytes at most
+OWNER = ".owner"
+
+
+def make_own_folder() -> Path:
+    """Mode 0700. It stays this process's, also when somebody else sweeps at this moment. Raises OSError."""
+    sweep()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # somebody swept before it was locked
+            lock = _lock(folder, os.O_CREAT)
+            if os.fstat(lock).st_nlink:
+                return folder  # the lock stays open until the process ends
+            os.close(lock)
+
+
+def remove_own_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove this user's folders whose processes are gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or locked
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                lock = _lock(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path, flags: int = 0) -> int:
+    """Raises OSError: it is another one's, or not of this kind."""
+    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock

@@ -1,0 +1,122 @@
+"""Processes that a fork server of ours becomes: what the command line's `Child` needs of one. Linux alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from services.cli.processes import popen
+
+LARGEST_MESSAGE = 4096
+available = sys.platform == "linux"
+
+
+class Forked:
+    """One of them. Before it is forked it has no pid, and ends with the server."""
+
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+        self.pid = 0
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self._forks.hear()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is not None:
+            return
+        if self.pid:
+            os.kill(self.pid, number)
+        else:
+            self._forks.send_signal(number)
+
+
+class Forks:
+    """Owns a fork server and knows what became of each process of its. Used by one thread.
+
+    `command` starts the server, given the number of its end of the socket pair. A server that ended takes its
+    processes with it; the next process is of a new one.
+    """
+
+    def __init__(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str]) -> None:
+        self._command, self._env = command, env
+        self._server: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._unborn: list[Forked] = []
+        self._living: dict[int, Forked] = {}
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Forked:
+        """Asked for at once; it begins when the server has imported what it is to share."""
+        channel = self.prepare()
+        forked = Forked(self)
+        self._unborn.append(forked)
+        with contextlib.suppress(OSError):  # it just ended: the next look says so
+            channel.send(json.dumps({"argv": list(argv), "env": {**os.environ, **self._env, **env}}).encode())
+        return forked
+
+    def prepare(self) -> socket.socket:
+        """Have a server import what it is to share, before anything is asked of it."""
+        self.hear()
+        if self._channel is None:
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._server = popen(self._command(theirs.fileno()), self._env, [theirs.fileno()])
+            self._channel.setblocking(False)
+        return self._channel
+
+    def hear(self) -> None:
+        """Take what the server has said."""
+        while self._channel is not None:
+            try:
+                said = self._channel.recv(LARGEST_MESSAGE)
+            except BlockingIOError:
+                return
+            except OSError:
+                said = b""
+            if not said:
+                self._server_ended()
+                return
+            message = json.loads(said)
+            if "pid" in message:
+                forked = self._unborn.pop(0)
+                forked.pid = message["pid"]
+                self._living[forked.pid] = forked
+            else:
+                self._living.pop(message["ended"]).returncode = message["code"]
+
+    def send_signal(self, number: int) -> None:
+        """To the server."""
+        if self._server is not None:
+            self._server.send_signal(number)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self.send_signal(signal.SIGTERM)
+            self._server_ended()
+
+    def _server_ended(self) -> None:
+        assert self._server is not None
+        assert self._channel is not None
+        self._channel.close()
+        code = self._server.wait()
+        for forked in (*self._unborn, *self._living.values()):
+            forked.returncode = code or -signal.SIGTERM
+        self._unborn, self._living = [], {}
+        self._server = self._channel = None

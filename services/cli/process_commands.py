@@ -1,0 +1,31 @@
+"""Commands that are one process of a service: this process becomes it. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from kvservice import launch
+
+
+class ProcessCommand(NamedTuple):
+    module: str
+    told: str
+
+
+PROCESS_COMMANDS = {
+    **{
+        service: ProcessCommand(f"services.{service}.main", f"Run one {service} process (settings: --help).")
+        for service in ("worker", "ingress", "placement", "vault")
+    },
+    "simulate": ProcessCommand(
+        "services.placement.simulate.main", "Replay a trace or a ledger with other policies (flags: --help)."
+    ),
+}
+
+
+def become(command: str, flags: Sequence[str]) -> NoReturn:
+    """The service's own settings class parses the flags: they cannot drift from what it reads."""
+    os.execv(sys.executable, launch.command(PROCESS_COMMANDS[command].module, *flags))

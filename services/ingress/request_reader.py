@@ -1,0 +1,132 @@
+"""Which generating request an exchange is: its caller, its name, and what its body asks for.
+
+    authenticate ─▶ name (headers) ─▶ a place while the body is read ─▶ Call
+
+Headers come first: they tell whose limits it is under, and whether it repeats a request that runs, so nothing is read
+of whoever would be refused. Holds no state of a request between its awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from kvproto.errors import InvalidRequest
+from kvproto.ids import new_request_id
+from kvservice import tracing
+from kvservice.tracing import Tracer
+from services.ingress import request_trace
+from services.ingress.admission import Admission
+from services.ingress.audit import Audit
+from services.ingress.body_reader import BodyReader
+from services.ingress.callers import Caller, priority_of, require_policy
+from services.ingress.event_ids import LAST_EVENT_ID, START
+from services.ingress.fields import Body
+from services.ingress.http_exchange import Exchange
+from services.ingress.limit_headers import limit_headers
+from services.ingress.models import Models
+from services.ingress.native_schema import GenerateAsk
+from services.ingress.openai_schema import ChatAsk, CompletionAsk
+from services.ingress.repeats import RequestName, key_secret, name_request
+from services.ingress.request_trace import RequestTrace
+from services.ingress.runs import Run, Runs
+from services.ingress.tenancy import Tenancy, identify
+
+log = logging.getLogger(__name__)
+
+Ask = TypeVar("Ask", ChatAsk, CompletionAsk, GenerateAsk)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Ask]):
+    """One HTTP request: who asks for what, and whether again. `digest` is what its repeats have in common."""
+
+    route: str
+    ask: Ask
+    caller: Caller
+    priority: int
+    name: RequestName
+    digest: bytes
+    trace: RequestTrace | None
+    traceparent: str | None
+    arrived_at: float
+
+
+class RequestReader:
+    """What all three generating routes begin with."""
+
+    def __init__(
+        self,
+        fleet_key: bytes,
+        bodies: BodyReader,
+        *,
+        tenancy: Tenancy,
+        admission: Admission,
+        models: Models,
+        runs: Runs,
+        audit: Audit,
+        tracer: Tracer = tracing.NULL,
+    ) -> None:
+        self._bodies = bodies
+        self._tenancy = tenancy
+        self._admission = admission
+        self._models = models
+        self._runs = runs
+        self._audit = audit
+        self._tracer = tracer
+        self._secret, everywhere = key_secret(fleet_key, one_tenant=tenancy.has_one_tenant)
+        self._sealed = bool(fleet_key) and not tenancy.has_one_tenant
+        if not everywhere:
+            log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
+
+    async def read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
+        """Headers, then the body of whoever would be let in. When this returns its place is free, and its caller goes
+        on to admit it in the same step of the event loop."""
+        arrived_at, trace = now(), request_trace.begin(self._tracer, exchange, route)
+        caller = await self._authenticate(exchange)
+        name = name_request(
+            caller.tenant,
+            exchange.header(b"last-event-id"),
+            exchange.header(b"idempotency-key"),
+            self._secret,
+            sealed=self._sealed,
+        )
+        repeat, returns = standing(self._runs.known(caller.tenant, name))
+        if not repeat:
+            self._runs.memory.check_room()
+        with self._admission.reading(caller, now(), repeat=repeat, returns=returns):
+            ask, digest = await self._bodies.read(exchange, route, read)
+        if self._runs.is_foreign(caller.tenant, name.request):
+            if name.at != START:  # under another id it would be another stream: none is begun in the middle
+                raise InvalidRequest("is of no request that is known here", field=LAST_EVENT_ID)
+            name = replace(name, request=new_request_id())
+        exchange.request_id = name.request
+        require_policy(caller, ask.placement.policy)
+        priority = priority_of(caller, ask.placement.priority)
+        if self._audit.is_on:
+            self._audit.request_started(exchange, route, self._models.known(ask.model))
+        if trace is not None:
+            trace.names_session = route == "generate" or getattr(ask, "seq_id", None) is not None
+        given = None if self._tracer.enabled else exchange.header(b"traceparent")  # others may trace
+        return Call(route, ask, caller, priority, name, digest, trace, given, arrived_at)
+
+    async def _authenticate(self, exchange: Exchange) -> Caller:
+        """Who asks; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
+        caller, admission = await identify(self._tenancy, exchange), self._admission
+        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
+        return caller
+
+
+def standing(found: Run | None) -> tuple[bool, int]:
+    """Whether a request repeats one that runs or has finished; and how often one that was cut has come back."""
+    if found is None:
+        return False, 0
+    repeat = found.error is None and (found.finished or found.payer is not None)
+    return repeat, max(1, found.starts)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

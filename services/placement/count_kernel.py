@@ -1,0 +1,69 @@
+"""How many of some chains have each block: an open-addressing table, for Numba. Pure but for what it fills.
+
+Blocks' hashes are random: their low halves say where to look, both halves tell them apart. `blocks` is `[places, 2]`,
+`counts` `[places]`, a power of two of them; a place whose count is 0 is free, and some are.
+"""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit
+def _place_of(blocks, counts, low, high):
+    """Where the block is, or where it would be put."""
+    mask = np.uint64(len(counts) - 1)
+    place = low & mask
+    while counts[place] and (blocks[place, 0] != low or blocks[place, 1] != high):
+        place = (place + np.uint64(1)) & mask
+    return place
+
+
+@njit
+def add(blocks, counts, hashes):
+    """How many are new."""
+    new = 0
+    for number in range(len(hashes)):
+        low, high = hashes[number, 0], hashes[number, 1]
+        place = _place_of(blocks, counts, low, high)
+        if not counts[place]:
+            blocks[place, 0], blocks[place, 1] = low, high
+            new += 1
+        counts[place] += 1
+    return new
+
+
+@njit
+def take(blocks, counts, hashes):
+    """Which of them are in no other chain, `[n]`. All of them must be there."""
+    last = np.zeros(len(hashes), dtype=np.bool_)
+    mask = np.uint64(len(counts) - 1)
+    one = np.uint64(1)
+    for number in range(len(hashes)):
+        place = _place_of(blocks, counts, hashes[number, 0], hashes[number, 1])
+        counts[place] -= 1
+        if counts[place]:
+            continue
+        last[number] = True
+        other = (place + one) & mask  # what was put further on because of it moves up (Knuth, TAOCP 3, 6.4 R)
+        while counts[other]:
+            wanted = blocks[other, 0] & mask
+            if ((other - wanted) & mask) >= ((other - place) & mask):
+                blocks[place, 0], blocks[place, 1] = blocks[other, 0], blocks[other, 1]
+                counts[place], counts[other] = counts[other], 0
+                place = other
+            other = (other + one) & mask
+    return last
+
+
+@njit
+def move(blocks, counts, into_blocks, into_counts):
+    """Into a larger table, which is empty."""
+    for place in range(len(counts)):
+        if counts[place]:
+            found = _place_of(into_blocks, into_counts, blocks[place, 0], blocks[place, 1])
+            into_blocks[found, 0], into_blocks[found, 1] = blocks[place, 0], blocks[place, 1]
+            into_counts[found] = counts[place]

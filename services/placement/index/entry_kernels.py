@@ -1,0 +1,356 @@
+"""The prefix index's entries, and who holds each, for Numba to compile: `warm_up` does it. Pure but for the arrays they
+change.
+
+Small functions are inlined by force: a call with its arrays takes longer than what they do.
+
+An entry is a block that somebody holds; its number never changes while it lives. `rows` is one array of words: of each
+entry half a cache line, then wide rows, as many as there could be, with memory behind them only as far as they were
+ever used. A place is where a row begins, in half cache lines: an entry's is its number, a wide row's is `most` or more.
+
+    low, high of the hash   8 notes of 16 bits, the first ones in use: holder << 2 | tier + 1        held by few
+    low, high of the hash   place of its wide row << 16 | WIDE, how many bits are set in it          held by many
+    low, high of the hash   bits: who holds it, `words` for each tier                                the wide row
+
+Most blocks are held by one or two. `named` has the entries of the wide rows.
+
+`table` is a hash table with linear probing; a slot is `low's lower half, place`, so that rows are read only of those
+that are looked for, and of those that many hold only the wide one.
+"""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+NONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # an empty slot
+NOBODY = -1  # has the block: no entry
+LIVE, FREE, WIDE_USED, WIDE_FREE, COUNTERS = range(5)  # of the counters: entries, entries on the free list, wide rows
+# ever used, and 1 + the first of those free again, each of which names the next one so
+LOW, HIGH, NOTES, REST = range(4)  # words of an entry's row
+BITS = 2  # words of a wide row before the bits
+PLACE = 2  # its words are 1 << PLACE
+FEW_HOLD = 8  # notes of a row
+NARROW = 4  # holdings at which a wide row is given back
+TIER_BITS = 2
+MOST_HOLDERS = 1 << 16 - TIER_BITS
+MOST_TIERS = (1 << TIER_BITS) - 1
+AT_ONCE = 16  # blocks that memory is asked for at a time
+LINE = 8  # words of a cache line
+
+HALF = np.uint64(32)
+LOWER = np.uint64(0xFFFF_FFFF)
+ONE = np.uint64(1)
+LANE = np.uint64(16)
+LANE_MASK = np.uint64(0xFFFF)
+TIER_MASK = np.uint64(MOST_TIERS)
+TIERS_BITS = np.uint64(TIER_BITS)
+WIDE = np.uint64(1 << TIER_BITS)  # no note: those name a tier
+WIDE_MASK = WIDE | TIER_MASK
+
+
+@njit(forceinline=True)
+def is_of(rows, place, low, high):
+    """Whether the hash at a place is this one."""
+    return rows[place << PLACE] == low and rows[(place << PLACE) + HIGH] == high
+
+
+@njit(forceinline=True)
+def _slot_of(table, rows, low, high):
+    """Where the hash is in the table, or the empty slot where it would be."""
+    mask = np.int64(len(table) - 1)
+    tag = low & LOWER
+    at = np.int64(tag) & mask
+    while True:
+        slot = table[at]
+        if slot == NONE:
+            return at
+        if slot >> HALF == tag and is_of(rows, np.int64(slot & LOWER), low, high):
+            return at
+        at = (at + 1) & mask
+
+
+@njit(forceinline=True)
+def place_of(table, rows, low, high):
+    slot = table[_slot_of(table, rows, low, high)]
+    return NOBODY if slot == NONE else np.int64(slot & LOWER)
+
+
+@njit(forceinline=True)
+def _row_number(most, tiers, words, place):
+    return (place - most) // wide_places(tiers, words)
+
+
+@njit
+def wide_places(tiers, words):
+    """How many a wide row takes."""
+    return (BITS + tiers * words + (1 << PLACE) - 1) >> PLACE
+
+
+@njit(forceinline=True)
+def entry_at(named, most, tiers, words, place):
+    return place if place < most else np.int64(named[_row_number(most, tiers, words, place)])
+
+
+@njit(forceinline=True)
+def fetch(table, rows, hashes):
+    """Have memory bring what looking for these will read, all at once: slots, then rows. A look-up alone waits for one
+    after the other, and what it does next hangs on what it reads. The result means nothing."""
+    mask, last = np.uint64(len(table) - 1), np.uint64((len(rows) >> PLACE) - 1)
+    seen = np.uint64(0)
+    for number in range(len(hashes)):
+        seen ^= table[hashes[number, 0] & mask]
+    for number in range(len(hashes)):
+        seen ^= rows[min(table[hashes[number, 0] & mask] & LOWER, last) << np.uint64(PLACE)]
+    return seen
+
+
+@njit
+def _empty_slot(table, at):
+    """Take a slot out, moving up what probing would no longer find."""
+    mask = np.int64(len(table) - 1)
+    hole = at
+    while True:
+        at = (at + 1) & mask
+        slot = table[at]
+        if slot == NONE:
+            break
+        home = np.int64(slot >> HALF) & mask
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            table[hole] = slot
+            hole = at
+    table[hole] = NONE
+
+
+# ---------------------------------------------------------------------------------------------- who holds an entry
+
+
+@njit(forceinline=True)
+def wide_of(rows, entry):
+    """The place of its wide row, else NOBODY."""
+    notes = rows[(entry << PLACE) + NOTES]
+    return np.int64(notes >> LANE) if notes & WIDE_MASK == WIDE else NOBODY
+
+
+@njit(forceinline=True)
+def note_at(rows, entry, number):
+    """Of an entry without a wide row; 0: neither this one nor any after it is in use."""
+    return rows[(entry << PLACE) + NOTES + (number >> 2)] >> np.uint64((number & 3) << 4) & LANE_MASK
+
+
+@njit(forceinline=True)
+def holder_in(note):
+    return np.int64(note >> TIERS_BITS)
+
+
+@njit(forceinline=True)
+def tier_in(note):
+    return np.int64(note & TIER_MASK) - 1
+
+
+@njit(forceinline=True)
+def bit_of(holder):
+    """Word among those of a tier, and mask."""
+    return holder >> 6, ONE << np.uint64(holder & 63)
+
+
+@njit(forceinline=True)
+def _note_of(tier, holder):
+    return np.uint64(holder << TIER_BITS | tier + 1)
+
+
+@njit(forceinline=True)
+def _set_note(rows, entry, number, note):
+    at, shift = (entry << PLACE) + NOTES + (number >> 2), np.uint64((number & 3) << 4)
+    rows[at] = rows[at] & ~(LANE_MASK << shift) | note << shift
+
+
+@njit(forceinline=True)
+def _find_note(rows, entry, note):
+    """Where it is, else -1."""
+    for number in range(FEW_HOLD):
+        found = note_at(rows, entry, number)
+        if found == note:
+            return number
+        if found == 0:
+            break
+    return -1
+
+
+@njit(forceinline=True)
+def _bit_at(place, words, tier, holder):
+    """Of a wide row: which of all words, and mask."""
+    word, bit = bit_of(holder)
+    return (place << PLACE) + BITS + tier * words + word, bit
+
+
+@njit(forceinline=True)
+def _holds(rows, words, entry, tier, holder):
+    wide = wide_of(rows, entry)
+    if wide == NOBODY:
+        return _find_note(rows, entry, _note_of(tier, holder)) >= 0
+    at, bit = _bit_at(wide, words, tier, holder)
+    return rows[at] & bit != 0
+
+
+@njit
+def _widen(table, rows, named, most, tiers, words, counters, entry):
+    if counters[WIDE_FREE]:
+        number = counters[WIDE_FREE] - 1
+    else:
+        number = counters[WIDE_USED]
+        counters[WIDE_USED] += 1
+    wide, own = most + number * wide_places(tiers, words), entry << PLACE
+    if counters[WIDE_FREE]:
+        counters[WIDE_FREE] = np.int64(rows[wide << PLACE])
+    for note_number in range(FEW_HOLD):
+        note = note_at(rows, entry, note_number)
+        at, bit = _bit_at(wide, words, tier_in(note), holder_in(note))
+        rows[at] |= bit
+    low, high = rows[own], rows[own + HIGH]
+    table[_slot_of(table, rows, low, high)] = (low & LOWER) << HALF | np.uint64(wide)
+    rows[wide << PLACE], rows[(wide << PLACE) + HIGH], named[number] = low, high, entry
+    rows[own + NOTES], rows[own + REST] = np.uint64(wide) << LANE | WIDE, np.uint64(FEW_HOLD)
+
+
+@njit
+def _narrow(table, rows, most, tiers, words, counters, entry):
+    wide, own = wide_of(rows, entry), entry << PLACE
+    low, number = rows[own], 0
+    table[_slot_of(table, rows, low, rows[own + HIGH])] = (low & LOWER) << HALF | np.uint64(entry)
+    rows[own + NOTES], rows[own + REST] = 0, 0
+    for tier in range(tiers):
+        for word in range(words):
+            at = (wide << PLACE) + BITS + tier * words + word
+            bits, rows[at] = rows[at], 0
+            for bit in range(64 if bits else 0):
+                if bits >> np.uint64(bit) & ONE:
+                    _set_note(rows, entry, number, _note_of(tier, word << 6 | bit))
+                    number += 1
+    rows[wide << PLACE] = np.uint64(counters[WIDE_FREE])
+    counters[WIDE_FREE] = _row_number(most, tiers, words, wide) + 1
+
+
+@njit(forceinline=True)
+def _add(table, rows, named, most, tiers, words, counters, entry, tier, holder):
+    """Whether that is new."""
+    if wide_of(rows, entry) == NOBODY:
+        note = _note_of(tier, holder)
+        for number in range(FEW_HOLD):
+            found = note_at(rows, entry, number)
+            if found == note:
+                return False
+            if found == 0:
+                _set_note(rows, entry, number, note)
+                return True
+        _widen(table, rows, named, most, tiers, words, counters, entry)
+    at, bit = _bit_at(wide_of(rows, entry), words, tier, holder)
+    if rows[at] & bit:
+        return False
+    rows[at] |= bit
+    rows[(entry << PLACE) + REST] += ONE
+    return True
+
+
+@njit(forceinline=True)
+def _take(table, rows, most, tiers, words, free, counters, entry, tier, holder):
+    """Whether it held it. An entry that nobody holds is free."""
+    wide, own = wide_of(rows, entry), entry << PLACE
+    if wide != NOBODY:
+        at, bit = _bit_at(wide, words, tier, holder)
+        if not rows[at] & bit:
+            return False
+        rows[at] ^= bit
+        rows[own + REST] -= ONE
+        if rows[own + REST] == NARROW:
+            _narrow(table, rows, most, tiers, words, counters, entry)
+        return True
+    number = _find_note(rows, entry, _note_of(tier, holder))
+    if number < 0:
+        return False
+    last = number
+    while last + 1 < FEW_HOLD and note_at(rows, entry, last + 1):
+        last += 1
+    _set_note(rows, entry, number, note_at(rows, entry, last))
+    _set_note(rows, entry, last, np.uint64(0))
+    if last == 0:
+        _empty_slot(table, _slot_of(table, rows, rows[own], rows[own + HIGH]))
+        free[counters[FREE]] = entry
+        counters[FREE] += 1
+        counters[LIVE] -= 1
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- changes
+
+
+@njit
+def store(table, rows, named, most, tiers, words, free, counters, hashes, tier, holder, log, logged):
+    """Note `hashes` `[n, 2]` as held; returns how many were, fewer than n when the index is full. New holdings are
+    appended to `log` from `logged` on, which has room for n, as `entry * tiers + tier`; the second result is its new
+    length."""
+    fetched = np.uint64(0)
+    for number in range(len(hashes)):
+        if number % AT_ONCE == 0:
+            fetched ^= fetch(table, rows, hashes[number : number + AT_ONCE])
+        low, high = hashes[number, 0], hashes[number, 1]
+        at = _slot_of(table, rows, low, high)
+        slot = table[at]
+        if slot == NONE:
+            if counters[FREE] == 0:
+                return number, logged, fetched
+            counters[FREE] -= 1
+            counters[LIVE] += 1
+            entry = np.int64(free[counters[FREE]])
+            rows[entry << PLACE], rows[(entry << PLACE) + HIGH] = low, high
+            table[at] = (low & LOWER) << HALF | np.uint64(entry)
+        else:
+            entry = entry_at(named, most, tiers, words, np.int64(slot & LOWER))
+        if _add(table, rows, named, most, tiers, words, counters, entry, tier, holder):
+            log[logged] = entry * tiers + tier
+            logged += 1
+    return len(hashes), logged, fetched
+
+
+@njit
+def remove(table, rows, named, most, tiers, words, free, counters, hashes, tier, holder):
+    """Note `hashes` `[n, 2]` as held no more; returns how many were."""
+    removed, fetched = 0, np.uint64(0)
+    for number in range(len(hashes)):
+        if number % AT_ONCE == 0:
+            fetched ^= fetch(table, rows, hashes[number : number + AT_ONCE])
+        place = place_of(table, rows, hashes[number, 0], hashes[number, 1])
+        if place != NOBODY:
+            entry = entry_at(named, most, tiers, words, place)
+            removed += _take(table, rows, most, tiers, words, free, counters, entry, tier, holder)
+    return removed, fetched
+
+
+@njit
+def forget(table, rows, most, tiers, words, free, counters, holder, log, logged, count):
+    """Take back the last `count` of what `log` notes of a holder; returns how much of that it still held."""
+    removed = 0
+    for number in range(logged - 1, logged - 1 - count, -1):
+        entry, tier = np.int64(log[number] // tiers), log[number] % tiers
+        removed += _take(table, rows, most, tiers, words, free, counters, entry, tier, holder)
+    return removed
+
+
+@njit
+def compact(rows, tiers, words, holder, log, logged, marks):
+    """Drop from `log` what the holder holds no more, and of what is noted twice the earlier: that was given back
+    meanwhile, or was of another block with the same entry. Returns its new length. `marks` are bits, none set before
+    or after."""
+    kept = logged
+    for number in range(logged - 1, -1, -1):
+        note = log[number]
+        word, bit = bit_of(note)
+        if not marks[word] & bit and _holds(rows, words, note // tiers, note % tiers, holder):
+            marks[word] |= bit
+            kept -= 1
+            log[kept] = note
+    log[: logged - kept] = log[kept:logged].copy()
+    for number in range(logged - kept):
+        marks[log[number] >> 6] = 0
+    return logged - kept

@@ -1,0 +1,342 @@
+"""The longest prefix of a chain that each holder has, for Numba to compile. Pure but for the arrays it fills.
+
+Workers evict leaves first, so along a chain of hashes the holders only ever get fewer: what is equal at both ends of a
+stretch is equal in between, and a look-up asks only where it is not. What vaults hold is one pool, with gaps anywhere:
+there every block is asked for.
+"""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from services.placement.index.entry_kernels import (
+    AT_ONCE,
+    BITS,
+    FEW_HOLD,
+    HALF,
+    LINE,
+    LOWER,
+    NOBODY,
+    NONE,
+    ONE,
+    PLACE,
+    bit_of,
+    fetch,
+    holder_in,
+    is_of,
+    note_at,
+    place_of,
+    tier_in,
+)
+
+UNASKED = -2
+IN_A_ROW = 32  # blocks, where each will be looked at, that memory is asked for at a time
+FEW = 120  # blocks, at most, that are asked for one and all; more are narrowed down first
+
+DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)  # its 64 stretches of 6 bits are all different
+BIT_NUMBER = np.zeros(64, dtype=np.int64)
+for _number in range(64):
+    BIT_NUMBER[(int(DE_BRUIJN) << _number & 0xFFFF_FFFF_FFFF_FFFF) >> 58] = _number
+
+
+@njit
+def _lose(before, after, depth, depths):
+    """Those that have the chain up to `depth` and not beyond."""
+    for word in range(len(before)):
+        gone = before[word] & ~after[word]
+        while gone:
+            lowest = gone & (~gone + ONE)
+            depths[word * 64 + BIT_NUMBER[(lowest * DE_BRUIJN) >> np.uint64(58)]] = depth
+            gone ^= lowest
+
+
+@njit(forceinline=True)
+def _place_at(table, rows, hashes, places, at):
+    """Place of block `at` of the chain; asked for once."""
+    if places[at] == UNASKED:
+        places[at] = place_of(table, rows, hashes[at, 0], hashes[at, 1])
+    return places[at]
+
+
+@njit(forceinline=True)
+def _step_at(starts, steps, at):
+    """The last step that starts at `at` or before it."""
+    low, high = 0, steps
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if starts[middle] <= at:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit
+def _few_who(rows, tier, place, going, sets, among, out):
+    """Add to `sets[out]` those of `sets[among]` that go on, as the notes of an entry say."""
+    for number in range(FEW_HOLD):
+        note = note_at(rows, place, number)
+        if note == 0:
+            break
+        if tier_in(note) == tier:
+            word, bit = bit_of(holder_in(note))
+            sets[out, word] |= bit & going[word] & sets[among, word]
+
+
+@njit(forceinline=True)
+def _who(rows, most, tier, place, going, faster, step, sets, among, out):
+    """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
+    another one. Whether somebody has not."""
+    words, column = len(going), (place << PLACE) + BITS + tier * len(going)
+    for word in range(words):
+        who = faster[step, word]
+        if place >= most:
+            who |= going[word] & rows[column + word]
+        sets[out, word] = who & sets[among, word]
+    if NOBODY < place < most:
+        _few_who(rows, tier, place, going, sets, among, out)
+    differs = False
+    for word in range(words):
+        differs |= sets[out, word] != sets[among, word]
+    return differs
+
+
+@njit
+def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out):
+    """Who has in a tier the block after the last that it has in faster ones."""
+    out[:] = 0
+    words = len(out)
+    for step in range(steps):
+        place = _place_at(table, rows, hashes, places, starts[step])
+        if place == NOBODY:
+            continue
+        if place >= most:
+            column = (place << PLACE) + BITS + tier * words
+            for word in range(words):
+                before = sets[step - 1, word] if step else anyone[word]
+                out[word] |= before & ~sets[step, word] & rows[column + word]
+            continue
+        for number in range(FEW_HOLD):
+            note = note_at(rows, place, number)
+            if note == 0:
+                break
+            if tier_in(note) == tier:
+                word, bit = bit_of(holder_in(note))
+                before = sets[step - 1, word] if step else anyone[word]
+                out[word] |= before & ~sets[step, word] & bit
+
+
+@njit(forceinline=True)
+def _fetch_wide(rows, most, column, words, places, asked):
+    """Have memory bring what wide rows say of a tier beyond their first line, of places that are known. The result
+    means nothing."""
+    seen = np.uint64(0)
+    if column + words <= LINE:
+        return seen
+    for number in range(len(asked)):
+        place = places[asked[number]]
+        if place >= most:
+            for word in range(0, words, LINE):
+                seen ^= rows[(place << PLACE) + column + word]
+    return seen
+
+
+@njit
+def _few_pooled(rows, tier, place, pool):
+    """Bits of some of the pool that have a block, as the notes of its entry say."""
+    held = np.uint64(0)
+    for number in range(FEW_HOLD):
+        note = note_at(rows, place, number)
+        if note == 0:
+            break
+        if tier_in(note) == tier:
+            word, bit = bit_of(holder_in(note))
+            held |= pool[word] & bit
+    return held
+
+
+@njit(forceinline=True)
+def _is_pooled(rows, most, tier, place, pool):
+    held = np.uint64(0)
+    if place >= most:
+        column = (place << PLACE) + BITS + tier * len(pool)
+        for word in range(len(pool)):
+            held |= rows[column + word] & pool[word]
+    else:
+        note = note_at(rows, place, 0)
+        if tier_in(note) == tier:  # as of most that lie in vaults
+            word, bit = bit_of(holder_in(note))
+            held = pool[word] & bit
+        if not held:
+            held = _few_pooled(rows, tier, place, pool)
+    return held != 0
+
+
+@njit(forceinline=True)
+def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end):
+    """The first block from `first` on, or `end`, that nobody of the pool has. Each pass over them reads what the next
+    one hangs on, so that memory brings it at once. The second result means nothing."""
+    mask = np.uint64(len(table) - 1)
+    seen = np.uint64(0)
+    for number in range(first, end):
+        seen ^= table[hashes[number, 0] & mask]
+    for number in range(first, end):
+        tag = hashes[number, 0] & LOWER
+        at = tag & mask
+        slot = table[at]
+        while slot != NONE and slot >> HALF != tag:
+            at = (at + ONE) & mask
+            slot = table[at]
+        places[number] = NOBODY
+        if slot != NONE:
+            place = np.int64(slot & LOWER)
+            places[number] = place
+            seen ^= rows[(place << PLACE) + (BITS + tier * len(pool) if place >= most else 0)]
+    for number in range(first, end):
+        if places[number] == NOBODY:
+            return number, seen
+        place = places[number]
+        if not is_of(rows, place, hashes[number, 0], hashes[number, 1]):  # another one with this tag
+            places[number] = place_of(table, rows, hashes[number, 0], hashes[number, 1])
+            place = places[number]
+        if place == NOBODY or not _is_pooled(rows, most, tier, place, pool):
+            return number, seen
+    return end, seen
+
+
+@njit(forceinline=True)
+def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
+    """The first block from `at` on that nobody of the pool has. Each is asked for: what lies in several places and is
+    evicted by none but its own rules may have gaps anywhere."""
+    seen = np.uint64(0)
+    end = at + 1  # mostly the first one says it
+    while at < len(hashes):
+        at, fetched = _first_not_pooled(table, rows, most, hashes, places, tier, pool, at, end)
+        seen ^= fetched
+        if at < end:
+            break
+        end = min(at + IN_A_ROW, len(hashes))
+    return at, seen
+
+
+@njit
+def _go_on_in_pool(table, rows, most, hashes, places, tier, pool, starts, steps, anyone, depths):
+    """Add to the depths of `anyone`, which are those that `starts[:steps]` names, what the pool has without a gap from
+    there on; returns what it has from the start. A stretch that it has is looked at once, whoever comes to it."""
+    ends = np.empty(len(hashes) + 1, dtype=np.int64)
+    ends[len(hashes)] = len(hashes)
+    end, seen = -1, np.uint64(0)
+    for step in range(steps):
+        at = starts[step]
+        if at >= end or step == 0:
+            end, fetched = _end_in_pool(table, rows, most, hashes, places, tier, pool, at)
+            seen ^= fetched
+        ends[at] = end
+    for word in range(len(anyone)):
+        for bit in range(64):
+            if anyone[word] >> np.uint64(bit) & ONE:
+                depths[word * 64 + bit] = ends[depths[word * 64 + bit]]
+    return ends[0], seen
+
+
+@njit
+def find(table, rows, most, hashes, used, anyone, pool, depths):
+    """Length of the longest prefix of the chain `hashes` `[n, 2]` that each holder of `anyone` has in each tier and
+    faster ones, to `depths` `[tiers, holders]`; tiers from `used` on are those of nobody. In the last tier it goes on
+    as far as each block is held there by some holder of `pool`. Returns how far that is for whoever has nothing, and a
+    number that means nothing.
+
+    Within one tier holders only get fewer along a chain. Over several that holds from where a faster tier ends, if the
+    next one goes on there: whoever does not go on stays as it is.
+
+    A tier's result is a list of steps: from block `starts[i]` on it is `sets[i]` that have all blocks so far. While it
+    is looked for, step i is known to lie behind `behind[i]`, and at `starts[i]` or before. All open steps are narrowed
+    down at once, so that memory has several blocks to fetch at a time.
+    """
+    count, words = len(hashes), len(anyone)
+    depths[:] = 0
+    if count == 0:
+        return 0, np.uint64(0)
+    longest = 64 * words + 2  # steps: each but the first loses somebody, and one is being tried
+    places = np.full(count, UNASKED, dtype=np.int64)
+    starts, behind = np.zeros(longest, dtype=np.int64), np.zeros(longest, dtype=np.int64)
+    sets = np.empty((longest, words), dtype=np.uint64)  # written before they are read, and large where workers are many
+    sets[0, :] = 0
+    steps = 1
+    next_starts, next_behind = np.zeros(longest, dtype=np.int64), np.zeros(longest, dtype=np.int64)
+    next_sets = np.empty((longest, words), dtype=np.uint64)
+    asked, asked_hashes = np.empty(longest + FEW, dtype=np.int64), np.empty((longest + FEW, 2), dtype=np.uint64)
+    fetched = np.uint64(0)
+    faster_starts, faster_sets = np.zeros(longest, dtype=np.int64), np.empty((longest, words), dtype=np.uint64)
+    going = np.zeros(words, dtype=np.uint64)
+
+    for tier in range(used):
+        _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, going)
+        if not going.any():
+            if tier:
+                depths[tier] = depths[tier - 1]
+            continue
+        faster_starts, starts = starts, faster_starts
+        faster_sets, sets = sets, faster_sets
+        faster = steps
+        for word in range(words):
+            sets[1, word] = anyone[word]
+        _who(rows, most, tier, places[0], going, faster_sets, 0, sets, 1, 0)
+        last_place = _place_at(table, rows, hashes, places, count - 1)
+        step = _step_at(faster_starts, faster, count - 1)
+        steps = 1 + _who(rows, most, tier, last_place, going, faster_sets, step, sets, 0, 1)
+        starts[0], starts[1], behind[1] = 0, count - 1, 0
+        while True:
+            unsure = unknown = 0
+            for step in range(1, steps):
+                unsure += starts[step] - behind[step] > 1
+                unknown += starts[step] - behind[step] - 1
+            if unsure == 0:
+                break
+            between = AT_ONCE // unsure + 1 if unknown > FEW else FEW
+            asking = 0
+            for step in range(1, steps):
+                stride = (starts[step] - behind[step] + between) // (between + 1)
+                for at in range(behind[step] + stride, starts[step], stride):
+                    if places[at] == UNASKED:
+                        asked[asking] = at
+                        asked_hashes[asking, 0], asked_hashes[asking, 1] = hashes[at, 0], hashes[at, 1]
+                        asking += 1
+            fetched ^= fetch(table, rows, asked_hashes[:asking])
+            for number in range(asking):
+                _place_at(table, rows, hashes, places, asked[number])
+            fetched ^= _fetch_wide(rows, most, BITS + tier * words, words, places, asked[:asking])
+            found = 1
+            next_starts[0] = 0
+            for word in range(words):
+                next_sets[0, word] = sets[0, word]
+            for step in range(1, steps):
+                stride = (starts[step] - behind[step] + between) // (between + 1)
+                last = behind[step]
+                while last < starts[step]:
+                    at = min(last + stride, starts[step])
+                    so_far = _step_at(faster_starts, faster, at)
+                    if _who(rows, most, tier, places[at], going, faster_sets, so_far, next_sets, found - 1, found):
+                        next_starts[found], next_behind[found] = at, last
+                        found += 1
+                    last = at
+            starts, next_starts = next_starts, starts
+            behind, next_behind = next_behind, behind
+            sets, next_sets = next_sets, sets
+            steps = found
+        for step in range(1, steps):
+            _lose(sets[step - 1], sets[step], starts[step], depths[tier])
+        going[:] = 0
+        _lose(sets[steps - 1], going, count, depths[tier])
+    for tier in range(used, len(depths)):
+        depths[tier] = depths[used - 1]
+    if not pool.any():
+        return 0, fetched
+    last = len(depths) - 1
+    pooled, seen = _go_on_in_pool(
+        table, rows, most, hashes, places, last, pool, starts, steps, anyone, depths[last]
+    )  # fmt: skip
+    return pooled, fetched ^ seen

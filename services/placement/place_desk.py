@@ -1,0 +1,188 @@
+"""Loop: what Clients ask on `kvf.place`, from the bytes to the answer: while the answer is of use.
+
+Messages are taken in as they come, and one is decided per turn of the event loop: so what waits does so here, where it
+is seen how old it is, and not unread in a socket. Whoever has the least time left goes first. What is late costs a look
+at two of its fields, and gets no answer: its asker has placed it by the ring.
+
+    listening ──10 ms of work wait──▶ standing back ──4 requests wait──▶ listening
+
+To read what will be late costs a tenth of deciding it. So a desk that is behind stands back from the queue group: other
+replicas have what comes then, and without any the server tells askers at once that nobody listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from kvproto import codec
+from kvproto.connection import Message, Subscription
+from kvproto.errors import CodecError
+from kvproto.sealed_inbox import is_of_the_fleet
+from services.placement import intake
+from services.placement.actions import Action, Answer, Fail
+from services.placement.events import PlaceAsked
+from services.placement.lateness import Lateness
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 8192
+MAX_PRIORITY = 100
+LATE_IN_A_ROW = 64  # before others have a turn
+BEHIND_S = 0.01  # of work that waits; but never more than 256 requests, nor fewer than 12
+MOST, FEWEST, FEW = 256, 12, 4
+NEWEST = 0.05  # weight of a decision in how long one takes
+LOOK_S, DRAIN_S = 0.001, 1.0
+
+Guard = Callable[[Callable[[Message], Awaitable[None]]], Callable[[Message], Awaitable[None]]]
+
+
+class PlaceDesk:
+    """Owned by the placement loop. `decide` has the core decide, `carry_out` sends what comes of it, `guard` is put
+    around each answer, `spawn` owns tasks. Who cannot prove to be of the fleet has no more than `max_priority`."""
+
+    def __init__(
+        self,
+        decide: Callable[[PlaceAsked, dict[str, str] | None], list[Action]],
+        carry_out: Callable[[Iterable[Action]], Awaitable[None]],
+        guard: Guard,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        fleet_key: bytes,
+        max_priority: int,
+    ) -> None:
+        self.late_total = 0  # not decided
+        self.stood_back_total = 0  # times
+        self.refused_total = 0  # because the bytes or a field were wrong
+        self.ignored_total = 0  # without an inbox to answer to
+        self.decisions_total = 0
+        self.decision_seconds_total = 0.0  # own time of them
+        self._decide = decide
+        self._carry_out = carry_out
+        self._guard = guard
+        self._spawn = spawn
+        self._listen: Callable[[], Awaitable[list[Subscription]]] | None = None
+        self._listening: list[Subscription] = []
+        self._is_behind = False
+        self._stopped = False
+        self._fleet_key = fleet_key
+        self._max_priority = max_priority
+        self._lateness = Lateness()
+        self._usual_s = 0.0  # a decision
+        self._waiting: list[tuple[float, int, Message, bool]] = []  # a heap: until when, the how-manieth, from abroad
+        self._numbers = count()
+        self._came = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def on_place(self, message: Message) -> None:
+        self._take(message, abroad=False)
+
+    async def on_place_abroad(self, message: Message) -> None:
+        self._take(message, abroad=True)
+
+    def _take(self, message: Message, *, abroad: bool) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self.late_total += 1
+            return
+        now = asyncio.get_running_loop().time()
+        heapq.heappush(self._waiting, (self._due(message, now), next(self._numbers), message, abroad))
+        self._came.set()
+
+    async def start(self, listen: Callable[[], Awaitable[list[Subscription]]]) -> None:
+        self._listen = listen
+        self._listening = await listen()
+
+    async def stop(self) -> None:
+        """Take no more; what was sent is still read, and decided if `run` goes on. Never raises."""
+        self._stopped = True
+        await self._let_go()
+
+    async def _stand_back(self) -> None:
+        """Until there is little left to do."""
+        self.stood_back_total += 1
+        await self._let_go()
+        while len(self._waiting) > FEW:
+            await asyncio.sleep(LOOK_S)
+        if not self._stopped and self._listen is not None:
+            self._listening = await self._listen()
+        self._is_behind = False
+
+    async def _let_go(self) -> None:
+        listening, self._listening = self._listening, []
+        for one in listening:
+            try:
+                await asyncio.wait_for(one.drain(), DRAIN_S)
+            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
+                log.debug("placement: while standing back: %r", error)
+
+    async def run(self) -> None:
+        """For as long as the loop lives."""
+        late_in_a_row = 0
+        while True:
+            while not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+            if len(self._waiting) * max(self._usual_s, BEHIND_S / MOST) > BEHIND_S and not self._is_behind:
+                self._is_behind = True
+                self._spawn(self._stand_back())
+            due, _, message, abroad = heapq.heappop(self._waiting)
+            now = asyncio.get_running_loop().time()
+            if due < now:
+                self.late_total += 1
+                late_in_a_row += 1
+                if late_in_a_row < LATE_IN_A_ROW:
+                    continue
+            else:
+                await self._guard(self._answer_abroad if abroad else self._answer)(message)
+                took_s = asyncio.get_running_loop().time() - now
+                self._usual_s += NEWEST * (min(took_s, BEHIND_S / FEWEST) - self._usual_s)
+            late_in_a_row = 0
+            await asyncio.sleep(0)
+
+    def _due(self, message: Message, arrived: float) -> float:
+        try:
+            fields = codec.open_map(message.data)
+        except CodecError:
+            fields = {}  # its asker is told
+        asker = message.reply.rpartition(".")[0]
+        return self._lateness.due(asker, fields.get("deadline_ms"), fields.get("expires_unix_ms"), arrived)
+
+    async def _answer_abroad(self, message: Message) -> None:
+        await self._answer(message, abroad=True)
+
+    async def _answer(self, message: Message, *, abroad: bool = False) -> None:
+        began = time.perf_counter()
+        if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
+            self.ignored_total += 1
+            return
+        most = MAX_PRIORITY if is_of_the_fleet(message.reply, self._fleet_key) else self._max_priority
+        read = intake.read_place(message.subject, message.reply, message.data, max_priority=most)
+        if isinstance(read, Fail):
+            self.refused_total += 1
+            await self._carry_out([read])
+            return
+        actions = self._decide(replace(read, abroad=abroad) if abroad else read, message.headers)
+        self.decisions_total += 1
+        self.decision_seconds_total += time.perf_counter() - began
+        if log.isEnabledFor(logging.DEBUG):
+            say_placed(read.ask.request, actions)
+        await self._carry_out(actions)
+
+
+def say_placed(request: str | None, actions: list[Action]) -> None:
+    """For whoever reads the logs of one request; the ledger knows more."""
+    for action in actions:
+        if isinstance(action, Answer):
+            one = action.placement
+            about = {"request": request, "worker": one.worker, "attempt": one.attempt}
+            log.debug("request %s: attempt %d goes to %s: %s", request, one.attempt, one.worker, one.why, extra=about)
+        elif isinstance(action, Fail):
+            log.debug("request %s: refused: %s", request, action.failed.message, extra={"request": request})

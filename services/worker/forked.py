@@ -1,0 +1,21 @@
+"""Wiring of a process that becomes a worker as often as its owner asks: `kvfleet up` starts those of one machine so.
+
+What takes most of a worker's start, importing torch and transformers, is done once and shared.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import sys
+
+from kvservice import fork_server
+from services.worker import main as worker
+from services.worker.engine_factory import import_torch
+
+
+def main() -> None:
+    gc.disable()  # nothing of what is imported is garbage
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    import_torch()
+    fork_server.serve(channel, worker.main)

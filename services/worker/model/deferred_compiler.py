@@ -1,0 +1,131 @@
+"""Keeps torch's compiler out of a worker that compiles nothing. Adapter to how torch and transformers import it.
+
+transformers marks functions for `torch.compile` where they are defined and asks whether tensors are sharded over
+processes; torch checks arguments as its symbolic shapes do. That imports torch._dynamo, torch.distributed.tensor and
+sympy, which takes as much time as torch itself. Here those modules are there, but their own code runs only once
+somebody asks for more of them than what can be answered without. Where another version asks for more while a model is
+loaded, they are loaded then: later, never otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import reduce
+from importlib.machinery import ModuleSpec
+from operator import and_, or_
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+from transformers.utils import is_torch_distributed_available
+
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    """A decorator that marks a function for the compiler; without one there is nothing to mark."""
+    return function if function is not None else _unmarked
+
+
+def _of_numbers(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of this name of torch's symbolic shapes, which for plain numbers is `answer`."""
+
+    def answered(*values: Any) -> Any:
+        if _is_plain(values):
+            return answer(*values)
+        return getattr(_loaded(SHAPES), name)(*values)
+
+    return answered
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int)
+
+
+class _NoExpression:
+    """Nothing is one: there are no symbolic expressions before sympy is loaded."""
+
+
+COMPILER, SHAPES, SYMBOLS = "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy"
+ALONE = {COMPILER: ("_trace_wrapped_higher_order_op",)}  # what masks are made with needs nothing else of it
+SAME = (
+    "expect_true", "guard_bool", "guard_int", "guard_or_false", "guard_or_true", "guarding_hint_or_throw",
+    "guard_size_oblivious", "statically_known_true",
+)  # fmt: skip
+KNOWN: Mapping[str, Mapping[str, object]] = {
+    COMPILER: dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _unmarked),
+    SHAPES: {
+        **{name: _of_numbers(name, lambda value, *_: value) for name in SAME},
+        "is_nested_int": _of_numbers("is_nested_int", lambda size: False),
+        "has_guarding_hint": _of_numbers("has_guarding_hint", lambda size: True),
+        "sym_eq": _of_numbers("sym_eq", lambda a, b: tuple(a) == tuple(b) if isinstance(a, (tuple, list)) else a == b),
+        "sym_or": _of_numbers("sym_or", lambda *values: reduce(or_, values)),
+        "sym_and": _of_numbers("sym_and", lambda *values: reduce(and_, values)),
+    },
+    SYMBOLS: {"Basic": _NoExpression},
+}
+
+
+class _Deferred(ModuleType):
+    """A module whose own code has not run to its end. It has no path, so whatever lies in a package loads it first."""
+
+    def __getattr__(self, name: str) -> Any:
+        if (known := KNOWN[self.__name__].get(name)) is not None:
+            return known
+        is_special = name.startswith("__") and name.endswith("__") and (name != "__path__" or not _folders(self))
+        if is_special or self.__name__ in _loading:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(_loaded(self.__name__), name)
+
+
+_loading: set[str] = set()  # the modules whose code runs just now
+
+
+def _folders(module: ModuleType) -> list[str] | None:
+    return module.__spec__.submodule_search_locations if module.__spec__ is not None else None
+
+
+def _loaded(name: str) -> Any:
+    module = sys.modules[name]
+    spec = module.__spec__
+    if isinstance(module, _Deferred) and name not in _loading and spec is not None and spec.loader is not None:
+        _loading.add(name)
+        if (folders := _folders(module)) is not None:
+            module.__path__ = folders
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            _loading.discard(name)
+        module.__class__ = ModuleType  # type: ignore[assignment]  # it is whole now
+    return module
+
+
+def defer_compiler() -> None:
+    """Before transformers' models are imported. What is imported already stays as it is."""
+    for name in KNOWN:
+        if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
+            _defer(name, spec)
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        is_torch_distributed_available()  # transformers asks once and remembers: no model here is sharded
+    finally:
+        torch.distributed.is_available = is_available
+
+
+def _defer(name: str, spec: ModuleSpec) -> None:
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    module.__class__ = _Deferred
+    for part in ALONE.get(name, ()):
+        with suppress(ImportError):
+            importlib.import_module(f"{name}.{part}")
+    module.__dict__.pop("__path__", None)

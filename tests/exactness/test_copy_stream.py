@@ -1,0 +1,99 @@
+"""What a GPU's copies wait for, told by a stand-in: there is no GPU here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_model
+
+from kvproto.messages import Sampling
+from services.worker.model import runner as module
+from services.worker.model.attention.reference import ReferenceBackend
+from services.worker.model.copy_stream import pinned_memory, stream_of
+from services.worker.model.loader import adopt_model
+from services.worker.model.runner import TorchRunner
+from services.worker.step_plan import Draw, Slice
+
+DRAW = Draw(Sampling(1, temperature=0.0), 0, 0)
+
+
+class NotedStream:
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def stepped(self) -> None:
+        self.did.append("stepped")
+
+    def wait_for_step(self) -> None:
+        self.did.append("wait")
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        self.did.append("copying")
+        yield
+
+    def finish(self) -> None:
+        self.did.append("finish")
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> tuple[TorchRunner, NotedStream]:
+    stream = NotedStream()
+    monkeypatch.setattr(module, "stream_of", lambda device: stream)
+    return TorchRunner(adopt_model(make_model("llama")), ReferenceBackend(), 8, 16), stream
+
+
+def test_a_step_without_draws_is_waited_for_and_one_with_them_waits_itself(
+    rig: tuple[TorchRunner, NotedStream],
+) -> None:
+    runner, stream = rig
+    runner.run([Slice([1, 2, 3], 0, [0], None)])
+    assert stream.did == ["stepped", "wait"]
+    runner.run([Slice([4], 3, [0], DRAW), Slice([5, 6], 0, [1], None)])
+    assert stream.did == ["stepped", "wait", "stepped"]
+
+
+def test_copies_come_after_steps_and_copies_between_blocks(rig: tuple[TorchRunner, NotedStream]) -> None:
+    runner, stream = rig
+    runner.run([Slice(list(range(16)), 0, [2], DRAW)])
+    runner.copy_blocks([(2, 3)])
+    runner.copy_blocks([])
+    assert stream.did == ["stepped", "stepped"]
+    one, other = (bytearray(runner.memory.block_bytes) for _ in range(2))
+    for block, target in ((2, one), (3, other)):
+        runner.memory.read(block, memoryview(target))
+    assert one == other != bytearray(len(one))
+    runner.memory.write(5, memoryview(one))
+    assert runner.difference(5, 2) == 0
+    assert stream.did[2:] == ["copying", "finish"] * 3
+    assert runner.memory.view(2) is None
+
+
+def test_a_step_that_fails_may_have_begun(rig: tuple[TorchRunner, NotedStream]) -> None:
+    runner, stream = rig
+    with pytest.raises(IndexError):
+        runner.run([Slice([10**6], 0, [0], DRAW)])
+    assert stream.did == ["stepped"]
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_pinned_memory_is_as_large_as_asked_for(error: int) -> None:
+    registered: list[tuple[int, int]] = []
+
+    def register(address: int, size: int) -> int:
+        registered.append((address, size))
+        return error
+
+    memory = pinned_memory(5 * 4096 + 7, register)
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    assert registered == [(address, 5 * 4096 + 7)]
+    memory[:3] = b"abc"
+    assert bytes(memory[:4]) == b"abc\0"
+
+
+def test_the_host_needs_none_of_it() -> None:
+    assert stream_of(torch.device("cpu")) is None

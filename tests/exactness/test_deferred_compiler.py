@@ -1,0 +1,51 @@
+"""A worker starts without torch's compiler, and the compiler is whole for those who ask for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LOADED = """
+import sys
+from services.worker.model.deferred_compiler import defer_compiler
+defer_compiler()
+from services.worker.model.loader import load_model
+from services.worker.model_folder import resolve_model
+model = load_model(resolve_model("demo")).model
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", LOADED + code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_is_loaded_without_the_compiler() -> None:
+    heavy = "'torch._dynamo.utils', 'torch._inductor', 'torch.distributed.tensor', 'sympy.core'"
+    assert run(f"print([name for name in ({heavy}) if name in sys.modules])") == "[]\n"
+
+
+def test_whoever_asks_for_the_compiler_has_all_of_it() -> None:
+    code = """
+import sympy, torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=True)
+print(compiled(torch.ones(2)).tolist(), compiled(torch.ones(3)).tolist(), sympy.Symbol("x") + 1)
+"""
+    assert run(code) == "[2.0, 2.0] [2.0, 2.0, 2.0] x + 1\n"
+
+
+def test_numbers_on_no_device_are_what_torch_says() -> None:
+    code = """
+import torch
+with torch.device("meta"):
+    halves = 1.0 / (10000.0 ** (torch.arange(0, 8, 2, dtype=torch.float) / 8))
+    both = torch.nn.Linear(3, 5).weight * torch.ones(5, 1)
+print(tuple(halves.shape), tuple(both.shape), both.dtype)
+try:
+    torch.empty(2, 3, device="meta") * torch.empty(4, 3, device="meta")
+except RuntimeError as error:
+    print("refused")
+"""
+    assert run(code) == "(4,) (5, 3) torch.float32\nrefused\n"

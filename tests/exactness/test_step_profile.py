@@ -1,0 +1,80 @@
+"""What a step takes of a device's memory: measured at start, and known when it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny_models import make_model
+
+from kvproto.errors import OutOfMemory
+from services.worker.model.base import Drawn
+from services.worker.model.kv_pool import KvShape, blocks_that_fit, free_bytes, is_out_of_memory
+from services.worker.model.loader import adopt_model
+from services.worker.model.runner import TorchRunner
+from services.worker.model.step_profile import meter_of, step_bytes
+from services.worker.step_plan import Slice
+
+
+class CountingMeter:
+    """Says that a step takes so many bytes, as a GPU would."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def begin(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 1_000
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1_000, [40]), (25, [40, 20]), (3, [40, 20, 10, 5, 2])])
+def test_the_largest_step_is_measured_before_the_pool_is_made(
+    most: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    run = TorchRunner.run
+
+    def limited(runner: TorchRunner, slices: Sequence[Slice]) -> list[Drawn]:
+        tried.append(len(slices[0].ids))
+        if tried[-1] > most:
+            raise OutOfMemory("the scores are too large")
+        return run(runner, slices)
+
+    monkeypatch.setattr(TorchRunner, "run", limited)
+    meter = CountingMeter()
+    assert step_bytes(adopt_model(make_model("llama")), 16, 40, meter) == 1_100
+    assert (tried, meter.ended) == (steps, len(steps))
+    assert step_bytes(adopt_model(make_model("llama")), 16, 40, None) == 0
+    assert meter_of(torch.device("cpu")) is None
+
+
+def test_what_the_largest_step_takes_is_left_free() -> None:
+    cpu = torch.device("cpu")
+    shape = KvShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+    free = free_bytes(cpu)
+    left = free // 10
+    most = blocks_that_fit(shape, 16, cpu, 0.9, free - left) * shape.bytes_per_block(16)
+    assert most < 1.5 * left
+    with pytest.raises(OutOfMemory, match="steps of"):
+        blocks_that_fit(shape, 16, cpu, 0.9, 2 * free)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: out of memory",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+    ],
+)
+def test_what_a_device_says_when_its_memory_is_full(says: str) -> None:
+    assert is_out_of_memory(RuntimeError(says))
+    assert not is_out_of_memory(ValueError(says))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

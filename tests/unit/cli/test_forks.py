@@ -1,0 +1,109 @@
+"""Processes of a fork server, for real: what they are given, how they end, and what becomes of them without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.forks import Forked, Forks
+from tests.support.waiting import LIMIT_S, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+SERVER = """
+import json, os, socket, sys, time
+from kvservice.fork_server import serve
+
+def become(flags):
+    say = {"pid": os.getpid(), "flags": flags, "session": os.getsid(0), "told": os.environ.get("TOLD")}
+    with open(flags[0] + ".part", "w") as file:
+        json.dump(say, file)
+    os.rename(flags[0] + ".part", flags[0])
+    if flags[1] == "wait":
+        time.sleep(600)
+    sys.exit(int(flags[1]))
+
+serve(socket.socket(fileno=int(sys.argv[1])), become)
+"""
+
+
+@pytest.fixture
+def forks() -> Iterator[Forks]:
+    forks = Forks(lambda fd: [sys.executable, "-c", SERVER, str(fd)], {})
+    yield forks
+    forks.close()
+
+
+def said(path: Path) -> dict[str, object]:
+    wait_until(path.exists)
+    return dict(json.loads(path.read_text()))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_each_is_a_process_of_its_own_with_its_flags_and_variables(forks: Forks, tmp_path: Path) -> None:
+    first = forks.start([str(tmp_path / "a"), "3"], {"TOLD": "a"})
+    second = forks.start([str(tmp_path / "b"), "0"], {"TOLD": "b"})
+    assert (first.wait(LIMIT_S), second.wait(LIMIT_S)) == (3, 0)
+    a, b = said(tmp_path / "a"), said(tmp_path / "b")
+    assert (a["told"], b["told"]) == ("a", "b")
+    assert (a["pid"], b["pid"]) == (first.pid, second.pid)
+    assert a["session"] == a["pid"], "what the terminal sends to its owner does not reach it"
+    assert isinstance(a["flags"], list)
+    assert a["flags"][-1].startswith("--parent-pid=")
+
+
+def test_one_that_is_killed_ends_alone(forks: Forks, tmp_path: Path) -> None:
+    killed, other = (forks.start([str(tmp_path / name), "wait"], {}) for name in "ab")
+    said(tmp_path / "a"), said(tmp_path / "b")
+    wait_until(lambda: killed.poll() is None and killed.pid and other.pid)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(LIMIT_S) == -signal.SIGKILL
+    assert other.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(0.05)
+
+
+def test_with_the_server_all_end_and_the_next_has_a_new_one(forks: Forks, tmp_path: Path) -> None:
+    one = forks.start([str(tmp_path / "a"), "wait"], {})
+    flags = said(tmp_path / "a")["flags"]
+    assert isinstance(flags, list)
+    os.kill(int(flags[-1].partition("=")[2]), signal.SIGKILL)
+    assert one.wait(LIMIT_S) != 0
+    wait_until(lambda: not alive(one.pid))
+    assert forks.start([str(tmp_path / "b"), "0"], {}).wait(LIMIT_S) == 0
+
+
+def test_what_is_not_there_yet_is_ended_with_the_server(forks: Forks, tmp_path: Path) -> None:
+    slow = Forks(lambda fd: [sys.executable, "-c", "import time; time.sleep(600)"], {})
+    unborn = slow.start([str(tmp_path / "a"), "wait"], {})
+    assert unborn.poll() is None
+    unborn.send_signal(signal.SIGTERM)
+    assert unborn.wait(LIMIT_S) == -signal.SIGTERM
+    slow.close()
+
+
+def test_a_server_that_cannot_start_says_so_by_its_code(tmp_path: Path) -> None:
+    broken = Forks(lambda fd: [sys.executable, "-c", "import sys; sys.exit(7)"], {})
+    assert broken.start([], {}).wait(LIMIT_S) == 7
+
+
+def test_closing_leaves_no_process(tmp_path: Path) -> None:
+    forks = Forks(lambda fd: [sys.executable, "-c", SERVER, str(fd)], {})
+    one: Forked = forks.start([str(tmp_path / "a"), "wait"], {})
+    pid = said(tmp_path / "a")["pid"]
+    assert isinstance(pid, int)
+    forks.close()
+    assert one.poll() is not None
+    wait_until(lambda: not alive(pid))
