@@ -70,9 +70,10 @@ def test_killed_outright_it_takes_its_children_along() -> None:
     assert gone(pids, 10.0)
 
 
-def test_whatever_was_killed_leaves_no_folder_behind(tmp_path: Path) -> None:
-    temporary = tmp_path / "t"
-    temporary.mkdir()
+def test_whatever_was_killed_leaves_no_folder_behind(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    temporary = tmp_path_factory.mktemp("t")  # a short path: there are sockets two folders below it
     env = {"TMPDIR": str(temporary)}
     fleet = Up("--port", "0", "--runner", "fake", "--state-dir", str(tmp_path / "state"), env=env).wait_ready()
     for service in ("worker", "vault"):
