@@ -53,7 +53,7 @@ async def run(base: str, ingress: int) -> tuple[float, float]:
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    if (os.cpu_count() or 1) >= 2:
+    if len(os.sched_getaffinity(0)) >= 2:
         os.sched_setaffinity(pid, cores)
 
 

@@ -165,7 +165,7 @@ def summary(
     rates: list[float], spent: list[dict[str, float]], total: int, ingresses: int, sources: int
 ) -> dict[str, Any]:
     us = {name: median(one[name] for one in spent) / total * 1e6 for name in spent[0]}
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     alone = {
         "ingresses": us["ingresses"] / ingresses,
         "workers": us["workers"] / sources,
@@ -205,7 +205,7 @@ def main() -> None:
         peer="a bare nats-py subscriber",
         tokens_per_s=rate,
         bare_messages_per_s=[round(one) for one in bare],
-        cores=os.cpu_count(),
+        cores=len(os.sched_getaffinity(0)),
         streams_per_ingress=STREAMS,
         parts=[*parts, http],
     )

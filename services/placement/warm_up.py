@@ -51,6 +51,7 @@ CALLED = (
     match_kernel.fill,
     price_kernel.price,
     price_kernel.cheapest,
+    price_kernel.waits,
     count_kernel.add,
     count_kernel.take,
     count_kernel.move,

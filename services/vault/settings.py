@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from kvservice.data_plane import DataPlaneSettings
-from kvservice.free_memory import free_bytes
+from kvservice.host import free_bytes
 
 FRACTION = 0.25
 MOST_BYTES = 8 * 2**30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +11,8 @@ from tokenizers import Tokenizer
 
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Bundle
-from kvservice.free_memory import free_bytes as host_bytes_free
+from kvservice.host import cores
+from kvservice.host import free_bytes as host_bytes_free
 from services.worker.block_pool import BlockPool
 from services.worker.detokenizer import TokenizerDetokenizer
 from services.worker.engine import Engine
@@ -116,7 +116,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     from services.worker.model.loader import load_model
     from services.worker.model.step_profile import meter_of, step_bytes
 
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers_on_host)
+    threads = settings.threads or max(1, cores() // settings.workers_on_host)
     torch.set_num_threads(threads)
     disable_progress_bar()  # several workers share one terminal; who starts them shows how far they are
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvproto.errors import OutOfMemory
-from kvservice.free_memory import free_bytes as host_bytes_free
+from kvservice.host import free_bytes as host_bytes_free
 from services.worker.model.vector.memory import PagesAhead, huge_pages
 from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
 
