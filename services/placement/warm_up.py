@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
+from numba.core.dispatcher import Dispatcher
 
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
@@ -23,39 +24,20 @@ from services.placement.index.prefix_index import PrefixIndex, pack
 from services.placement.promises import BlockCounts
 from services.placement.workloads import PRICED_TIERS, Workloads
 
-SOURCES = tuple(
-    Path(str(one.__file__))
-    for one in (
-        entry_kernels,
-        find_kernel,
-        sole_kernel,
-        reading,
-        hash_kernel,
-        match_kernel,
-        price_kernel,
-        load_rows,
-        heat,
-        count_kernel,
-    )
+MODULES = (
+    entry_kernels,
+    find_kernel,
+    sole_kernel,
+    reading,
+    hash_kernel,
+    match_kernel,
+    price_kernel,
+    load_rows,
+    heat,
+    count_kernel,
 )
-CALLED = (
-    entry_kernels.store,
-    entry_kernels.remove,
-    entry_kernels.forget,
-    entry_kernels.compact,
-    find_kernel.find,
-    sole_kernel.count,
-    sole_kernel.owners,
-    reading.read,
-    hash_kernel.chain,
-    match_kernel.fill,
-    price_kernel.price,
-    price_kernel.cheapest,
-    price_kernel.waits,
-    count_kernel.add,
-    count_kernel.take,
-    count_kernel.move,
-)
+SOURCES = tuple(Path(str(one.__file__)) for one in MODULES)
+KERNELS = tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, Dispatcher))
 
 
 @cache
@@ -66,7 +48,7 @@ def warm_up() -> None:
     if folder is not None:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
         try:
-            for kernel in CALLED:
+            for kernel in KERNELS:
                 kernel.enable_caching()  # what `njit(cache=True)` does, which would look for a folder on import
         finally:
             numba.config.CACHE_DIR = before  # this process may compile other things, kept elsewhere
