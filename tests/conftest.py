@@ -1,10 +1,10 @@
 """For all tests: a real NATS server (container or process), and what runs first and last.
 
 A test that must take a minute of waiting begins in a test marked `first` and is judged in one marked `last`; the rest
-runs in between.
+of its part runs in between.
 
-`make test` runs two lanes beside each other, since half of the time is waiting: one process has whole fleets, the other
-computes. What must not run beside each other is in one lane, in its old order.
+`make test` runs two lanes beside each other, since half of the time is waiting. Each takes the next part when it is
+done with one, so both end together.
 
 What takes long and seldom tells anything that the rest does not is left to `make check-all` (`SLOW`), which CI runs
 too. Without `--part` everything that is named runs.
@@ -36,10 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
-    def place(item: pytest.Item) -> int:
-        if item.get_closest_marker("first") is not None:
-            return 0
-        return 2 if item.get_closest_marker("last") is not None else 1
+    def place(item: pytest.Item) -> tuple[int, int]:
+        begins, ends = (item.get_closest_marker(name) is not None for name in ("first", "last"))
+        return PARTS.index(part_of(item.nodeid)), ends - begins
 
     items.sort(key=place)
 
@@ -50,20 +49,26 @@ SLOW = (
     "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
 )  # fmt: skip
 
-# Of about the same length. Whatever is not named here is of the other lane.
-FLEETS = (
-    "tests/e2e/", "tests/chaos/", "tests/containers/", "tests/integration/nats/", "tests/integration/regions/",
-    "tests/integration/security/", "tests/integration/tracing/", "tests/integration/vault/",
+# In the order in which they are taken: what takes longest comes first. What stands in one waits for the others of it.
+PARTS = (
+    "tests/e2e/", "tests/unit/", "tests/integration/nats/", "tests/exactness/", "tests/integration/placement/",
+    "tests/integration/client/", "tests/integration/ingress/", "tests/integration/regions/", "tests/chaos/",
+    "tests/integration/", "tests/",
 )  # fmt: skip
 
 
+def part_of(nodeid: str) -> str:
+    return next(part for part in PARTS if nodeid.startswith(part))
+
+
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """One unit of work for each process."""
+    """One part after the other for each process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "fleets" if nodeid.startswith(FLEETS) else "computing"
+        return part_of(nodeid)
 
 
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+    config.option.loadscopereorder = False
     return Lanes(config, log)

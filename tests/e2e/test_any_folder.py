@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,18 +39,32 @@ COMMANDS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one. Whatever of it is imported leaves its name in `imported`."""
-    (tmp_path / "trace.jsonl").write_text(TRACE)
-    code = f"open({str(tmp_path / 'imported')!r}, 'a').write(__name__ + '\\n')\nraise SystemExit(7)\n"
+def hostile(folder: Path) -> Path:
+    """Whatever of it is imported leaves its name in `imported`."""
+    (folder / "trace.jsonl").write_text(TRACE)
+    code = f"open({str(folder / 'imported')!r}, 'a').write(__name__ + '\\n')\nraise SystemExit(7)\n"
     for name in NAMES:
-        (tmp_path / f"{name}.py").write_text(code)
+        (folder / f"{name}.py").write_text(code)
     for name in NAMES[:5]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(code)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[str]]]]:
+    """Every command, each in a folder of its own: half of them wait for a NATS that is not there."""
+    every = {}
+    for name, (command, _) in COMMANDS.items():
+        folder = hostile(tmp_path_factory.mktemp(name))
+        quiet, read = subprocess.DEVNULL, subprocess.PIPE
+        every[name] = folder, subprocess.Popen(
+            [KVFLEET, *command], cwd=folder, stdin=quiet, stdout=quiet, stderr=read, text=True
+        )  # fmt: skip
+    yield every
+    for _, process in every.values():
+        process.kill()
+        process.communicate()
 
 
 def imported(folder: Path) -> str:
@@ -58,20 +73,21 @@ def imported(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_nothing_of_the_current_folder_is_imported(folder: Path, name: str) -> None:
-    command, code = COMMANDS[name]
-    done = subprocess.run(
-        [KVFLEET, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert imported(folder) == "", done.stderr
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+def test_nothing_of_the_current_folder_is_imported(
+    started: dict[str, tuple[Path, subprocess.Popen[str]]], name: str
+) -> None:
+    folder, process = started[name]
+    _, stderr = process.communicate(timeout=120)
+    assert imported(folder) == "", stderr
+    assert process.returncode == COMMANDS[name][1], stderr
+    assert "Traceback" not in stderr
 
 
-def test_a_whole_fleet_starts_there(folder: Path) -> None:
+def test_a_whole_fleet_starts_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hostile(tmp_path))
     fleet = Up("--runner=fake", "--port=0")
     try:
         fleet.wait_ready()
     finally:
         fleet.stop()
-    assert imported(folder) == ""
+    assert imported(tmp_path) == ""

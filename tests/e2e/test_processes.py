@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,9 +41,10 @@ def gone(pids: list[int], within_s: float) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_no_process_and_no_state(number: int, tmp_path: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("kvf-*"))
-    fleet = Up("--port", "0", "--runner", "fake", "--fake-tokens-per-s", "100").wait_ready()
+def test_a_signal_leaves_no_process_and_no_state(number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    temporary = tmp_path_factory.mktemp("t")
+    flags = ("--port", "0", "--runner", "fake", "--fake-tokens-per-s", "100")
+    fleet = Up(*flags, env={"TMPDIR": str(temporary)}).wait_ready()
     pids = fleet.descendants()
     assert len(pids) >= 5, "nats-server, placement, two workers, ingress"
     body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
@@ -58,7 +58,7 @@ def test_a_signal_leaves_no_process_and_no_state(number: int, tmp_path: Path) ->
     assert code == 0, fleet.stderr
     assert time.monotonic() - began < 10
     assert gone(pids, 1.0)
-    assert set(Path(tempfile.gettempdir()).glob("kvf-*")) <= before
+    assert list(temporary.iterdir()) == []
     assert "Traceback" not in fleet.stderr, fleet.stderr
 
 
@@ -70,9 +70,7 @@ def test_killed_outright_it_takes_its_children_along() -> None:
     assert gone(pids, 10.0)
 
 
-def test_whatever_was_killed_leaves_no_folder_behind(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_whatever_was_killed_leaves_no_folder_behind(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     temporary = tmp_path_factory.mktemp("t")  # a short path: there are sockets two folders below it
     env = {"TMPDIR": str(temporary)}
     fleet = Up("--port", "0", "--runner", "fake", "--state-dir", str(tmp_path / "state"), env=env).wait_ready()

@@ -76,8 +76,9 @@ def test_conversations_come_back_from_below_and_say_the_same(http: httpx.Client)
         assert [text for text, _, _ in again] == first
     assert sum(cached for _, cached, _ in again) > 0
     wait_until(lambda: sum(restored(http)[tier] for tier in ("host", "vault", "peer")) > 500, pause_s=0.1)
-    placed = http.get(f"/v1/placements/{again[-1][2]}").json()["attempts"][-1]
-    assert sum(placed["actual"]["cached_tokens"].values()) == again[-1][1]
+    placement = f"/v1/placements/{again[-1][2]}"
+    actual = wait_until(lambda: http.get(placement).json()["attempts"][-1]["actual"])
+    assert sum(actual["cached_tokens"].values()) == again[-1][1]
     metered = http.get("/workers").json()
     assert all(worker["load"]["tiers"]["host"]["offloaded_blocks_total"] for worker in metered.values())
 

@@ -26,7 +26,7 @@ with event.install_recorder("numba:compile") as compilations:
     warm_up()
 assert numba.config.CACHE_DIR == before
 assert bool(len(compilations.buffer)) == {compiles}, [one.data for _, one in compilations.buffer]
-print(sum(sum(kernel.stats.cache_hits.values()) for kernel in KERNELS), sum(len(kernel.signatures) for kernel in KERNELS))
+print(sum(sum(one.stats.cache_hits.values()) for one in KERNELS), sum(len(one.signatures) for one in KERNELS))
 """
 
 
