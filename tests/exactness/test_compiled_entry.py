@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
+from llvmlite import binding
 from numba import carray
 
 from services.worker.model.vector import compiled, team
@@ -40,10 +40,10 @@ def add_one(block):
 if __name__ == "__main__":
     import ctypes
     number = ctypes.c_int64(41)
-    one = compiled.entry(add_one)
+    one = compiled.entry("__main__", "add_one")
     block = ctypes.c_int64(ctypes.addressof(number))
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.address)(ctypes.addressof(block))
-    print(number.value, one.keep.cache_hits, numba.config.CACHE_DIR)
+    print(number.value, int("numba.core.ccallback" not in sys.modules), compiled._folder())
 """
 
 
@@ -89,7 +89,7 @@ def test_results_are_kept_per_source_code(place: Place) -> None:
     hits, folder = place.run()
     assert hits == 0
     assert folder.parent == place.home / ".cache" / "kvfleet"
-    assert list(folder.rglob("*.nbc"))
+    assert list(folder.glob("*.o"))
     (place.sources / "scheduling.py").write_text("two = 1\n")
     assert place.run() == (1, folder), "what is not compiled does not count"
     folders = {folder}
@@ -100,6 +100,26 @@ def test_results_are_kept_per_source_code(place: Place) -> None:
         assert other.parent == folder.parent
         assert other not in folders
         folders.add(other)
+
+
+def test_what_is_not_whole_is_compiled_again(place: Place) -> None:
+    _, folder = place.run()
+    (kept,) = folder.glob("*.o")
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:3000] + b"?" + whole[3001:]):
+        kept.write_bytes(damaged)
+        assert place.run() == (0, folder)
+        assert place.run() == (1, folder)
+    assert list(folder.iterdir()) == [kept]
+
+
+def test_code_that_calls_what_is_not_there_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """LLVM would end the process that loads it."""
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(binding, "address_of_symbol", lambda name: None)
+    made = entry.__wrapped__(__name__, "take_seat")
+    assert made.address == made.keep.address
+    assert not list(tmp_path.iterdir())
 
 
 def test_all_that_is_compiled_counts() -> None:
@@ -121,7 +141,7 @@ def test_the_users_variables_say_where(place: Place, tmp_path: Path) -> None:
     assert folder.parent == tmp_path / "xdg" / "kvfleet"
     _, folder = place.run(NUMBA_CACHE_DIR=str(tmp_path / "numba"))
     assert folder == tmp_path / "numba"
-    assert list(folder.rglob("*.nbc"))
+    assert list(folder.glob("*.o"))
     assert not place.home.exists()
 
 
@@ -143,9 +163,9 @@ def test_a_user_without_a_home_loses_the_cache_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
-    compiled._keep_results.__wrapped__()
-    assert Path(numba.config.CACHE_DIR).parent == tmp_path
+    folder = compiled._folder.__wrapped__()
+    assert folder is not None
+    assert folder.parent == tmp_path
 
 
 # ---------------------------------------------------------------------------------------------- threads
@@ -157,7 +177,7 @@ def take_seat(block: Any) -> None:
 
 @pytest.fixture(scope="module")
 def seats() -> Entry:
-    return entry(take_seat)
+    return entry(__name__, "take_seat")
 
 
 def callers(seats: Entry, threads: int) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import numba
 import pytest
 import torch
 from tiny_models import make_model
@@ -17,8 +16,8 @@ from services.worker.model.linear import call as c
 from services.worker.model.linear import kernels
 from services.worker.model.linear.packed import Multiplier, PackedLinear, pack
 from services.worker.model.optimise import optimise
-from services.worker.model.vector import halves
-from services.worker.model.vector.compiled import entry
+from services.worker.model.vector import compiled, halves
+from services.worker.model.vector.compiled import Entry
 
 ROWS = (0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 300)
 # [out, in]: whole panels and parts of one, depths of one pair, between vectors, of one, two and three pieces
@@ -164,18 +163,19 @@ def test_infinity_stays_infinite(multiplier: Multiplier) -> None:
 
 
 @pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, multiplier: Multiplier) -> Multiplier:
+def portable(monkeypatch: pytest.MonkeyPatch, multiplier: Multiplier) -> Multiplier:
     """The kernels as they are compiled for a processor that does not multiply bfloat16 by itself."""
     monkeypatch.setattr(halves, "multiplies_pairs", lambda: False)
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     spec = importlib.util.spec_from_file_location("portable_linear_kernels", kernels.__file__)
     assert spec is not None
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
+    monkeypatch.setitem(sys.modules, fresh.__name__, fresh)
     other = Multiplier(1)
-    other.entry = entry(fresh._multiply_share)
-    assert "vdpbf16ps" not in other.entry.keep._library.get_asm_str()
+    made = compiled._compile(fresh.__name__, "multiply_share")
+    other.entry = Entry(made.address, made)
+    assert "vdpbf16ps" not in made._library.get_asm_str()
     return other
 
 

@@ -53,7 +53,7 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     on_cpu = attention != "reference" and loaded.device.type == "cpu"
     backend: AttentionBackend = ReferenceBackend()
     if on_cpu:
-        from services.worker.model.attention.cpu.backend import CpuBackend  # numba takes time to import
+        from services.worker.model.attention.cpu.backend import CpuBackend
 
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)

@@ -5,15 +5,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numba import carray, njit
 
 from services.worker.model.fused import call as c
 from services.worker.model.vector.cells import read_float, take_ticket
-from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.conversion import from_floats, to_floats
 from services.worker.model.vector.numbers import FLOAT32, ITEM_BYTES
 from services.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
@@ -33,7 +30,7 @@ def _norm(p, row, scratch):
     from_floats(kind, scratch, p[c.OUT] + row * size * ITEM_BYTES[kind], size, ONE)
 
 
-def _norm_share(block):
+def norm_share(block):
     p = carray(block, (c.NORM_FIELDS,), np.int64)
     scratch = p[c.SCRATCH] + take_ticket(p[c.SELF] + 8 * c.SEAT) * p[c.SCRATCH_BYTES]
     while True:
@@ -57,7 +54,7 @@ def _rotate(p, x, heads, head_stride, cosines, sines, scratch):
             from_floats(kind, scratch, where, size, ONE)
 
 
-def _rotate_share(block):
+def rotate_share(block):
     p = carray(block, (c.ROTATION_FIELDS,), np.int64)
     size, kind = p[c.SIZE], p[c.KIND]
     item = ITEM_BYTES[kind]
@@ -75,15 +72,3 @@ def _rotate_share(block):
             _rotate(p, x, p[c.HEADS], p[c.HEAD_STRIDE], cosines, sines, scratch)
             x = p[c.OTHER] + token * p[c.OTHER_TOKEN_STRIDE] * item
             _rotate(p, x, p[c.OTHER_HEADS], p[c.OTHER_HEAD_STRIDE], cosines, sines, scratch)
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    norm: Entry
-    rotate: Entry
-
-
-@cache
-def compiled() -> Entries:
-    """Compile, or load what was compiled before: seconds the first time, to be spent before a worker is ready."""
-    return Entries(entry(_norm_share), entry(_rotate_share))

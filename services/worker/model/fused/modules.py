@@ -15,9 +15,11 @@ from services.worker.model.fused import call as c
 from services.worker.model.linear.call import SILU, SILU_GATE, TANH, TANH_GATE
 from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
 from services.worker.model.vector import team
+from services.worker.model.vector.compiled import entry
 from services.worker.model.vector.kinds import MULTIPLIED
 from services.worker.model.vector.numbers import LANES
 
+KERNELS = "services.worker.model.fused.kernels"
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
 GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
@@ -28,10 +30,8 @@ class FusedNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; RMS norm where not `centered`."""
 
     def __init__(self, threads: int, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool) -> None:
-        from services.worker.model.fused.kernels import compiled  # numba takes time to import
-
         super().__init__()
-        self.entry = compiled().norm
+        self.entry = entry(KERNELS, "norm_share")
         self._threads = threads
         self.size = len(weight)
         self._weight = weight.detach().float().contiguous()
@@ -91,9 +91,7 @@ class Rotary:
     """`apply_rotary_pos_emb` of transformers for one flat row of tokens: turns query and key in place."""
 
     def __init__(self, threads: int) -> None:
-        from services.worker.model.fused.kernels import compiled  # numba takes time to import
-
-        self.entry = compiled().rotate
+        self.entry = entry(KERNELS, "rotate_share")
         self._threads = threads
         self._scratch: dict[int, npt.NDArray[np.float32]] = {}  # by size: call blocks point into it for good
         self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)

@@ -11,14 +11,11 @@ before each panel of the other, and only the product is written.
 # Numba types these functions, by other rules than a checker's.
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 from numba import carray, njit
 
 from services.worker.model.linear import call as c
 from services.worker.model.vector.cells import copy_bytes, take_ticket
-from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.conversion import from_floats, to_floats
 from services.worker.model.vector.numbers import BFLOAT16, FLOAT32, ITEM_BYTES
 from services.worker.model.vector.products import pair_product, product
@@ -107,7 +104,7 @@ def _panel(p, panel, first, last, sums):
                 from_floats(p[c.KIND], sums + row * LINE, p[c.OUT] + at, width, ONE)
 
 
-def _multiply_share(block):
+def multiply_share(block):
     """Items are blocks of rows and panels, all panels of one block of rows before the next."""
     p = carray(block, (c.FIELDS,), np.int64)
     sums = p[c.SCRATCH] + take_ticket(p[c.SELF] + 8 * c.SEAT) * (4 * c.SCRATCH_FLOATS)
@@ -123,9 +120,3 @@ def _multiply_share(block):
         last = min(first + p[c.ROWS_PER_ITEM], p[c.ROWS])
         for one in range(panel, min(panel + p[c.PANELS_PER_ITEM], outputs)):
             _panel(p, one, first, last, sums)
-
-
-@cache
-def compiled() -> Entry:
-    """Compile, or load what was compiled before: seconds the first time, to be spent before a worker is ready."""
-    return entry(_multiply_share)

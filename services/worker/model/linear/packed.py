@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from services.worker.model.batch import Ints
 from services.worker.model.linear import call as c
 from services.worker.model.vector import team
-from services.worker.model.vector.compiled import Entry
+from services.worker.model.vector.compiled import entry
 from services.worker.model.vector.kinds import MULTIPLIED
 from services.worker.model.vector.memory import huge_pages
 
@@ -32,10 +32,8 @@ class Multiplier:
     """The compiled product, its threads and their scratch memory. One per model; called from one thread."""
 
     def __init__(self, threads: int) -> None:
-        from services.worker.model.linear.kernels import compiled  # numba takes time to import
-
         self.threads = threads
-        self.entry: Entry = compiled()
+        self.entry = entry("services.worker.model.linear.kernels", "multiply_share")
         self.scratch = np.zeros(threads * c.SCRATCH_FLOATS, dtype=np.float32)
 
 

@@ -9,11 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.model.sampling import kernels
+from services.worker.model.sampling import call as c
 from services.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
 from services.worker.model.vector import team
-from services.worker.model.vector.compiled import Entry
+from services.worker.model.vector.compiled import Entry, entry
 
+KERNELS = "services.worker.model.sampling.kernels"
 UNDONE = np.int64(-1)  # neither a token nor a sum of weights
 ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies to what the allocator keeps at hand
 
@@ -30,15 +31,15 @@ def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
     """One token per row."""
     tokens = np.full(len(logits), UNDONE)
     arrays: dict[int, npt.NDArray[Any]] = {
-        kernels.LOGITS: _array(logits),
-        kernels.SCALE: settings.scale,
-        kernels.TOP_K: settings.top_k,
-        kernels.TOP_P: settings.top_p,
-        kernels.LEAST: settings.least,
-        kernels.POINTS: settings.points,
-        kernels.TOKENS: tokens,
+        c.LOGITS: _array(logits),
+        c.SCALE: settings.scale,
+        c.TOP_K: settings.top_k,
+        c.TOP_P: settings.top_p,
+        c.LEAST: settings.least,
+        c.POINTS: settings.points,
+        c.TOKENS: tokens,
     }
-    _run(kernels.compiled().draw, logits, settings.bits, arrays)
+    _run(entry(KERNELS, "draw_share"), logits, settings.bits, arrays)
     _check_done(tokens)
     drawn: list[int] = tokens.tolist()
     return drawn
@@ -48,24 +49,24 @@ def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], 
     """`[rows]` sums of all weights at temperature 1; `[rows, count]` ids of the largest, equal ones in id order."""
     masses, best = np.full(len(logits), UNDONE), np.zeros((len(logits), count), np.int64)
     arrays: dict[int, npt.NDArray[Any]] = {
-        kernels.LOGITS: _array(logits),
-        kernels.SCALE: np.array([NATURAL]),
-        kernels.MASSES: masses,
-        kernels.BEST: best,
+        c.LOGITS: _array(logits),
+        c.SCALE: np.array([NATURAL]),
+        c.MASSES: masses,
+        c.BEST: best,
     }
-    _run(kernels.compiled().masses, logits, weight_bits(logits.shape[-1]), arrays, count)
+    _run(entry(KERNELS, "masses_share"), logits, weight_bits(logits.shape[-1]), arrays, count)
     _check_done(masses)
     return masses, best
 
 
-def _run(entry: Entry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[Any]], count: int = 0) -> None:
+def _run(function: Entry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[Any]], count: int = 0) -> None:
     """`arrays` by their field of the call block; each must be contiguous."""
-    block = np.zeros(kernels.FIELDS, np.int64)
-    block[kernels.SELF], block[kernels.COUNT] = block.ctypes.data, count
-    block[kernels.ROWS], block[kernels.VOCAB], block[kernels.BITS] = *logits.shape, bits
+    block = np.zeros(c.FIELDS, np.int64)
+    block[c.SELF], block[c.COUNT] = block.ctypes.data, count
+    block[c.ROWS], block[c.VOCAB], block[c.BITS] = *logits.shape, bits
     for field, array in arrays.items():
         block[field] = array.ctypes.data
-    team.run(entry.address, block.ctypes.data, min(torch.get_num_threads(), len(logits)))
+    team.run(function.address, block.ctypes.data, min(torch.get_num_threads(), len(logits)))
 
 
 def _check_done(results: npt.NDArray[np.int64]) -> None:

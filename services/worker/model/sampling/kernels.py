@@ -8,8 +8,6 @@ out among torch's own threads, as in the model's other kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import numba
@@ -17,9 +15,26 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
+from services.worker.model.sampling.call import (
+    BEST,
+    BITS,
+    COUNT,
+    FIELDS,
+    LEAST,
+    LOGITS,
+    MASSES,
+    POINTS,
+    ROWS,
+    SCALE,
+    SELF,
+    TICKET,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    VOCAB,
+)
 from services.worker.model.sampling.weights import DEEPEST, MANTISSA_BITS, POWERS_OF_2
 from services.worker.model.vector.cells import pointer, take_ticket
-from services.worker.model.vector.compiled import Entry, entry
 
 Floats32 = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -38,28 +53,7 @@ def _compiled(function: F) -> F:
     return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
 
 
-# Fields of a call block. Arrays have one entry a row unless said otherwise.
-(
-    SELF,  # its own address, for the counter that threads share
-    TICKET,
-    ROWS,
-    VOCAB,
-    LOGITS,  # float32 [rows, vocab], the largest of each row finite
-    BITS,  # of a weight, the number itself
-    SCALE,  # float64; for `masses` one for all rows
-    TOP_K,
-    TOP_P,
-    LEAST,
-    POINTS,
-    TOKENS,  # int64, drawn
-    MASSES,  # int64, the sum of each row's weights
-    COUNT,
-    BEST,  # int64 [rows, count], ids of the largest logits
-    FIELDS,
-) = range(16)
-
-
-def _draw_share(block: Any) -> None:
+def draw_share(block: Any) -> None:
     """One token for each row; every thread takes rows until none is left. The rest is DrawSettings'."""
     p = carray(block, (FIELDS,), np.int64)
     rows = p[ROWS]
@@ -74,7 +68,7 @@ def _draw_share(block: Any) -> None:
         tokens[row] = _draw_row(logits[row], p[BITS], scale[row], top_k[row], top_p[row], least[row], points[row])
 
 
-def _masses_share(block: Any) -> None:
+def masses_share(block: Any) -> None:
     """The sum of each row's weights, and the ids of its largest logits."""
     p = carray(block, (FIELDS,), np.int64)
     rows = p[ROWS]
@@ -90,18 +84,6 @@ def _masses_share(block: Any) -> None:
         weights = np.empty(logits.shape[1], np.int64)
         masses[row] = _weigh(logits[row], tops, tops.max(), scale, p[BITS], np.float32(-np.inf), weights)
         _best(logits[row], tops, best[row])
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    draw: Entry
-    masses: Entry
-
-
-@cache
-def compiled() -> Entries:
-    """Compile, or load what was compiled before: seconds the first time, to be spent before a worker is ready."""
-    return Entries(entry(_draw_share), entry(_masses_share))
 
 
 @_compiled

@@ -1,19 +1,33 @@
-"""Python functions to C functions that threads outside of Python can run. Adapter to Numba's compiler.
+"""Python functions to C functions that threads outside of Python can run. Adapter to Numba and LLVM.
 
-Compiling takes seconds, so the result is kept on disk, by `kvservice.kernel_cache`.
+Compiling takes seconds, so the machine code is kept on disk, in a folder of `kvservice.kernel_cache`. Loading it takes
+milliseconds and LLVM alone: Numba, which takes a process half a second and 60 MB, comes in only to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import numba
-from numba import cfunc, types
+import llvmlite
+from llvmlite import binding
 
 from kvservice.kernel_cache import results_folder
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parents[2]
 KERNELS = (  # folders whose code is compiled
@@ -24,6 +38,8 @@ KERNELS = (  # folders whose code is compiled
     "model/attention/cpu",
     "tiers/codecs",
 )
+DIGEST_BYTES = 16
+HELPERS = {"numba_": "numba._helperlib", "NRT_": "numba.core.runtime._nrt_python"}  # by the prefix of what is in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +50,117 @@ class Entry:
     keep: object
 
 
-def entry(function: Callable[[object], None]) -> Entry:
-    """Compile, or load what an earlier process compiled. `function` takes the address of a call block."""
-    callback = cfunc(types.void(types.voidptr), cache=_keep_results())(function)
-    return Entry(callback.address, callback)
+@cache
+def entry(module: str, function: str) -> Entry:
+    """A function that takes the address of a call block: what an earlier process compiled, or compiled now.
+
+    Its module is imported only to be compiled. Seconds then, to be spent before a worker is ready.
+    """
+    folder = _folder()
+    path = folder / f"{module}.{function}-{_key(module)}.o" if folder is not None else None
+    if path is not None and (kept := _read(path)) is not None:
+        return _load(*kept)
+    made = _compile(module, function)
+    if path is None or not _calls_known(made):  # another version of Numba: what it made stays in this process
+        return Entry(made.address, made)
+    _, _, (code, _) = made._library.serialize_using_object_code()
+    _keep(path, made.native_name, code)
+    return _load(made.native_name, code)
 
 
 @cache
-def _keep_results() -> bool:
-    """Point Numba's cache at a folder for this very source code; whether there is one."""
-    folder = results_folder(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py"))
-    if folder is not None:
-        numba.config.CACHE_DIR = str(folder)
-    return folder is not None
+def multiplies_pairs() -> bool:
+    """Whether this processor multiplies bfloat16 by itself. Machine code is kept per processor, so emitters may ask."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+@cache
+def _folder() -> Path | None:
+    return results_folder(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py"))
+
+
+@cache
+def _key(module: str) -> str:
+    """Of all that its code hangs on beside `KERNELS`."""
+    spec = find_spec(module) if module not in sys.modules else None
+    source = spec.origin if spec is not None else sys.modules[module].__file__
+    made = (binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
+    digest = hashlib.blake2b(repr((*made, version("numba"), llvmlite.__version__)).encode(), digest_size=8)
+    digest.update(Path(source or "").read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[str, bytes] | None:
+    """The symbol and the code; None where there is no such file, or not a whole one."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if hashlib.blake2b(data[DIGEST_BYTES:], digest_size=DIGEST_BYTES).digest() != data[:DIGEST_BYTES]:
+        return None
+    symbol, _, code = data[DIGEST_BYTES:].partition(b"\0")
+    return symbol.decode(), code
+
+
+def _keep(path: Path, symbol: str, code: bytes) -> None:
+    data = symbol.encode() + b"\0" + code
+    with suppress(OSError):  # no room: it is compiled again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=path.parent)
+        with open(number, "wb") as file:
+            file.write(hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data)
+        os.replace(name, path)
+
+
+def _compile(module: str, function: str) -> Any:
+    from numba import cfunc, types
+
+    return cfunc(types.void(types.voidptr))(getattr(import_module(module), function))
+
+
+def _calls_known(made: Any) -> bool:
+    """Whether another process finds all that its code calls. LLVM ends one that does not."""
+    _add_helpers()
+    called = [one.name for one in made._library._final_module.functions if one.is_declaration]
+    helpers = [name for name in called if name.startswith(tuple(HELPERS))]
+    missing = [name for name in helpers if not binding.address_of_symbol(name)]
+    if missing:
+        log.info("compiled code that calls %s is not kept", ", ".join(missing))
+    return not missing
+
+
+def _load(symbol: str, code: bytes) -> Entry:
+    """Each in an engine of its own: names of what is inlined differ within a process only."""
+    _add_helpers()
+    target = binding.Target.from_default_triple().create_target_machine(jit=True)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return Entry(engine.get_function_address(symbol), engine)
+
+
+@cache
+def _add_helpers() -> None:
+    """What compiled code calls of Numba's own C code: its two extension modules, without the package."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    for prefix, name in HELPERS.items():
+        for helper, address in _extension(name).c_helpers.items():
+            binding.add_symbol(helper if helper.startswith("_") else prefix + helper, address)
+
+
+def _extension(name: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    package, *folders, last = name.split(".")
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent.joinpath(*folders)
+    file = next(path for suffix in EXTENSION_SUFFIXES if (path := folder / (last + suffix)).exists())
+    spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, str(file)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

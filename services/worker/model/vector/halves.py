@@ -4,10 +4,9 @@
 # The bodies build IR, values of which no type checker knows anything.
 from __future__ import annotations
 
-from functools import cache
+from llvmlite import ir
 
-from llvmlite import binding, ir
-
+from services.worker.model.vector.compiled import multiplies_pairs
 from services.worker.model.vector.emit import I16, I32, LANES, VECTOR, constant, fma
 
 
@@ -25,12 +24,6 @@ class _BFloat(ir.types.Type):
 
 
 _HALVES, _PAIRS = ir.VectorType(_BFloat(), LANES), ir.VectorType(_BFloat(), 2 * LANES)
-
-
-@cache
-def multiplies_pairs() -> bool:
-    """Whether this processor multiplies bfloat16 by itself. Emitted code is cached per processor, so it may ask."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 def add_pairs(builder, total, left, right):

@@ -3,43 +3,24 @@
 A step of few tokens makes some hundred small operations; called from Python each would cost as much as it computes.
 """
 
-# mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
-from numba import carray
 
 from services.worker.model.vector import team
-from services.worker.model.vector.cells import call_at, read_int
 from services.worker.model.vector.compiled import Entry, entry
 
 # Fields of the call block; the table has two columns: address of the function, address of its call block.
 COUNT, TABLE, BARRIER, FIELDS = range(4)
 
 
-def _run_all(block):
-    p = carray(block, (FIELDS,), np.int64)
-    for at in range(p[COUNT]):
-        operation = p[TABLE] + 16 * at
-        call_at(read_int(operation), read_int(operation + 8))
-        if p[BARRIER] and at + 1 < p[COUNT]:
-            call_at(p[BARRIER], 0)
-
-
-@cache
-def _compiled() -> Entry:
-    return entry(_run_all)
-
-
 class Program:
     """`operations`: functions and the addresses of their call blocks, which the caller keeps and may change."""
 
     def __init__(self, operations: Sequence[tuple[Entry, int]], threads: int) -> None:
-        self._entry = _compiled()
+        self._entry = entry("services.worker.model.vector.program_kernel", "run_all")
         self._threads = threads if team.barrier() else 1
         self._table = np.array([(one.address, block) for one, block in operations], dtype=np.int64)
         barrier = team.barrier() if self._threads > 1 else 0

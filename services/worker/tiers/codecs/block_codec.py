@@ -17,6 +17,7 @@ import numpy as np
 
 from kvproto.dataplane.block import BlockCodec
 from kvproto.errors import CodecError
+from services.worker.model.vector.compiled import entry
 from services.worker.model.vector.numbers import INT8
 from services.worker.tiers.codecs.block_shape import KINDS, BlockShape, encoded_bytes
 
@@ -102,22 +103,19 @@ def warm_up() -> None:
         decode(BlockCodec.INT8, shape, memoryview(small), memoryview(raw))
 
 
+KERNELS = "services.worker.tiers.codecs.kernels"
 _Kernel = Callable[[Any], None]
 _Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 
 
 @cache
 def _encoder() -> _Kernel:
-    from services.worker.tiers.codecs.kernels import encoding  # here, so that a worker without a vault has no compiler
-
-    return _function(encoding().address)
+    return _function(entry(KERNELS, "encode").address)
 
 
 @cache
 def _decoder() -> _Kernel:
-    from services.worker.tiers.codecs.kernels import decoding
-
-    return _function(decoding().address)
+    return _function(entry(KERNELS, "decode").address)
 
 
 def _function(address: int) -> _Kernel:

@@ -8,12 +8,9 @@ used by two calls. A call through ctypes lets go of the interpreter.
 # Numba types these functions, by other rules than a checker's.
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 from numba import carray
 
-from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.numbers import BFLOAT16, FLOAT32
 from services.worker.tiers.codecs.rows import quantise, restore
 
@@ -21,7 +18,7 @@ from services.worker.tiers.codecs.rows import quantise, restore
 KIND, FLOATS, NUMBERS, SCALES, RUNS, HEAD_DIM, SUMS, FIELDS = range(8)
 
 
-def _encode(block):
+def encode(block):
     p = carray(block, (FIELDS,), np.int64)
     if p[KIND] == FLOAT32:
         quantise(0, p[FLOATS], p[NUMBERS], p[SCALES], p[RUNS], p[HEAD_DIM], p[SUMS])
@@ -31,7 +28,7 @@ def _encode(block):
         quantise(2, p[FLOATS], p[NUMBERS], p[SCALES], p[RUNS], p[HEAD_DIM], p[SUMS])
 
 
-def _decode(block):
+def decode(block):
     p = carray(block, (FIELDS,), np.int64)
     if p[KIND] == FLOAT32:
         restore(0, p[NUMBERS], p[SCALES], p[FLOATS], p[RUNS], p[HEAD_DIM], p[SUMS])
@@ -39,13 +36,3 @@ def _decode(block):
         restore(1, p[NUMBERS], p[SCALES], p[FLOATS], p[RUNS], p[HEAD_DIM], p[SUMS])
     else:
         restore(2, p[NUMBERS], p[SCALES], p[FLOATS], p[RUNS], p[HEAD_DIM], p[SUMS])
-
-
-@cache
-def encoding() -> Entry:
-    return entry(_encode)
-
-
-@cache
-def decoding() -> Entry:
-    return entry(_decode)

@@ -24,7 +24,7 @@ from services.worker.model.attention.cpu.plan import TILE_ROWS, Items, cut
 from services.worker.model.batch import RaggedBatch
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.vector import team
-from services.worker.model.vector.compiled import Entry
+from services.worker.model.vector.compiled import Entry, entry, multiplies_pairs
 from services.worker.model.vector.kinds import STORED
 from services.worker.model.vector.numbers import BFLOAT16, FLOAT32, INT8, LANES
 
@@ -37,12 +37,12 @@ class CpuBackend:
     name: ClassVar[str] = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
-        from services.worker.model.attention.cpu.kernels import compiled  # numba takes time to import
-        from services.worker.model.vector.halves import multiplies_pairs
-
         self.pairs = multiplies_pairs()
         self.threads = threads or torch.get_num_threads()
-        self.entries = compiled()
+        self.store, self.attend, self.combine = (
+            entry("services.worker.model.attention.cpu.kernels", name)
+            for name in ("store_share", "attend_share", "combine_all")
+        )
         self.block = np.zeros(c.FIELDS, dtype=np.int64)
         self.floats = np.zeros(2, dtype=np.float32)
         self.block[c.SELF] = self._address = self.block.ctypes.data
@@ -73,7 +73,7 @@ class CpuBackend:
     @property
     def operations(self) -> list[tuple[Entry, int]]:
         """What attends once the call block is laid out, in this order, with the block's address."""
-        return [(one, self._address) for one in (self.entries.store, self.entries.attend, self.entries.combine)]
+        return [(one, self._address) for one in (self.store, self.attend, self.combine)]
 
     def call(self, function: Entry, threads: int) -> None:
         team.run(function.address, self._address, threads)
@@ -98,10 +98,10 @@ class CpuStep:
         out = torch.empty(query.shape, dtype=query.dtype)
         self.lay_out(layer, query, key, value, out, form)
         backend = self.backend
-        backend.call(backend.entries.store, 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads)
-        backend.call(backend.entries.attend, backend.threads)
+        backend.call(backend.store, 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads)
+        backend.call(backend.attend, backend.threads)
         if backend.block[c.SPLITS]:
-            backend.call(backend.entries.combine, 1)
+            backend.call(backend.combine, 1)
         return out.to(wanted)
 
     def keeps(self, dtype: torch.dtype) -> bool:

@@ -19,9 +19,6 @@ All addresses are integers; `call` has the layout of the call block.
 # Numba types these functions, by other rules than a checker's.
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import numpy as np
 from numba import carray, njit
 
@@ -45,7 +42,6 @@ from services.worker.model.attention.cpu.splits import combine_splits
 from services.worker.model.attention.cpu.storing import store_tokens
 from services.worker.model.attention.cpu.tiles import multiply, score_rows
 from services.worker.model.vector.cells import read_float, read_int, take_ticket
-from services.worker.model.vector.compiled import Entry, entry
 from services.worker.model.vector.numbers import LANES
 from services.worker.model.vector.products import transpose
 from services.worker.model.vector.rows import row_cap, row_fill
@@ -132,7 +128,7 @@ def _scratch(p, seats):
     return p[c.SCRATCH] + take_ticket(p[c.SELF] + 8 * seats) * p[c.SCRATCH_BYTES]
 
 
-def _store_share(block):
+def store_share(block):
     p = carray(block, (c.FIELDS,), np.int64)
     scratch = _scratch(p, c.STORE_SEAT)
     while True:
@@ -142,7 +138,7 @@ def _store_share(block):
         store_tokens(p, first, min(first + c.STORED_AT_ONCE, p[c.TOKENS]), scratch)
 
 
-def _attend_share(block):
+def attend_share(block):
     p = carray(block, (c.FIELDS,), np.int64)
     scratch = _scratch(p, c.SEAT)
     while True:
@@ -156,23 +152,7 @@ def _attend_share(block):
             _prefill(p, item, scratch)
 
 
-def _combine_all(block):
+def combine_all(block):
     p = carray(block, (c.FIELDS,), np.int64)
     if p[c.SPLITS] and take_ticket(p[c.SELF] + 8 * c.COMBINE_TICKET) == 0:
         combine_splits(p, p[c.SCRATCH])
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """C functions that take a call block, in the order of their calls. `store` and `attend` share their work among the
-    threads that call them at once; of those that call `combine` one does it all."""
-
-    store: Entry
-    attend: Entry
-    combine: Entry
-
-
-@cache
-def compiled() -> Entries:
-    """Compile, or load what was compiled before: seconds the first time, to be spent before a worker is ready."""
-    return Entries(entry(_store_share), entry(_attend_share), entry(_combine_all))
