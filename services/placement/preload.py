@@ -112,7 +112,9 @@ class Preload:
 def _gives(worker: Worker, asking: str, asker: Worker | None) -> bool:
     if worker.id == asking or worker.state not in (State.READY, State.DRAINING) or not worker.kv_format:
         return False
-    return asker is None or worker.kv_format == asker.kv_format
+    if asker is None or not asker.kv_format:  # just loaded: its record is about to say; what does not fit it refuses
+        return True
+    return worker.kv_format == asker.kv_format
 
 
 def _chain(hot: HotPrefix, hashes: bytes, source: str) -> HotChain:

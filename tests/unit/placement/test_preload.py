@@ -187,6 +187,14 @@ def test_a_worker_of_another_format_is_sent_to_vaults_only() -> None:
     assert [(one.hashes, one.source) for one in plan(rig)] == [(hashes(rig, C), "")]
 
 
+def test_a_worker_whose_format_is_not_heard_of_yet_is_sent_to_its_fellows() -> None:
+    """A start that is fast asks before its record says what it loaded."""
+    rig = a_rig()
+    demand(rig, B, 4)
+    rig.tell(WorkerJoined(replace(a_record("new"), state=State.STARTING)))
+    assert [(one.hashes, one.source) for one in plan(rig)] == [(hashes(rig, B), "w1")]
+
+
 def test_public_prefixes_keep_their_root() -> None:
     ids = tokens(4, 320)
     prefix = public_prefix(ids[:160])
