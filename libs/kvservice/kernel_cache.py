@@ -9,6 +9,7 @@ kind are merely not found.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -17,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvservice.own_folder import make_own_folder
+
+DIGEST_BYTES = 16
 
 
 def results_folder(sources: Iterable[Path]) -> Path | None:
@@ -44,6 +47,29 @@ def results_folder(sources: Iterable[Path]) -> Path | None:
         return own
     except OSError:
         return None
+
+
+def keep(path: Path, data: bytes) -> None:
+    """Whole, or not at all: where there is no room it is made again next time."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=path.parent)
+        with open(number, "wb") as file:
+            file.write(_digest(data) + data)
+        os.replace(name, path)
+
+
+def read_kept(path: Path) -> bytes | None:
+    """What `keep` wrote; None where there is no such file, or not a whole one."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return data[DIGEST_BYTES:] if _digest(data[DIGEST_BYTES:]) == data[:DIGEST_BYTES] else None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def _name(sources: Iterable[Path]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -11,11 +12,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 
+from kvservice import launch
 from services.cli.processes import popen
 
 LARGEST_MESSAGE = 4096
 available = sys.platform == "linux"
+
+
+@cache
+def of_workers() -> Forks:
+    """What workers of torch import is imported once."""
+    one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
+    return Forks(lambda fd: launch.command("services.worker.forked", str(fd)), one_thread)
+
+
+def begin(flags: Sequence[str]) -> None:
+    """Before `kvfleet up` imports what it needs itself: a start waits for what workers import, for nothing else."""
+    if available and not {"--help", "--runner=fake", "fake"} & set(flags) and find_spec("torch") is not None:
+        of_workers().prepare()
+        atexit.register(of_workers().close)
 
 
 class Forked:

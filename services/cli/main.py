@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from kvservice import launch
+from services.cli.forks import begin
 from services.cli.process_commands import PROCESS_COMMANDS, become
 
 EXTRAS = {"up": "all", "plan": "cli,worker", "kv-size": "cli,worker"}  # of commands that need more than their own
@@ -17,6 +18,8 @@ def main() -> None:
     command, *flags = sys.argv[1:] or [""]
     if command in PROCESS_COMMANDS:  # without what the other commands need
         become(command, flags)
+    if command == "up":
+        begin(flags)
     launch.with_extra(EXTRAS.get(command, "cli"), _run)
 
 

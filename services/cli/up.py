@@ -25,12 +25,12 @@ from rich.status import Status
 from kvproto.errors import KvfleetError
 from kvservice import launch
 from services.cli import embedded_nats
+from services.cli import forks as forking
 from services.cli.autoscaler import LocalAutoscaler, read_limits
 from services.cli.console import err, fail
 from services.cli.fleet import Fleet
 from services.cli.fleet_state import fleet_key, folders
 from services.cli.forks import Forks
-from services.cli.forks import available as can_fork
 from services.cli.init import create_buckets
 from services.cli.metrics_targets import MetricsTargets
 from services.cli.ports import PortTaken, claim, listen
@@ -116,12 +116,10 @@ def up(
         signal.signal(number, lambda *_: stopping.set())
 
     with folders(state_dir) as (own_folder, state):
-        forks = _forks(own_folder) if runner is Runner.torch and can_fork else None
+        forks = forking.of_workers() if runner is Runner.torch and forking.available else None
         fleet = Fleet(listener, forks)
         autoscaler: LocalAutoscaler | None = None
         try:
-            if forks is not None:
-                forks.prepare()
             url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
@@ -226,12 +224,6 @@ def _worker(forks: Forks | None, member: str, flags: list[str], env: dict[str, s
     if forks is None:
         return _service("worker", member, flags, env)
     return child(member, lambda: forks.start([f"--id={member}", *flags], env))
-
-
-def _forks(own_folder: Path) -> Forks:
-    """Workers of torch: what they import is imported once."""
-    one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
-    return Forks(lambda fd: launch.command("services.worker.forked", str(fd)), one_thread | {"TMPDIR": str(own_folder)})
 
 
 def _own_gpu(index: int) -> dict[str, str]:

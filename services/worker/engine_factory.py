@@ -100,7 +100,9 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
 def import_torch() -> None:
     """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
     from services.worker.model.deferred_compiler import defer_compiler
+    from services.worker.model.kept_scan import keep_scan
 
+    keep_scan()
     defer_compiler()
     for module in TORCH_MODULES:
         import_module(f"services.worker.model.{module}")

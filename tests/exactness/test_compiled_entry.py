@@ -43,7 +43,7 @@ if __name__ == "__main__":
     one = compiled.entry("__main__", "add_one")
     block = ctypes.c_int64(ctypes.addressof(number))
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.address)(ctypes.addressof(block))
-    print(number.value, int("numba.core.ccallback" not in sys.modules), compiled._folder())
+    print(number.value, int("numba.core.ccallback" not in sys.modules), compiled.kept_in())
 """
 
 
@@ -115,7 +115,7 @@ def test_what_is_not_whole_is_compiled_again(place: Place) -> None:
 
 def test_code_that_calls_what_is_not_there_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """LLVM would end the process that loads it."""
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "kept_in", lambda: tmp_path)
     monkeypatch.setattr(binding, "address_of_symbol", lambda name: None)
     made = entry.__wrapped__(__name__, "take_seat")
     assert made.address == made.keep.address
@@ -163,7 +163,7 @@ def test_a_user_without_a_home_loses_the_cache_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = compiled._folder.__wrapped__()
+    folder = compiled.kept_in.__wrapped__()
     assert folder is not None
     assert folder.parent == tmp_path
 

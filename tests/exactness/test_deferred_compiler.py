@@ -22,7 +22,7 @@ def run(code: str) -> str:
 
 
 def test_a_model_is_loaded_without_the_compiler() -> None:
-    heavy = "'torch._dynamo.utils', 'torch._inductor', 'torch.distributed.tensor', 'sympy.core'"
+    heavy = "'torch._dynamo.utils', 'torch._inductor', 'torch.distributed.tensor', 'sympy.core', 'torch._decomp'"
     assert run(f"print([name for name in ({heavy}) if name in sys.modules])") == "[]\n"
 
 
@@ -49,3 +49,29 @@ except RuntimeError as error:
     print("refused")
 """
     assert run(code) == "(4,) (5, 3) torch.float32\nrefused\n"
+
+
+def test_an_operator_that_is_missing_on_no_device_is_there_at_the_second_try() -> None:
+    """Loading tries again; whoever names the module has it at once."""
+    code = """
+import torch
+from services.worker.model import deferred_compiler, loader
+
+def needs_more(*_):
+    with torch.device("meta"):
+        return torch.nn.functional.grid_sample(torch.ones(1, 1, 4, 4), torch.ones(1, 4, 4, 2))
+
+try:
+    needs_more()
+    print("there")
+except NotImplementedError:
+    print("missing")
+whole, tries = loader._trained_model, []
+def trained(*asked):
+    tries.append(needs_more().shape)
+    return whole(*asked)
+loader._trained_model = trained
+load_model(resolve_model("demo"))
+print(len(tries), deferred_compiler.load_meta(), torch._meta_registrations.__name__)
+"""
+    assert run(code) == "missing\n1 False torch._meta_registrations\n"

@@ -1,10 +1,11 @@
 """Keeps torch's compiler out of a worker that compiles nothing. Adapter to how torch and transformers import it.
 
 transformers marks functions for `torch.compile` where they are defined and asks whether tensors are sharded over
-processes; torch checks arguments as its symbolic shapes do. That imports torch._dynamo, torch.distributed.tensor and
-sympy, which takes as much time as torch itself. Here those modules are there, but their own code runs only once
-somebody asks for more of them than what can be answered without. Where another version asks for more while a model is
-loaded, they are loaded then: later, never otherwise.
+processes; torch checks arguments as its symbolic shapes do, and registers in Python what operators give on no device.
+That imports torch._dynamo, torch.distributed.tensor, sympy and torch's decompositions, which takes as much time as the
+rest of torch. Here those modules are there, but their own code runs only once somebody asks for more of them than what
+can be answered without. Where another version asks for more while a model is loaded, they are loaded then: later, never
+otherwise.
 """
 
 from __future__ import annotations
@@ -15,14 +16,10 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import reduce
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from operator import and_, or_
 from types import ModuleType
 from typing import Any
-
-import torch
-import torch.distributed
-from transformers.utils import is_torch_distributed_available
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
@@ -52,6 +49,7 @@ class _NoExpression:
 
 
 COMPILER, SHAPES, SYMBOLS = "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy"
+META = "torch._meta_registrations"
 ALONE = {COMPILER: ("_trace_wrapped_higher_order_op",)}  # what masks are made with needs nothing else of it
 SAME = (
     "expect_true", "guard_bool", "guard_int", "guard_or_false", "guard_or_true", "guarding_hint_or_throw",
@@ -68,6 +66,7 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
         "sym_and": _of_numbers("sym_and", lambda *values: reduce(and_, values)),
     },
     SYMBOLS: {"Basic": _NoExpression},
+    META: {},
 }
 
 
@@ -95,6 +94,7 @@ def _loaded(name: str) -> Any:
     spec = module.__spec__
     if isinstance(module, _Deferred) and name not in _loading and spec is not None and spec.loader is not None:
         _loading.add(name)
+        load_meta()  # the compiler tries everything on no device
         if (folders := _folders(module)) is not None:
             module.__path__ = folders
         try:
@@ -105,8 +105,27 @@ def _loaded(name: str) -> Any:
     return module
 
 
+def load_meta() -> bool:
+    """Have every operator work on no device, where some do not yet; whether that changed anything."""
+    if not isinstance(sys.modules.get(META), _Deferred) or META in _loading:
+        return False
+    _loaded(META)
+    return True
+
+
 def defer_compiler() -> None:
-    """Before transformers' models are imported. What is imported already stays as it is."""
+    """Before torch and transformers are imported. What is imported already stays as it is."""
+    if "torch" not in sys.modules and (spec := importlib.util.find_spec("torch")) is not None:
+        meta = PathFinder.find_spec(META, spec.submodule_search_locations)
+        if meta is not None:
+            _defer(META, meta)
+
+    import torch
+    import torch.distributed
+    from transformers.utils import is_torch_distributed_available
+
+    if META in sys.modules:
+        torch._meta_registrations = sys.modules[META]
     for name in KNOWN:
         if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
             _defer(name, spec)
@@ -122,7 +141,7 @@ def _defer(name: str, spec: ModuleSpec) -> None:
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
-    if parent:
+    if parent in sys.modules:
         setattr(sys.modules[parent], child, module)
     module.__class__ = _Deferred
     for part in ALONE.get(name, ()):

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from services.worker.model.attention.interface import attach
+from services.worker.model.deferred_compiler import load_meta
 from services.worker.model.kv_pool import KvShape
 from services.worker.model.probe import probe
 from services.worker.model.support import name_of, own_context, supported_context
@@ -60,12 +61,19 @@ def load_model(
     context_length = supported_context(config, max_context)
     where = _device(device)
     what = _dtype(dtype, config, where)
-    if load_format == "dummy":
-        model = _random_model(config, what, where)
-        generation = _generation_config(source, revision)
-    else:
+
+    def loaded() -> tuple[Any, GenerationConfig | None]:
+        if load_format == "dummy":
+            return _random_model(config, what, where), _generation_config(source, revision)
         model = _trained_model(source, revision, what, where)
-        generation = model.generation_config
+        return model, model.generation_config
+
+    try:
+        model, generation = loaded()
+    except NotImplementedError:  # its empty shape is made on no device, where an operator may be missing
+        if not load_meta():
+            raise
+        model, generation = loaded()
     return adopt_model(model, context_length=context_length, generation=generation)
 
 

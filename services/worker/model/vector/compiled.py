@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sys
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -25,7 +22,7 @@ from typing import Any
 import llvmlite
 from llvmlite import binding
 
-from kvservice.kernel_cache import results_folder
+from kvservice.kernel_cache import keep, read_kept, results_folder
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +35,6 @@ KERNELS = (  # folders whose code is compiled
     "model/attention/cpu",
     "tiers/codecs",
 )
-DIGEST_BYTES = 16
 HELPERS = {"numba_": "numba._helperlib", "NRT_": "numba.core.runtime._nrt_python"}  # by the prefix of what is in them
 
 
@@ -56,15 +52,16 @@ def entry(module: str, function: str) -> Entry:
 
     Its module is imported only to be compiled. Seconds then, to be spent before a worker is ready.
     """
-    folder = _folder()
+    folder = kept_in()
     path = folder / f"{module}.{function}-{_key(module)}.o" if folder is not None else None
-    if path is not None and (kept := _read(path)) is not None:
-        return _load(*kept)
+    if path is not None and (kept := read_kept(path)) is not None:
+        symbol, _, code = kept.partition(b"\0")
+        return _load(symbol.decode(), code)
     made = _compile(module, function)
     if path is None or not _calls_known(made):  # another version of Numba: what it made stays in this process
         return Entry(made.address, made)
     _, _, (code, _) = made._library.serialize_using_object_code()
-    _keep(path, made.native_name, code)
+    keep(path, made.native_name.encode() + b"\0" + code)
     return _load(made.native_name, code)
 
 
@@ -75,7 +72,8 @@ def multiplies_pairs() -> bool:
 
 
 @cache
-def _folder() -> Path | None:
+def kept_in() -> Path | None:
+    """The folder of what was compiled from these sources, and of what else takes a start long to find out."""
     return results_folder(path for folder in KERNELS for path in (SOURCES / folder).glob("*.py"))
 
 
@@ -88,28 +86,6 @@ def _key(module: str) -> str:
     digest = hashlib.blake2b(repr((*made, version("numba"), llvmlite.__version__)).encode(), digest_size=8)
     digest.update(Path(source or "").read_bytes())
     return digest.hexdigest()
-
-
-def _read(path: Path) -> tuple[str, bytes] | None:
-    """The symbol and the code; None where there is no such file, or not a whole one."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    if hashlib.blake2b(data[DIGEST_BYTES:], digest_size=DIGEST_BYTES).digest() != data[:DIGEST_BYTES]:
-        return None
-    symbol, _, code = data[DIGEST_BYTES:].partition(b"\0")
-    return symbol.decode(), code
-
-
-def _keep(path: Path, symbol: str, code: bytes) -> None:
-    data = symbol.encode() + b"\0" + code
-    with suppress(OSError):  # no room: it is compiled again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=path.parent)
-        with open(number, "wb") as file:
-            file.write(hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data)
-        os.replace(name, path)
 
 
 def _compile(module: str, function: str) -> Any:
