@@ -51,10 +51,10 @@ run: $(VENV)/.run
 	@exec $(BIN)/kvfleet up $(FLAGS)
 
 test: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --part quick
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part quick
 
 check-all: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --part slow
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part slow
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
