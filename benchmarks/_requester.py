@@ -32,6 +32,7 @@ NEW_PROMPTS = 200
 PACE_S = 0.001
 NUMBER = 12  # digits of a request's id
 ANSWER_S = 5.0
+LOOK_MS = 200  # how long a question of what is known waits; its request never comes
 TOKENS = prompts.BLOCKS * prompts.BLOCK_SIZE
 
 
@@ -149,6 +150,7 @@ class Requester:
         body = self._own.get(worker)
         if body is None:
             ask = PlaceRequest("0" * NUMBER, prompts.MODEL, prompts.own_ids(worker))
+            ask = replace(ask, deadline_ms=LOOK_MS, expires_unix_ms=2**52)
             body = self._own[worker] = codec.encode(replace(ask, policy="direct", worker=prompts.name_of(worker)))
         answered: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         await self._ask(body, False, answered)

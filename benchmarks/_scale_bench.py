@@ -32,6 +32,7 @@ from services.cli.init import create_buckets
 PER_SOURCE = 500  # workers of one process
 VAULT_BYTES = 64 * 1024 * 1024  # nothing is put there
 START_S = 60.0
+FORGOTTEN_S = 1.5  # after which a request that was placed and never sent is
 
 
 def rss_mb(pid: int) -> int:
@@ -168,11 +169,17 @@ class ScaleBench:
     async def until_known(
         self, requester: Requester, blocks: int, among: list[int], replicas: int = 1, limit_s: float = 60.0
     ) -> float:
-        """Until so many replicas have each said of every worker of `among` that it holds so many blocks of its own
-        chain. Returns when; raises SystemExit, with how many are missing."""
+        """Until so many replicas follow every worker, and have each said of every worker of `among` that it holds so
+        many blocks of its own chain. Returns when; raises SystemExit, with how many are missing.
+
+        Who is asked counts on the blocks that the question's request would bring, until that is forgotten.
+        """
         missing: dict[str, set[int]] = {}
         end = time.perf_counter() + limit_s
         while time.perf_counter() < end:
+            stats = await self.stats(requester)
+            if sum(one.workers_exact >= self.workers for one in stats.values()) < replicas:
+                continue
             for worker in {w for several in missing.values() for w in several} or among:
                 replica, known = await requester.blocks_known(worker)
                 if not replica:
@@ -182,6 +189,7 @@ class ScaleBench:
                     several.discard(worker)
             if len(missing) >= replicas and not any(missing.values()):
                 return time.perf_counter()
+            await asyncio.sleep(FORGOTTEN_S)
         raise SystemExit(f"not known after {limit_s} s: { {name: len(some) for name, some in missing.items()} }")
 
     # ------------------------------------------------------------------ what it costs
