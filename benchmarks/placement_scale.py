@@ -240,7 +240,7 @@ def main() -> None:
     quick = parse_quick(__doc__)
     seconds = 4.0 if quick else 15.0
     small = uvloop.run(fleet(64, 16_384, None, seconds, fresh=True))
-    large = uvloop.run(fleet(1_000, 1_000, (1_000, 1_100_000), seconds, fresh=False))
+    large = uvloop.run(fleet(1_000, 1_000, (1_024, 1_100_000), seconds, fresh=False))
     plain = uvloop.run(as_it_comes(1_000, 1_000))
     several = [uvloop.run(replicas(count, seconds)) for count in (1, 2, 4)]
     value = small["start"]["complete_s"]
