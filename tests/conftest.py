@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 SLOW = (
     "tests/chaos/test_chaos_quick.py", "tests/chaos/test_chaos_mutations.py", "tests/deploy/", "tests/containers/",
     "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
-    "tests/exactness/test_demo_promises.py", "tests/exactness/test_deferred_compiler.py", "tests/e2e/test_autoscale.py",
+    "tests/exactness/test_demo_promises.py", "tests/exactness/test_deferred_compiler.py",
+    "tests/exactness/test_kept_scan.py::test_transformers", "tests/e2e/test_autoscale.py",
     "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/cli/test_cli_plan.py",
 )  # fmt: skip

@@ -24,7 +24,7 @@ async def test_one_that_does_not_read_costs_nobody_else_anything(
     fleet: FakeFleet, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvproto_client, "PAUSED_LIMIT_S", GIVEN_UP_S)
-    worker = await fleet.start("w0")
+    worker = await fleet.start("w0", fake_tokens_per_s=4000)  # what was under way is a small part of it
     async with asyncio.timeout(LIMIT_S):
         while not client.members.view.workers:
             await asyncio.sleep(0.01)

@@ -40,14 +40,14 @@ async def main(folder: Path) -> None:
         cluster.stop()
 
 
-def server_of(connection: Connection, cluster: NatsCluster) -> NatsProcess:
-    url = connection.raw.connected_url
-    assert url is not None
-    return cluster.node_at(url.netloc)
+async def server_of(connection: Connection, cluster: NatsCluster) -> NatsProcess:
+    """The one that it is connected to, once it is to any."""
+    await until(lambda: connection.raw.connected_url)
+    return cluster.node_at(connection.raw.connected_url.netloc)
 
 
 async def lose_the_clients_server(fleet: Fleet, cluster: NatsCluster) -> None:
-    await lose(server_of(fleet.client.connection, cluster), fleet)
+    await lose(await server_of(fleet.client.connection, cluster), fleet)
 
 
 async def lose_the_leader(fleet: Fleet, cluster: NatsCluster) -> None:
@@ -69,7 +69,7 @@ async def lose(server: NatsProcess, fleet: Fleet) -> None:
 
 async def retire_one(fleet: Fleet, cluster: NatsCluster) -> None:
     """Lame duck, as an orderly restart begins: its clients go to the others, and no worker is taken for dead."""
-    server = server_of(fleet.workers.workers["w1"].connection, cluster)
+    server = await server_of(fleet.workers.workers["w1"].connection, cluster)
     streams = await fleet.start_streams(6, 100)
     await asyncio.to_thread(server.retire)
     await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
@@ -78,7 +78,7 @@ async def retire_one(fleet: Fleet, cluster: NatsCluster) -> None:
 
 
 async def hang_a_workers_server(fleet: Fleet, cluster: NatsCluster) -> None:
-    server = server_of(fleet.workers.workers["w0"].connection, cluster)
+    server = await server_of(fleet.workers.workers["w0"].connection, cluster)
     streams = await fleet.start_streams(6, 100)
     server.hang()
     await fleet.serve()
@@ -91,7 +91,7 @@ async def hang_a_workers_server(fleet: Fleet, cluster: NatsCluster) -> None:
 
 async def lose_the_majority(fleet: Fleet, cluster: NatsCluster) -> None:
     """Core NATS lives on in the one left: streams and requests go on, and everybody stays known."""
-    left = server_of(fleet.client.connection, cluster)
+    left = await server_of(fleet.client.connection, cluster)
     streams = await fleet.start_streams(6, 200)
     for server in cluster.others(left):
         server.kill()
