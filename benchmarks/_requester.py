@@ -90,7 +90,6 @@ class Requester:
         held = [self._body(prompts.prompt_ids(number)) for number in range(prompts.PROMPTS)]
         new = [self._body(prompts.ids(f"new {number}")) for number in range(NEW_PROMPTS)]
         self._held, self._new, self._next_new = held, new, 0
-        self._own: dict[int, bytes] = {}
 
     @classmethod
     async def open(cls, url: str, *, tells: bool = True, deadline_s: float | None = None) -> Requester:
@@ -147,11 +146,9 @@ class Requester:
 
     async def blocks_known(self, worker: int) -> tuple[str, int]:
         """Which replica answered, and how many blocks of the worker's own chain it knows it to hold."""
-        body = self._own.get(worker)
-        if body is None:
-            ask = PlaceRequest("0" * NUMBER, prompts.MODEL, prompts.own_ids(worker))
-            ask = replace(ask, deadline_ms=LOOK_MS, expires_unix_ms=2**52)
-            body = self._own[worker] = codec.encode(replace(ask, policy="direct", worker=prompts.name_of(worker)))
+        ask = PlaceRequest("0" * NUMBER, prompts.MODEL, prompts.own_ids(worker))
+        ask = replace(ask, deadline_ms=LOOK_MS, expires_unix_ms=int(time.time() * 1000) + LOOK_MS)
+        body = codec.encode(replace(ask, policy="direct", worker=prompts.name_of(worker)))
         answered: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         await self._ask(body, False, answered)
         try:
