@@ -6,9 +6,11 @@ Standard library only, as any part of it may be missing: then one line says what
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 OUR_PACKAGES = ("kvproto", "kvservice", "services")
 
@@ -30,10 +32,19 @@ def with_extra(extra: str, start: Callable[[], None]) -> None:
         sys.exit(1)
 
 
+def imported(module: str) -> Any:
+    """Without looking for garbage: nothing of what is imported is, and looking is a sixth of the time."""
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.enable()
+
+
 def main() -> None:
     module = sys.argv.pop(1)
     service = module.split(".")[1]  # each has an extra of its name
-    with_extra(service, lambda: import_module(module).main())
+    with_extra(service, lambda: imported(module).main())
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    from services.cli.commands import app
-
-    app()
+    launch.imported("services.cli.commands").app()
 
 
 if __name__ == "__main__":

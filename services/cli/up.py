@@ -257,7 +257,7 @@ def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, vaults: 
             others = health.get("placements", 0) >= placements and health.get("vaults", 0) >= vaults
             if ready >= workers and others and health.get("status") == "ok":
                 return True
-            stopping.wait(0.1)
+            stopping.wait(0.05)
     return False
 
 
