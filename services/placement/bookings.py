@@ -27,6 +27,7 @@ from services.placement.workloads import Workloads
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0
 WORD_S = 1.0  # from an answer that was in time to the word that a worker has the request
+TRUSTED, CAUGHT_S = 6.0, 60.0
 STAY_LIMIT_S = 3600.0  # of an accepted one whose end was never heard
 MAX_BOOKED = 65_536  # in each state; beyond, the oldest are taken to be over
 EARLY_KEPT = 4096  # attempts of which milestones came before another replica's word of their booking
@@ -37,7 +38,11 @@ Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
 @dataclass(frozen=True, slots=True)
 class PhantomLimits:
     """What one tenant's requests that no worker has accepted may count for, at one worker: beyond, it is the newest
-    that do. Without a limit, whoever asks for placements and sends nothing would have all others refused."""
+    that do. Without a limit, whoever asks for placements and sends nothing would have all others refused.
+
+    A burst of long prompts is as much, until the workers' word of them is here. So a tenant all of whose requests were
+    sent may have `TRUSTED` times the seconds.
+    """
 
     requests: int = 256
     seconds: float = 10.0  # of prefill, at the rate that the worker measured
@@ -75,6 +80,7 @@ class Bookings:
         self._workloads = workloads
         self._max_booked = max_booked
         self._limits = limits
+        self._caught: dict[str, float] = {}  # tenants of which something was never sent: until when that counts
         self._shares: dict[tuple[str, str], _Share] = {}  # by tenant and worker; no empty entries
         self._expiring: list[tuple[float, int, Key, Booking]] = []  # a heap; what is released meanwhile stays in it
         self._numbers = count()
@@ -129,13 +135,14 @@ class Bookings:
         self._workloads.give(column, tokens, now, priority=priority)
         for passed in self._early.pop((key, worker, attempt), ()):
             passed()  # the worker was quicker than the replica that booked it
-        return self._make_room(share, column, now)
+        return self._make_room(key[0], share, column, now)
 
-    def _make_room(self, share: _Share, column: int, now: float) -> list[Key]:
+    def _make_room(self, tenant: str, share: _Share, column: int, now: float) -> list[Key]:
         gone: list[Key] = []
         if len(share.keys) > 1:
             rate = self._workloads.of(column, now).prefill_tokens_per_s
-            most = self._limits.seconds * rate if rate > 0 else float("inf")
+            seconds = self._limits.seconds * (1.0 if tenant in self._caught else TRUSTED)
+            most = seconds * rate if rate > 0 else float("inf")
             while len(share.keys) > 1 and (len(share.keys) > self._limits.requests or share.tokens > most):
                 gone.append(next(iter(share.keys)))
                 self.release(gone[-1], now)
@@ -214,6 +221,8 @@ class Bookings:
             if self._fresh.get(key) is booking:
                 self.release(key, now)
                 silent.append(key)
+                self._caught[key[0]] = now + CAUGHT_S
+        self._caught = {tenant: until for tenant, until in self._caught.items() if until > now}
         for key in _older(self._accepted, now - STAY_LIMIT_S):
             self._drop(key)
         return silent

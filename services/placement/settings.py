@@ -41,7 +41,10 @@ class PlacementSettings(ServiceSettings):
         256, ge=1, description="requests of a tenant that count at a worker before it has accepted them; of more, the "
         "newest do"
     )  # fmt: skip
-    max_unaccepted_s: float = Field(10.0, gt=0, description="the same in seconds of the worker's prefill")
+    max_unaccepted_s: float = Field(
+        10.0, gt=0, description="the same in seconds of the worker's prefill; six times as much for a tenant of which "
+        "everything was sent in the last minute"
+    )  # fmt: skip
     models: str = Field(
         "", description="models of this fleet, separated by commas: they have signals, and requests for them count, "
         "while nobody serves them"

@@ -7,9 +7,9 @@ from placement_build import a_core, an_ask, load_of
 from placement_rig import RATE, Rig, tokens
 
 from kvproto.errors import Overloaded, from_code
-from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest
+from kvproto.messages import Booked, BookedBatch, Load, Passed, PlaceRequest, Rates
 from services.placement.actions import Answer, Fail, Share
-from services.placement.bookings import BOOKING_LIMIT_S, WORD_S, Bookings, PhantomLimits
+from services.placement.bookings import BOOKING_LIMIT_S, CAUGHT_S, TRUSTED, WORD_S, Bookings, PhantomLimits
 from services.placement.events import BookingsShared, PlaceAsked, Tick
 from services.placement.workloads import Workloads
 
@@ -59,17 +59,45 @@ def test_a_word_of_it_keeps_it() -> None:
 
 
 def test_who_only_asks_has_nobody_else_refused() -> None:
+    """At first it counts for somewhat more than once it is caught."""
     rig = Rig("w0", "w1")
-    for number in range(300):
-        ask_for(rig, "loud", an_ask(f"r{number}", prompt_ids=tokens(number, 8_000)))
-    for worker in ("w0", "w1"):
-        backlog = rig.core.workloads.of(rig.core.fleet.workers[worker].column, rig.now).backlog_tokens
-        assert 0 < backlog <= LIMITS.seconds * RATE
+    for round_, seconds in enumerate((TRUSTED * LIMITS.seconds, LIMITS.seconds)):
+        for number in range(300):
+            ask_for(rig, "loud", an_ask(f"r{round_}.{number}", prompt_ids=tokens(number, 8_000)))
+        for worker in ("w0", "w1"):
+            backlog = rig.core.workloads.of(rig.core.fleet.workers[worker].column, rig.now).backlog_tokens
+            assert seconds * RATE / 2 < backlog <= seconds * RATE
+        if not round_:
+            rig.wait(BOOKING_LIMIT_S + 0.1)
+            for worker in ("w0", "w1"):
+                rig.beat(worker)
     assert ask_for(rig, "quiet", an_ask("mine", prompt_ids=(1, 2, 3), max_wait_s=LIMITS.seconds))
     with pytest.raises(Overloaded):  # the control: what waits counts
         ask_for(rig, "quiet", an_ask("hasty", prompt_ids=(1, 2, 3), max_wait_s=1.0))
     assert rig.core.bookings.phantoms_total > 250
     rig.core.check_integrity()
+
+
+def test_a_burst_of_long_prompts_counts_until_the_workers_word_is_here() -> None:
+    """Else all of a burst would go where the first went."""
+    workloads = Workloads()
+    column = workloads.add(0, 16, 0.0)
+    workloads.report(column, Load(), Rates(RATE, 20.0, 1_000.0, {}), (), 1.0)
+    bookings = Bookings(workloads)
+
+    def book(at: float) -> int:
+        return sum(len(bookings.book(("a", f"{at}.{n}"), 0, "w1", column, RATE, at, silent_s=1.0)) for n in range(40))
+
+    assert book(1.0) == 0, "40 s of prefill"
+    for number in range(40):
+        bookings.accept(("a", f"1.0.{number}"), "w1", 0)
+    assert book(2.0) == 0
+    assert len(bookings.expire(4.0)) == 40
+    assert book(5.0) == 40 - LIMITS.seconds, "some were never sent"
+    bookings.expire(7.0)
+    bookings.expire(7.0 + CAUGHT_S)
+    assert book(8.0 + CAUGHT_S) == 0
+    bookings.check_integrity()
 
 
 def test_it_is_no_demand() -> None:
@@ -118,7 +146,7 @@ def test_the_newest_of_each_tenant_at_each_worker_count_and_the_accepted_all_do(
 
 def test_one_that_is_too_large_by_itself_counts() -> None:
     rig = Rig("w0")
-    rig.place("big", tokens(1, int(RATE * LIMITS.seconds * 2)))
+    rig.place("big", tokens(1, int(RATE * LIMITS.seconds * TRUSTED * 2)))
     assert len(rig.core.bookings) == 1
     rig.place("small", tokens(2, 32))
     assert len(rig.core.bookings) == 1
