@@ -147,9 +147,9 @@ class Workloads:
         values[rows.BACKLOG, column] = load.queued_prefill_tokens + sum(tokens for _, tokens in unseen)
         values[rows.REQUESTS, column] = load.waiting + load.running + len(unseen)
         values[rows.SLOTS, column] = load.slots
-        if rates.decode_tokens_per_s:
+        if rates.decode_tokens_per_s >= LEAST_RATE:
             values[rows.TOKEN_S, column] = 1 / rates.decode_tokens_per_s
-        if rates.decode_steps_per_s:
+        if rates.decode_steps_per_s >= LEAST_RATE:
             values[rows.STEP_S, column] = 1 / rates.decode_steps_per_s
         values[rows.BLOCKS_USED, column] = load.blocks_used
         values[rows.BLOCKS, column] = load.blocks_total

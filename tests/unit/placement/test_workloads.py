@@ -165,3 +165,11 @@ def test_an_idle_worker_keeps_its_copies() -> None:
     small, holder = a_worker(loads, blocks_total=500), a_worker(loads, blocks_total=500)
     loads.give(small, 60_000, 0.0)
     assert copied_harm(loads, small, holder, 20 * RECENT_S) == pytest.approx(1 / 100)
+
+
+def test_rates_that_nobody_can_have_measured_are_none() -> None:
+    workloads = Workloads()
+    column = workloads.add(1000.0, 16, 0.0)
+    workloads.report(column, Load(), Rates(2e-309, 2e-309, 2e-309), (), 1.0)
+    workloads.check_integrity()
+    assert np.isfinite(workloads.view(np.array([column]), 2.0).waits()).all()
