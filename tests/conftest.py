@@ -7,7 +7,8 @@ of its part runs in between.
 done with one, so all end at about the same time.
 
 What takes long and seldom tells anything that the rest does not is left to `make check-all` (`SLOW`), which CI runs
-too. Without `--part` everything that is named runs.
+too. Without `--part` everything that is named runs, and tests of examples find new ones each time; with it they are the
+same ones, so that a run fails by what was changed and not by chance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["kvproto.testing.fixtures"]
@@ -23,6 +25,9 @@ pytest_plugins = ["kvproto.testing.fixtures"]
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "first: begins something that takes long, before all other tests")
     config.addinivalue_line("markers", "last: judges it, after all other tests")
+    if config.getoption("--part") is not None:
+        settings.register_profile("same examples", derandomize=True)
+        settings.load_profile("same examples")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
