@@ -2,12 +2,14 @@
 
     Hops                HTTP by the same server, a NATS request to a process and another, whose answer is written as an
                         event: what ingress, placement and worker cannot do without
+    relayed_ms          many streams at once through one process that writes each message of NATS as an event
     messages_per_s      NATS messages that one nats-py subscriber counts
     tokens_per_s        msgpack off, JSON on, joined to an event: what a plain loop does for each token of a stream
 
 A floor that is a ratio to one of them means the same on a slow machine and on a busy one.
 
-    python -m benchmarks._yardsticks serve NATS_URL PORT | answer NATS_URL | publish NATS_URL COUNT
+    python -m benchmarks._yardsticks serve NATS_URL PORT | answer NATS_URL | publish NATS_URL COUNT |
+                                     relay NATS_URL PORT | pace NATS_URL STREAMS PER_S AT_ONCE
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from services.cli import embedded_nats
 from tests.support.processes import free_port
 
 PLACE, GENERATE, TOKENS = "yardstick.place", "yardstick.generate", "yardstick.tokens"
+RELAYED = "yardstick.relayed"
+SETTLED_S = 3.0
 PLACED = b"p" * 200  # bytes of an answer of placement
 FRAMES = b"f" * 120  # of a worker's first frames
 FRAME = msgpack.packb(["t", "vppkeehnzs2676ab43zauajdmm", 0, 0, 17, [812], [" light"], []])
@@ -120,7 +124,82 @@ async def _messages_per_s(url: str, count: int) -> float:
     return median(rates)
 
 
+def relayed_ms(streams: int, per_s: float, at_once: int, seconds: float) -> list[float]:
+    """How long messages take from their publisher to the HTTP client: all that come in so many seconds. They are
+    published as workers do: after a step, for `at_once` streams."""
+    with tempfile.TemporaryDirectory() as made:
+        server = embedded_nats.start(Path(made), Path(made) / "nats.log")
+        port = free_port()
+        children = [_start("relay", server.url, port)]
+        try:
+            return uvloop.run(_relayed(server.url, port, children, (streams, per_s, at_once), seconds))
+        finally:
+            for child in children:
+                child.kill()  # the relay would wait for its streams
+                child.wait(10)
+            server.child.signal(signal.SIGTERM)
+            server.child.process.wait(10)
+
+
+async def _relayed(
+    url: str, port: int, children: list[subprocess.Popen[str]], pace: tuple[int, float, int], seconds: float
+) -> list[float]:
+    delays: list[float] = []
+
+    async def read(stream: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET /{stream} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                delays.append((time.monotonic_ns() - int(line[6:])) / 1e6)
+        writer.close()
+
+    reading = [asyncio.create_task(read(stream)) for stream in range(pace[0])]
+    await asyncio.sleep(SETTLED_S)
+    children.append(_start("pace", url, *pace))
+    await asyncio.sleep(SETTLED_S)
+    delays.clear()
+    await asyncio.sleep(seconds)
+    found = list(delays)
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- processes
+
+
+async def _relay(url: str, port: int) -> None:
+    client = await nats.connect(url)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        messages: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def on(message: Any) -> None:
+            messages.put_nowait(message.data)
+
+        await client.subscribe(f"{RELAYED}{scope['path'].replace('/', '.')}", cb=on)
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        while True:
+            body = b"data: " + await messages.get() + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    await _serving(app, port)
+
+
+async def _pace(url: str, streams: int, per_s: float, at_once: int) -> None:
+    """To each stream so many a second."""
+    client = await nats.connect(url)
+    print("ready", flush=True)
+    began, sent = time.monotonic(), 0
+    while True:
+        for stream in range(sent, sent + at_once):
+            await client.publish(f"{RELAYED}.{stream % streams}", str(time.monotonic_ns()).encode())
+        sent += at_once
+        await client.flush()
+        await asyncio.sleep(max(0.0, began + sent / (streams * per_s) - time.monotonic()))
 
 
 def _start(what: str, *arguments: object) -> subprocess.Popen[str]:
@@ -148,6 +227,10 @@ async def _serve(url: str, port: int) -> None:
         await send({"type": "http.response.body", "body": EVENT, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
+    await _serving(app, port)
+
+
+async def _serving(app: Any, port: int) -> None:
     config = uvicorn.Config(app, port=port, http="httptools", lifespan="off", log_level="error", access_log=False)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
@@ -190,6 +273,10 @@ def main() -> None:
         uvloop.run(_serve(url, int(number[0])))
     elif what == "answer":
         uvloop.run(_answer(url))
+    elif what == "relay":
+        uvloop.run(_relay(url, int(number[0])))
+    elif what == "pace":
+        uvloop.run(_pace(url, int(number[0]), float(number[1]), int(number[2])))
     else:
         uvloop.run(_publish(url, int(number[0])))
 

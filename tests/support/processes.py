@@ -14,6 +14,7 @@ import httpx
 
 from tests.support.waiting import LIMIT_S
 
+FLEET_KEY = "secret of the deployment"
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 
 
@@ -66,7 +67,7 @@ class Deployment:
         self.headers: dict[str, str] = {}
 
     def _env(self, role: str) -> dict[str, str]:
-        env = {"KVFLEET_NATS_URL": self.nats_url, "KVFLEET_FLEET_KEY": "secret of the deployment"}
+        env = {"KVFLEET_NATS_URL": self.nats_url, "KVFLEET_FLEET_KEY": FLEET_KEY}
         if self.passwords is not None:
             env |= {"KVFLEET_NATS_USER": role, "KVFLEET_NATS_PASSWORD": self.passwords[role]}
             if role == "placement":
