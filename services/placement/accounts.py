@@ -89,7 +89,8 @@ class Accounts:
                 )
                 self._repeats.place(key, worker.id, worker.epoch, one.attempt, now)
                 whole = len(one.hashes) // HASH_BYTES * HASH_BYTES
-                self._promises.make(key, worker.id, unpack(one.hashes[:whole]), now)
+                if self._bookings.is_to_come(key):  # else the worker's word of its blocks was here before
+                    self._promises.make(key, worker.id, unpack(one.hashes[:whole]), now)
 
     def give_up(self, key: tuple[str, str], attempt: int, failed: bool) -> None:
         """A bare producer's attempt is over, in whatever way: each of them may say so. `failed`: nobody has it."""

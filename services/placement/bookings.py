@@ -104,6 +104,11 @@ class Bookings:
         booking = self._fresh.get(key) or self._accepted.get(key)
         return None if booking is None else booking.priority
 
+    def is_to_come(self, key: Key) -> bool:
+        """Whether it is booked and its prefill not known to be over."""
+        booking = self._fresh.get(key) or self._accepted.get(key)
+        return booking is not None and not booking.prefilled
+
     def requests_at(self, worker: str) -> int:
         return len(self._at.get(worker, ()))
 

@@ -4,7 +4,7 @@ Messages are taken in as they come, and one is decided per turn of the event loo
 is seen how old it is, and not unread in a socket. Whoever has the least time left goes first. What is late costs a look
 at two of its fields, and gets no answer: its asker has placed it by the ring.
 
-    listening ──10 ms of work wait──▶ standing back ──4 requests wait──▶ listening
+    listening ──25 ms of work wait──▶ standing back ──4 requests wait──▶ listening
 
 To read what will be late costs a tenth of deciding it. So a desk that is behind stands back from the queue group: other
 replicas have what comes then, and without any the server tells askers at once that nobody listens.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 8192
 MAX_PRIORITY = 100
 LATE_IN_A_ROW = 64  # before others have a turn
-BEHIND_S = 0.01  # of work that waits; but never more than 256 requests, nor fewer than 12
+BEHIND_S = 0.025  # of work that waits, half of a Client's patience; but never more than 256 requests, nor fewer than 12
 MOST, FEWEST, FEW = 256, 12, 4
 NEWEST = 0.05  # weight of a decision in how long one takes
 LOOK_S, DRAIN_S = 0.001, 1.0

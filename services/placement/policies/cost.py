@@ -21,7 +21,7 @@ request feels of it the same share counts, up to half a second of it (`copy`, wh
 more is asked of one for the others' sake.
 
 The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth of
-its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 60 do about equally well. With
+its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 80 do about equally well. With
 BUSY at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS
 at 0, 6 % of turns move instead of 5, as then nothing but its own wait keeps a request where nobody is busy.
 
@@ -39,7 +39,7 @@ from services.placement.price_kernel import DEVICE, FETCH, PREFILL, QUEUE, RESTO
 from services.placement.workloads import Floats
 
 OTHERS = 4.0
-BUSY = 50.0
+BUSY = 70.0
 IN_DEMAND = 3.0  # heat: what ends where so many requests do is no conversation
 NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
 NEAR = 0.02

@@ -23,7 +23,7 @@ from typing import TypeAlias
 from services.placement.simulate.trace import Row, Trace, make_trace
 
 BLOCK_TOKENS = 512
-REQUESTS = 5000
+REQUESTS = 16_000
 
 # Requests per second. At about two thirds of what 8 workers of the default speed can do, so that pauses are nearly as
 # long as they are said to be here; a study at another load stretches all times.

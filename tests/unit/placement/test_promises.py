@@ -6,6 +6,7 @@ from collections import Counter
 from zlib import crc32
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_build import a_core, a_generate, failed
@@ -150,6 +151,16 @@ def test_what_another_replica_placed_is_promised_here_too() -> None:
     assert (here.worker, here.expected_hit) == ("w5", {"device": 4000})
     rig.tell(BookingsShared(BookedBatch("another", (Booked("public", "odd", 0, "w5", 16, hashes=hashes[:21]),))))
     rig.core.check_integrity()
+
+
+@pytest.mark.parametrize("last", [Passed.FIRST_TOKEN, Passed.ENDED])
+def test_what_another_replica_placed_and_a_worker_has_computed_since_is_not_promised(last: Passed) -> None:
+    """Its word may come before the other replica's; a promise made then would stay until its time is up."""
+    rig = Rig("w0")
+    rig.pass_("w0", "r", Passed.ACCEPTED, Passed.STARTED, last)
+    told = Booked("public", "r", 0, "w0", 800, hashes=rig.hashes(tokens(1, 800)).tobytes())
+    rig.tell(BookingsShared(BookedBatch("another", (told,))))
+    assert len(rig.core.promises) == 0
 
 
 def test_two_replicas_send_one_new_prefix_to_one_worker() -> None:
