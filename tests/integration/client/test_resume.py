@@ -74,8 +74,10 @@ async def ready(client: Client, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def compare(fleet: FakeFleet, client: Client, sampling: Sampling, kills: int, **settings: Any) -> None:
-    """Workers die one after the other, each at a token drawn by chance."""
+async def compare(
+    fleet: FakeFleet, client: Client, sampling: Sampling, kills: int, *, latest: float = 1.0, **settings: Any
+) -> None:
+    """Workers die one after the other, each at a token drawn by chance of the first `latest` part."""
     for worker in range(kills + 1):
         await fleet.start(f"w{worker}", **settings)
     await ready(client, kills + 1)
@@ -85,7 +87,7 @@ async def compare(fleet: FakeFleet, client: Client, sampling: Sampling, kills: i
     seed = random.randrange(2**32)
     chance = random.Random(seed)
     for kill in range(kills):
-        at = chance.randrange(1, whole.tokens)
+        at = chance.randrange(1, int(whole.tokens * latest))
         stream = client.generate(asked)
         broken = await read(stream, sampling.n, at, lambda worker: fleet.workers[worker].kill())
         broken.must_equal(whole, f"chance {seed}, kill {kill} at token {at}")
@@ -109,5 +111,6 @@ async def test_stop_strings(fleet: FakeFleet, client: Client) -> None:
 
 async def test_penalties_of_a_real_model(fleet: FakeFleet, client: Client) -> None:
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 1.5, "min_p": 0.02}
-    sampling = replace(PLAIN, n=2, max_tokens=24, **penalties)  # type: ignore[arg-type]
-    await compare(fleet, client, sampling, kills=1, runner="torch", blocks=256)
+    sampling = replace(PLAIN, n=2, max_tokens=96, **penalties)  # type: ignore[arg-type]
+    # As nothing paces it, it may be far ahead of a client that waits for its turn on a busy machine.
+    await compare(fleet, client, sampling, kills=1, latest=0.25, runner="torch", blocks=256)
