@@ -11,8 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from services.placement.compiled import kernel
 
-@njit
+
+@kernel
 def _place_of(blocks, counts, low, high):
     """Where the block is, or where it would be put."""
     mask = np.uint64(len(counts) - 1)
@@ -22,7 +24,7 @@ def _place_of(blocks, counts, low, high):
     return place
 
 
-@njit
+@kernel
 def add(blocks, counts, hashes):
     """How many are new."""
     new = 0
@@ -59,7 +61,7 @@ def take(blocks, counts, hashes):
     return last
 
 
-@njit
+@kernel
 def move(blocks, counts, into_blocks, into_counts):
     """Into a larger table, which is empty."""
     for place in range(len(counts)):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from services.placement.compiled import kernel
 from services.placement.heat import COOLS_S
 from services.placement.load_rows import (
     AHEAD,
@@ -48,7 +48,7 @@ FORGIVEN_S = 120.0  # so long without a new measurement, and a low rate is taken
 COPY_S = 0.5  # what a request may be made to wait so that others find a copy
 
 
-@njit
+@kernel
 def _mean_rate(values):
     """Harmonic, of those who measured: one absurdly fast worker does not make the others look fast."""
     seconds, measured = 0.0, 0
@@ -59,7 +59,7 @@ def _mean_rate(values):
     return measured / seconds if measured else UNMEASURED_RATE
 
 
-@njit
+@kernel
 def _least_token_s(values):
     """What a sequence adds to a decode step is at most the least time that a decoded token takes anywhere: with few of
     them most of a step is not theirs."""
@@ -70,7 +70,7 @@ def _least_token_s(values):
     return least if least < np.inf else 0.0
 
 
-@njit
+@kernel
 def _comparable(rate, measured_at, mean, now):
     """A rate made comparable.
 
@@ -86,7 +86,7 @@ def _comparable(rate, measured_at, mean, now):
     return rate
 
 
-@njit
+@kernel
 def _mean_stay(values):
     """Of those of whom a request has ended."""
     seconds, known = 0.0, 0
@@ -97,13 +97,13 @@ def _mean_stay(values):
     return seconds / known if known else 0.0
 
 
-@njit
+@kernel
 def _until_served(values, worker, rate, idle):
     """Seconds until what is ahead there has been prefilled."""
     return max(values[AHEAD, worker] / rate - idle, 0.0)
 
 
-@njit
+@kernel
 def _until_slot(values, worker, mean_stay):
     """Seconds until a slot is free for one more: they become free one by one, as requests stay so long.
 
@@ -118,13 +118,13 @@ def _until_slot(values, worker, mean_stay):
     return ahead * max(stay, values[OUTPUT, worker] * values[STEP_S, worker]) / slots
 
 
-@njit
+@kernel
 def _recent(values, worker, now):
     """Tokens to prefill that it was given in about the last minute."""
     return values[RECENT, worker] * math.exp(-(now - values[AT, worker]) / RECENT_S)
 
 
-@njit
+@kernel
 def _uses(values, worker, heat, now):
     """How many requests will find what is computed there, of the `heat` that part ways at its end.
 
@@ -141,7 +141,7 @@ def _uses(values, worker, heat, now):
     return min(heat, math.expm1(min(heat * room / filled, 50.0)))
 
 
-@njit
+@kernel
 def waits(values, now, out):
     """Fills `out` `[workers]`: seconds until a request would be begun there. Who has not measured anything, in a fleet
     that has not, is taken to be free."""
@@ -156,7 +156,7 @@ def waits(values, now, out):
             out[worker] += _until_served(values, worker, rate, now - values[AT, worker])
 
 
-@njit
+@kernel
 def price(values, restore, matched, tokens, heat, now, others, busy, out):
     """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where.
 
@@ -211,7 +211,7 @@ def price(values, restore, matched, tokens, heat, now, others, busy, out):
         out[COST, worker] = cost
 
 
-@njit
+@kernel
 def cheapest(prices, held, tokens, keeps, near_s, near_share, equals):
     """The cheapest worker of `prices` (as `price` fills them), and how many are about as cheap: they are listed in
     `equals` `[workers]`.

@@ -1,7 +1,8 @@
 """The prefix index's entries, and who holds each, for Numba to compile: `warm_up` does it. Pure but for the arrays they
 change.
 
-Small functions are inlined by force: a call with its arrays takes longer than what they do.
+Small functions are inlined by force: a call with its arrays takes longer than what they do. Unsigned indices are not
+tried for being negative.
 
 An entry is a block that somebody holds; its number never changes while it lives. `rows` is one array of words: of each
 entry half a cache line, then wide rows, as many as there could be, with memory behind them only as far as they were
@@ -22,7 +23,8 @@ that are looked for, and of those that many hold only the wide one.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from services.placement.compiled import inlined, kernel
 
 NONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # an empty slot
 NOBODY = -1  # has the block: no entry
@@ -50,50 +52,49 @@ WIDE = np.uint64(1 << TIER_BITS)  # no note: those name a tier
 WIDE_MASK = WIDE | TIER_MASK
 
 
-@njit(forceinline=True)
+@inlined
 def is_of(rows, place, low, high):
     """Whether the hash at a place is this one."""
-    return rows[place << PLACE] == low and rows[(place << PLACE) + HIGH] == high
+    at = np.uint64(place) << np.uint64(PLACE)
+    return rows[at] == low and rows[at + np.uint64(HIGH)] == high
 
 
-@njit(forceinline=True)
+@inlined
 def _slot_of(table, rows, low, high):
     """Where the hash is in the table, or the empty slot where it would be."""
-    mask = np.int64(len(table) - 1)
+    mask = np.uint64(len(table) - 1)
     tag = low & LOWER
-    at = np.int64(tag) & mask
+    at = tag & mask
     while True:
         slot = table[at]
-        if slot == NONE:
-            return at
-        if slot >> HALF == tag and is_of(rows, np.int64(slot & LOWER), low, high):
-            return at
-        at = (at + 1) & mask
+        if slot == NONE or (slot >> HALF == tag and is_of(rows, slot & LOWER, low, high)):
+            return np.int64(at)
+        at = (at + ONE) & mask
 
 
-@njit(forceinline=True)
+@inlined
 def place_of(table, rows, low, high):
     slot = table[_slot_of(table, rows, low, high)]
     return NOBODY if slot == NONE else np.int64(slot & LOWER)
 
 
-@njit(forceinline=True)
+@inlined
 def _row_number(most, tiers, words, place):
     return (place - most) // wide_places(tiers, words)
 
 
-@njit
+@kernel
 def wide_places(tiers, words):
     """How many a wide row takes."""
     return (BITS + tiers * words + (1 << PLACE) - 1) >> PLACE
 
 
-@njit(forceinline=True)
+@inlined
 def entry_at(named, most, tiers, words, place):
     return place if place < most else np.int64(named[_row_number(most, tiers, words, place)])
 
 
-@njit(forceinline=True)
+@inlined
 def fetch(table, rows, hashes):
     """Have memory bring what looking for these will read, all at once: slots, then rows. A look-up alone waits for one
     after the other, and what it does next hangs on what it reads. The result means nothing."""
@@ -106,7 +107,7 @@ def fetch(table, rows, hashes):
     return seen
 
 
-@njit
+@kernel
 def _empty_slot(table, at):
     """Take a slot out, moving up what probing would no longer find."""
     mask = np.int64(len(table) - 1)
@@ -126,47 +127,47 @@ def _empty_slot(table, at):
 # ---------------------------------------------------------------------------------------------- who holds an entry
 
 
-@njit(forceinline=True)
+@inlined
 def wide_of(rows, entry):
     """The place of its wide row, else NOBODY."""
     notes = rows[(entry << PLACE) + NOTES]
     return np.int64(notes >> LANE) if notes & WIDE_MASK == WIDE else NOBODY
 
 
-@njit(forceinline=True)
+@inlined
 def note_at(rows, entry, number):
     """Of an entry without a wide row; 0: neither this one nor any after it is in use."""
     return rows[(entry << PLACE) + NOTES + (number >> 2)] >> np.uint64((number & 3) << 4) & LANE_MASK
 
 
-@njit(forceinline=True)
+@inlined
 def holder_in(note):
     return np.int64(note >> TIERS_BITS)
 
 
-@njit(forceinline=True)
+@inlined
 def tier_in(note):
     return np.int64(note & TIER_MASK) - 1
 
 
-@njit(forceinline=True)
+@inlined
 def bit_of(holder):
     """Word among those of a tier, and mask."""
     return holder >> 6, ONE << np.uint64(holder & 63)
 
 
-@njit(forceinline=True)
+@inlined
 def _note_of(tier, holder):
     return np.uint64(holder << TIER_BITS | tier + 1)
 
 
-@njit(forceinline=True)
+@inlined
 def _set_note(rows, entry, number, note):
     at, shift = (entry << PLACE) + NOTES + (number >> 2), np.uint64((number & 3) << 4)
     rows[at] = rows[at] & ~(LANE_MASK << shift) | note << shift
 
 
-@njit(forceinline=True)
+@inlined
 def _find_note(rows, entry, note):
     """Where it is, else -1."""
     for number in range(FEW_HOLD):
@@ -178,14 +179,20 @@ def _find_note(rows, entry, note):
     return -1
 
 
-@njit(forceinline=True)
+@inlined
+def bits_at(place, words, tier):
+    """Of a wide row: where the bits of a tier begin."""
+    return (np.uint64(place) << np.uint64(PLACE)) + np.uint64(BITS + tier * words)
+
+
+@inlined
 def _bit_at(place, words, tier, holder):
     """Of a wide row: which of all words, and mask."""
     word, bit = bit_of(holder)
-    return (place << PLACE) + BITS + tier * words + word, bit
+    return bits_at(place, words, tier) + np.uint64(word), bit
 
 
-@njit(forceinline=True)
+@inlined
 def _holds(rows, words, entry, tier, holder):
     wide = wide_of(rows, entry)
     if wide == NOBODY:
@@ -194,7 +201,7 @@ def _holds(rows, words, entry, tier, holder):
     return rows[at] & bit != 0
 
 
-@njit
+@kernel
 def _widen(table, rows, named, most, tiers, words, counters, entry):
     if counters[WIDE_FREE]:
         number = counters[WIDE_FREE] - 1
@@ -214,7 +221,7 @@ def _widen(table, rows, named, most, tiers, words, counters, entry):
     rows[own + NOTES], rows[own + REST] = np.uint64(wide) << LANE | WIDE, np.uint64(FEW_HOLD)
 
 
-@njit
+@kernel
 def _narrow(table, rows, most, tiers, words, counters, entry):
     wide, own = wide_of(rows, entry), entry << PLACE
     low, number = rows[own], 0
@@ -232,7 +239,7 @@ def _narrow(table, rows, most, tiers, words, counters, entry):
     counters[WIDE_FREE] = _row_number(most, tiers, words, wide) + 1
 
 
-@njit(forceinline=True)
+@inlined
 def _add(table, rows, named, most, tiers, words, counters, entry, tier, holder):
     """Whether that is new."""
     if wide_of(rows, entry) == NOBODY:
@@ -253,7 +260,7 @@ def _add(table, rows, named, most, tiers, words, counters, entry, tier, holder):
     return True
 
 
-@njit(forceinline=True)
+@inlined
 def _take(table, rows, most, tiers, words, free, counters, entry, tier, holder):
     """Whether it held it. An entry that nobody holds is free."""
     wide, own = wide_of(rows, entry), entry << PLACE
@@ -285,7 +292,7 @@ def _take(table, rows, most, tiers, words, free, counters, entry, tier, holder):
 # ---------------------------------------------------------------------------------------------- changes
 
 
-@njit
+@kernel
 def store(table, rows, named, most, tiers, words, free, counters, hashes, tier, holder, log, logged):
     """Note `hashes` `[n, 2]` as held; returns how many were, fewer than n when the index is full. New holdings are
     appended to `log` from `logged` on, which has room for n, as `entry * tiers + tier`; the second result is its new
@@ -313,7 +320,7 @@ def store(table, rows, named, most, tiers, words, free, counters, hashes, tier, 
     return len(hashes), logged, fetched
 
 
-@njit
+@kernel
 def remove(table, rows, named, most, tiers, words, free, counters, hashes, tier, holder):
     """Note `hashes` `[n, 2]` as held no more; returns how many were."""
     removed, fetched = 0, np.uint64(0)
@@ -327,7 +334,7 @@ def remove(table, rows, named, most, tiers, words, free, counters, hashes, tier,
     return removed, fetched
 
 
-@njit
+@kernel
 def forget(table, rows, most, tiers, words, free, counters, holder, log, logged, count):
     """Take back the last `count` of what `log` notes of a holder; returns how much of that it still held."""
     removed = 0
@@ -337,7 +344,7 @@ def forget(table, rows, most, tiers, words, free, counters, holder, log, logged,
     return removed
 
 
-@njit
+@kernel
 def compact(rows, tiers, words, holder, log, logged, marks):
     """Drop from `log` what the holder holds no more, and of what is noted twice the earlier: that was given back
     meanwhile, or was of another block with the same entry. Returns its new length. `marks` are bits, none set before
@@ -350,7 +357,7 @@ def compact(rows, tiers, words, holder, log, logged, marks):
             marks[word] |= bit
             kept -= 1
             log[kept] = note
-    log[: logged - kept] = log[kept:logged].copy()
     for number in range(logged - kept):
+        log[number] = log[kept + number]
         marks[log[number] >> 6] = 0
     return logged - kept

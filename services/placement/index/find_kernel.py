@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from services.placement.compiled import inlined, kernel
 from services.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,
@@ -24,6 +25,7 @@ from services.placement.index.entry_kernels import (
     ONE,
     PLACE,
     bit_of,
+    bits_at,
     fetch,
     holder_in,
     is_of,
@@ -42,7 +44,7 @@ for _number in range(64):
     BIT_NUMBER[(int(DE_BRUIJN) << _number & 0xFFFF_FFFF_FFFF_FFFF) >> 58] = _number
 
 
-@njit
+@kernel
 def _lose(before, after, depth, depths):
     """Those that have the chain up to `depth` and not beyond."""
     for word in range(len(before)):
@@ -53,7 +55,7 @@ def _lose(before, after, depth, depths):
             gone ^= lowest
 
 
-@njit(forceinline=True)
+@inlined
 def _place_at(table, rows, hashes, places, at):
     """Place of block `at` of the chain; asked for once."""
     if places[at] == UNASKED:
@@ -61,7 +63,7 @@ def _place_at(table, rows, hashes, places, at):
     return places[at]
 
 
-@njit(forceinline=True)
+@inlined
 def _step_at(starts, steps, at):
     """The last step that starts at `at` or before it."""
     low, high = 0, steps
@@ -74,9 +76,11 @@ def _step_at(starts, steps, at):
     return low
 
 
-@njit
-def _few_who(rows, tier, place, going, sets, among, out):
-    """Add to `sets[out]` those of `sets[among]` that go on, as the notes of an entry say."""
+@kernel
+def _few_who(rows, tier, place, going, faster, step, sets, among, out):
+    """`_who`, of an entry without a wide row."""
+    for word in range(len(going)):
+        sets[out, word] = faster[step, word] & sets[among, word]
     for number in range(FEW_HOLD):
         note = note_at(rows, place, number)
         if note == 0:
@@ -84,27 +88,30 @@ def _few_who(rows, tier, place, going, sets, among, out):
         if tier_in(note) == tier:
             word, bit = bit_of(holder_in(note))
             sets[out, word] |= bit & going[word] & sets[among, word]
-
-
-@njit(forceinline=True)
-def _who(rows, most, tier, place, going, faster, step, sets, among, out):
-    """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
-    another one. Whether somebody has not."""
-    words, column = len(going), (place << PLACE) + BITS + tier * len(going)
-    for word in range(words):
-        who = faster[step, word]
-        if place >= most:
-            who |= going[word] & rows[column + word]
-        sets[out, word] = who & sets[among, word]
-    if NOBODY < place < most:
-        _few_who(rows, tier, place, going, sets, among, out)
     differs = False
-    for word in range(words):
+    for word in range(len(going)):
         differs |= sets[out, word] != sets[among, word]
     return differs
 
 
-@njit
+@inlined
+def _who(rows, most, tier, place, going, faster, step, sets, among, out):
+    """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
+    another one. Whether somebody has not. One loop over words: each more takes as long again as this."""
+    if NOBODY < place < most:
+        return _few_who(rows, tier, place, going, faster, step, sets, among, out)
+    differs, column = False, bits_at(place, len(going), tier)
+    for word in range(len(going)):
+        who = faster[step, word]
+        if place != NOBODY:
+            who |= going[word] & rows[column + np.uint64(word)]
+        who &= sets[among, word]
+        differs |= who != sets[among, word]
+        sets[out, word] = who
+    return differs
+
+
+@kernel
 def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out):
     """Who has in a tier the block after the last that it has in faster ones."""
     out[:] = 0
@@ -129,7 +136,7 @@ def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, ste
                 out[word] |= before & ~sets[step, word] & bit
 
 
-@njit(forceinline=True)
+@inlined
 def _fetch_wide(rows, most, column, words, places, asked):
     """Have memory bring what wide rows say of a tier beyond their first line, of places that are known. The result
     means nothing."""
@@ -144,38 +151,31 @@ def _fetch_wide(rows, most, column, words, places, asked):
     return seen
 
 
-@njit
+@kernel
 def _few_pooled(rows, tier, place, pool):
-    """Bits of some of the pool that have a block, as the notes of its entry say."""
-    held = np.uint64(0)
+    """`_is_pooled`, of an entry without a wide row."""
     for number in range(FEW_HOLD):
         note = note_at(rows, place, number)
         if note == 0:
             break
         if tier_in(note) == tier:
             word, bit = bit_of(holder_in(note))
-            held |= pool[word] & bit
-    return held
+            if pool[word] & bit:
+                return True
+    return False
 
 
-@njit(forceinline=True)
+@inlined
 def _is_pooled(rows, most, tier, place, pool):
-    held = np.uint64(0)
-    if place >= most:
-        column = (place << PLACE) + BITS + tier * len(pool)
-        for word in range(len(pool)):
-            held |= rows[column + word] & pool[word]
-    else:
-        note = note_at(rows, place, 0)
-        if tier_in(note) == tier:  # as of most that lie in vaults
-            word, bit = bit_of(holder_in(note))
-            held = pool[word] & bit
-        if not held:
-            held = _few_pooled(rows, tier, place, pool)
+    if place < most:
+        return _few_pooled(rows, tier, place, pool)
+    held, column = np.uint64(0), bits_at(place, len(pool), tier)
+    for word in range(len(pool)):
+        held |= rows[column + np.uint64(word)] & pool[word]
     return held != 0
 
 
-@njit(forceinline=True)
+@inlined
 def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end):
     """The first block from `first` on, or `end`, that nobody of the pool has. Each pass over them reads what the next
     one hangs on, so that memory brings it at once. The second result means nothing."""
@@ -207,7 +207,7 @@ def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end)
     return end, seen
 
 
-@njit(forceinline=True)
+@inlined
 def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
     """The first block from `at` on that nobody of the pool has. Each is asked for: what lies in several places and is
     evicted by none but its own rules may have gaps anywhere."""

@@ -10,7 +10,8 @@ it is another.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from services.placement.compiled import kernel
 
 ANOTHER_FORM = -1
 MOST_CHANGES = 16
@@ -19,7 +20,7 @@ TIER_START, TIER_END, REMOVED, FIRST, END, DIGEST, CHANGE = range(7)  # the name
 BYTES_OF_HASH = 18  # with msgpack's type and length
 
 
-@njit
+@kernel
 def _unsigned(data, at, width):
     """Big-endian, as msgpack has numbers."""
     value = np.int64(0)
@@ -28,7 +29,7 @@ def _unsigned(data, at, width):
     return value
 
 
-@njit
+@kernel
 def _word(data, at):
     """Little-endian, as the halves of hashes are."""
     value = np.uint64(0)
@@ -37,7 +38,7 @@ def _word(data, at):
     return value
 
 
-@njit
+@kernel
 def _length(data, at, short, mask, width_1, width_2, width_4):
     """What `at` begins: its length and where its content begins. `short` is the type whose marker holds the length,
     the others are the markers of those in which it follows, 0 where there is none. Length -1: something else."""
@@ -58,12 +59,12 @@ def _length(data, at, short, mask, width_1, width_2, width_4):
     return _unsigned(data, at + 1, width), at + 1 + width
 
 
-@njit
+@kernel
 def _array(data, at):
     return _length(data, at, 0x90, 0x0F, 0, 0xDC, 0xDD)
 
 
-@njit
+@kernel
 def _bytes(data, at, short, mask, width_1, width_2):
     """Start and end of text or bytes; an end of -1: something else."""
     length, start = _length(data, at, short, mask, width_1, width_2, 0)
@@ -72,7 +73,7 @@ def _bytes(data, at, short, mask, width_1, width_2):
     return start, start + length
 
 
-@njit
+@kernel
 def _count(data, at):
     """A number from 0 on and what follows it; -1: something else."""
     if at >= len(data):
@@ -88,7 +89,7 @@ def _count(data, at):
     return _unsigned(data, at + 1, width), at + 1 + width  # less than 0 is beyond what is counted to
 
 
-@njit
+@kernel
 def read(data, version, fields, hashes):
     """Fill `fields` and `hashes` `[len(data) // 18, 2]` from a message; returns how many changes it has, or
     ANOTHER_FORM."""

@@ -8,8 +8,8 @@ What nobody else of those who count has, and no vault, is lost with its holder.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from services.placement.compiled import inlined, kernel
 from services.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,
@@ -30,7 +30,7 @@ from services.placement.index.find_kernel import BIT_NUMBER, DE_BRUIJN
 SHARED = -1  # by several, or by nobody
 
 
-@njit(forceinline=True)
+@inlined
 def _sole(rows, entry, tiers, counted, pool):
     """Holder of an entry that one of `counted` has, in whatever tier, and nobody of the pool; else SHARED."""
     words, holder, wide = len(counted), np.int64(SHARED), wide_of(rows, entry)
@@ -63,7 +63,7 @@ def _sole(rows, entry, tiers, counted, pool):
     return holder
 
 
-@njit
+@kernel
 def count(rows, first, end, tiers, counted, pool, counts):
     """Add to `counts` `[holders]` the entries from `first` to `end` that one has alone. Free entries have nobody."""
     for entry in range(first, end):
@@ -72,7 +72,7 @@ def count(rows, first, end, tiers, counted, pool, counts):
             counts[holder] += 1
 
 
-@njit
+@kernel
 def owners(table, rows, named, most, tiers, words, hashes, counted, pool, found):
     """To `found` `[n, 2]`: entry of each block, or NOBODY, and who has it alone, or SHARED."""
     fetched = np.uint64(0)
