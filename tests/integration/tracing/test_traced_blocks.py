@@ -97,7 +97,8 @@ def test_both_ends_record_a_look_and_a_fetch(remote: RemoteTiers, vault: Vault, 
     vault.store.add(names[:3])
     look(remote, names, CONTEXT)
     assert fetch(remote, names, CONTEXT) == 3
-    remote.close()  # its threads have ended their spans
+    remote.close()
+    vault.server.close()  # the threads of both have ended their spans
     spans = traced.spans()
     (look_span,), (fetch_span,) = spans["look"], spans["fetch"]
     (has,), (got,) = spans["vault has"], spans["vault get"]
