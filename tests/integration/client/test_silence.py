@@ -103,10 +103,10 @@ async def test_a_worker_that_stops_under_placement(fleet: FakeFleet, client: Cli
 
 
 async def test_one_that_is_slow_queues_or_prefills_is_waited_for(fleet: FakeFleet, client: Client) -> None:
-    """One sequence at a time, 0.1 s a token; nobody says anything to those that wait."""
+    """One sequence at a time, 0.1 s a token; nobody says anything to those that wait, the last for 3 s."""
     await fleet.start("w0", slots=1, fake_tokens_per_s=10)
     await ready(client, 1)
-    asked = [Generation("demo", Sampling(max_tokens=8, ignore_eos=True), tuple(range(i, i + 40))) for i in range(3)]
+    asked = [Generation("demo", Sampling(max_tokens=8, ignore_eos=True), tuple(range(i, i + 40))) for i in range(5)]
 
     async def attempts(generation: Generation) -> int:
         async with client.generate(generation) as stream:
@@ -114,5 +114,5 @@ async def test_one_that_is_slow_queues_or_prefills_is_waited_for(fleet: FakeFlee
                 pass
         return stream.attempts
 
-    assert await asyncio.gather(*map(attempts, asked)) == [1] * 3
+    assert await asyncio.gather(*map(attempts, asked)) == [1] * 5
     assert client.counters.resends_total > 0, "they were asked"
