@@ -101,7 +101,8 @@ async def main(url: str, streams: int, tokens: int) -> None:
     source = FrameSource(connection, streams, tokens)
     await connection.subscribe(subjects.worker_generate_all("source"), source.on_generate)
     await connection.subscribe(subjects.worker_admin("source"), source.on_admin)
-    await connection.subscribe(subjects.worker_resend("source"), source.on_resend)
+    for subject in (subjects.worker_resend("source"), subjects.worker_resend_all("source")):
+        await connection.subscribe(subject, source.on_resend)
     lease = Lease(await Bucket.open(connection, subjects.members_bucket), source.record)
     await lease.register()
     await lease.set(replace(source.record, state=State.READY))

@@ -69,7 +69,8 @@ class TokenSource:
         for name in self._records:
             await self._connection.subscribe(subjects.worker_generate_all(name), self._on_generate)
             await self._connection.subscribe(subjects.worker_admin(name), self._on_admin)
-            await self._connection.subscribe(subjects.worker_resend(name), self._on_resend)
+            for subject in (subjects.worker_resend(name), subjects.worker_resend_all(name)):
+                await self._connection.subscribe(subject, self._on_resend)
         await Bucket.open(self._connection, subjects.members_bucket)
         await self._renew()
 

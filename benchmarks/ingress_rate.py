@@ -52,9 +52,10 @@ async def run(base: str, ingress: int) -> tuple[float, float]:
     return STREAMS * TOKENS / seconds, (cpu_seconds(ingress) - before) / (STREAMS * TOKENS) * 1e6
 
 
-def pin(pid: int, cores: set[int]) -> None:
-    if len(os.sched_getaffinity(0)) >= 2:
-        os.sched_setaffinity(pid, cores)
+def pin(pid: int, number: int) -> None:
+    """To one of the cores that this run may use."""
+    if len(ours := sorted(os.sched_getaffinity(0))) > number:
+        os.sched_setaffinity(pid, {ours[number]})
 
 
 def main() -> None:
@@ -70,9 +71,9 @@ def main() -> None:
             ingress = subprocess.Popen(launch.command("services.ingress.main", *flags))
             source = [sys.executable, "-m", "benchmarks._frame_source", nats.url, str(STREAMS), str(TOKENS)]
             children += [ingress, subprocess.Popen(source)]
-            for child, cores in zip(children, ({0}, {1}, {0}), strict=True):
-                pin(child.pid, cores)
-            pin(0, {0})
+            for child, number in zip(children, (0, 1, 0), strict=True):
+                pin(child.pid, number)
+            pin(0, 0)
             base = f"http://127.0.0.1:{port}"
             wait_ready(base)
             for number in range(repeats + 1):
