@@ -32,10 +32,11 @@ def pss_bytes(pid: int) -> int:
     return int(found[1]) * 1024
 
 
-def children(pid: int) -> list[int]:
-    return [
+def descendants(pid: int) -> list[int]:
+    children = [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
+    return [*children, *(one for child in children for one in descendants(child))]
 
 
 def started(command: list[str], answer: str) -> tuple[subprocess.Popen[str], float]:
@@ -65,9 +66,8 @@ def fleet() -> tuple[float, float]:
     process, seconds = started(command, "ready ")
     try:
         time.sleep(SETTLED_S)
-        services = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children(process.pid)}
-        servers = [child for child, line in services.items() if b"services.worker" in line]
-        workers = [*servers, *(one for server in servers for one in children(server))]
+        commands = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in descendants(process.pid)}
+        workers = [one for one, command in commands.items() if b"services.worker" in command]
         return seconds, sum(map(pss_bytes, workers)) / WORKERS
     finally:
         process.send_signal(signal.SIGTERM)

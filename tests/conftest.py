@@ -13,6 +13,8 @@ same ones, so that a run fails by what was changed and not by chance.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -28,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--part") is not None:
         settings.register_profile("same examples", derandomize=True)
         settings.load_profile("same examples")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the lanes begin: where nothing is compiled yet each would compile placement's kernels for itself."""
+    if session.config.getoption("--part") is not None and not hasattr(session.config, "workerinput"):
+        command = "from services.placement.warm_up import warm_up; warm_up()"
+        subprocess.run([sys.executable, "-c", command], check=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
 """Adapter: a process that has imported what several others need, and becomes each of them when it is asked to.
 
-    owner ── argv, env ──▶ fork ── pid ──▶ owner ... that process ends ── pid, code ──▶ owner
+    owner ── module, argv, env, a socket ──▶ fork ── pid ──▶ owner ... that process ends ── pid, code ──▶ owner
 
 The memory of what was imported is shared between all of them, and the time is spent once. A fork copies one thread
 only, so nothing that starts threads may run before. The owner is at the other end of a socket pair; messages are JSON.
@@ -15,28 +15,44 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import setproctitle
+
+from kvservice import launch
 
 LOOK_EVERY_S = 0.05
 LARGEST_MESSAGE = 1 << 18
 PR_SET_PDEATHSIG = 1
 
 
-def serve(channel: socket.socket, become: Callable[[list[str]], None]) -> None:
-    """Until the owner is gone. In a process of its own `become` is called with the flags that were asked for, and the
-    environment; its return is that process's end."""
+def start_module(module: str, flags: list[str]) -> None:
+    """What `launch.command` starts, in this process; `ps` shows it as that."""
+    setproctitle.setproctitle(" ".join(launch.command(module, *flags)))
+    sys.argv[1:] = [module, *flags]
+    launch.main()
+
+
+def serve(channel: socket.socket, become: Callable[[str, list[str]], None] = start_module) -> None:
+    """Until the owner is gone. In a process of its own `become` is called with the module and the flags that were asked
+    for, its environment and its socket, if any, under the number that it has in the owner; its return is that process's
+    end."""
+    setproctitle.getproctitle()  # it finds where that is by the environment, which will be another
     gc.freeze()  # what is there stays: collecting it would touch, and so copy, the pages that are shared
     while True:
         readable, _, _ = select.select([channel], [], [], LOOK_EVERY_S)
         if readable:
-            wanted = channel.recv(LARGEST_MESSAGE)
+            wanted, received, _, _ = socket.recv_fds(channel, LARGEST_MESSAGE, 1)
             if not wanted:
                 return None
             server, pid = os.getpid(), os.fork()
             if pid == 0:
                 channel.close()
-                return _become(server, json.loads(wanted), become)
+                return _become(server, json.loads(wanted), received, become)
+            for number in received:
+                os.close(number)
             channel.send(json.dumps({"pid": pid}).encode())
         while (ended := _reaped()) is not None:
             channel.send(json.dumps({"ended": ended[0], "code": ended[1]}).encode())
@@ -50,12 +66,16 @@ def _reaped() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-def _become(server: int, wanted: dict[str, Any], become: Callable[[list[str]], None]) -> None:
+def _become(server: int, wanted: dict[str, Any], received: list[int], become: Callable[[str, list[str]], None]) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != server:  # it ended before the kernel was told to tell
         return
+    for number in received:
+        if number != wanted["socket"]:
+            os.dup2(number, wanted["socket"], inheritable=False)
+            os.close(number)
     os.environ.clear()
     os.environ.update(wanted["env"])
     gc.enable()
-    become([*wanted["argv"], f"--parent-pid={server}"])
+    become(wanted["module"], [*wanted["argv"], f"--parent-pid={server}"])

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_process_id
+from kvservice.secret_file import read_secret
 
 T = TypeVar("T", bound="ServiceSettings")
 
@@ -82,19 +83,6 @@ def read_secrets(settings: ServiceSettings) -> dict[str, str]:
         if name.endswith("nkey_seed"):
             check_seed(found.get(name) or getattr(settings, name, None), field if path is not None else name)
     return found
-
-
-def read_secret(path: Path, field: str) -> str:
-    """Its text without blanks around it. Raises InvalidRequest."""
-    try:
-        text = path.read_text("ascii").strip()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}", field=field) from None
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"{path} holds something else than text", field=field) from None
-    if not text:
-        raise InvalidRequest(f"{path} is empty", field=field)
-    return text
 
 
 def check_seed(seed: str | None, field: str) -> None:

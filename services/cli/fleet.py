@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from services.cli.autoscaler import LocalAutoscaler
 from services.cli.console import err
-from services.cli.forks import Forks
 from services.cli.processes import Child, FleetEnded, stop
 
 STOP_WITHIN_S = 9.0
@@ -22,11 +21,9 @@ class Fleet:
     """The processes of one embedded fleet. Owned by `up`.
 
     `listener` is the ingress's socket, held here too: who connects while the ingress starts again waits for it.
-    `forks` is what workers are forked from, if they are.
     """
 
     listener: socket.socket | None = None
-    forks: Forks | None = None
     nats: list[Child] = field(default_factory=list)
     vaults: list[Child] = field(default_factory=list)
     placements: list[Child] = field(default_factory=list)
@@ -76,8 +73,6 @@ class Fleet:
         if self.listener is not None:
             self.listener.close()  # first: without an ingress to come, nobody is to wait for one
         stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
-        if self.forks is not None:
-            self.forks.close()
 
     def end(self, autoscaler: LocalAutoscaler | None) -> None:
         """Stop, with whoever scales it: that one is not waited for before the processes are gone."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvservice.own_folder import make_own_folder, remove_own_folder
-from kvservice.settings import read_secret
+from kvservice.secret_file import read_secret
 from services.cli.console import fail
 
 FLEET_KEY = "fleet.key"

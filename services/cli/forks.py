@@ -16,22 +16,33 @@ from functools import cache
 from importlib.util import find_spec
 
 from kvservice import launch
-from services.cli.processes import popen
+from services.cli.processes import Process, popen
 
 LARGEST_MESSAGE = 4096
 available = sys.platform == "linux"
 
 
 @cache
+def of_services() -> Forks:
+    """What all services import is imported once."""
+    return Forks(lambda fd: popen(launch.command("services.cli.forked", str(fd)), {}, [fd]))
+
+
+@cache
 def of_workers() -> Forks:
-    """What workers of torch import is imported once."""
+    """And of workers torch."""
     one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
-    return Forks(lambda fd: launch.command("services.worker.forked", str(fd)), one_thread)
+    server = lambda fd: of_services().start("services.worker.forked", [str(fd)], one_thread, fd)  # noqa: E731
+    return Forks(server, one_thread)
 
 
 def begin(flags: Sequence[str]) -> None:
-    """Before `kvfleet up` imports what it needs itself: a start waits for what workers import, for nothing else."""
-    if available and not {"--help", "--runner=fake", "fake"} & set(flags) and find_spec("torch") is not None:
+    """Before `kvfleet up` imports what it needs itself: a start waits for what its processes import alone."""
+    if not available or "--help" in flags:
+        return
+    of_services().prepare()
+    atexit.register(of_services().close)
+    if not {"--runner=fake", "fake"} & set(flags) and find_spec("torch") is not None:
         of_workers().prepare()
         atexit.register(of_workers().close)
 
@@ -69,24 +80,27 @@ class Forked:
 class Forks:
     """Owns a fork server and knows what became of each process of its. Used by one thread.
 
-    `command` starts the server, given the number of its end of the socket pair. A server that ended takes its
-    processes with it; the next process is of a new one.
+    `begin` starts the server, given the number of its end of the socket pair; its processes have `env` before their
+    own. A server that ended takes its processes with it; the next process is of a new one.
     """
 
-    def __init__(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str]) -> None:
-        self._command, self._env = command, env
-        self._server: subprocess.Popen[bytes] | None = None
+    def __init__(self, begin: Callable[[int], Process], env: Mapping[str, str] | None = None) -> None:
+        self._begin, self._env = begin, env or {}
+        self._server: Process | None = None
         self._channel: socket.socket | None = None
         self._unborn: list[Forked] = []
         self._living: dict[int, Forked] = {}
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Forked:
-        """Asked for at once; it begins when the server has imported what it is to share."""
+    def start(self, module: str, argv: Sequence[str], env: Mapping[str, str], fd: int | None = None) -> Forked:
+        """Asked for at once; it begins when the server has imported what it is to share. It has the socket `fd` under
+        the same number."""
         channel = self.prepare()
         forked = Forked(self)
         self._unborn.append(forked)
+        variables = {**os.environ, **self._env, **env}
+        wanted = {"module": module, "argv": list(argv), "env": variables, "socket": fd}
         with contextlib.suppress(OSError):  # it just ended: the next look says so
-            channel.send(json.dumps({"argv": list(argv), "env": {**os.environ, **self._env, **env}}).encode())
+            socket.send_fds(channel, [json.dumps(wanted).encode()], [] if fd is None else [fd])
         return forked
 
     def prepare(self) -> socket.socket:
@@ -95,7 +109,7 @@ class Forks:
         if self._channel is None:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._server = popen(self._command(theirs.fileno()), self._env, [theirs.fileno()])
+                self._server = self._begin(theirs.fileno())
             self._channel.setblocking(False)
         return self._channel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from ssl import SSLContext
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from kvproto.connection import Connection
 from kvproto.ids import new_process_id
 from kvproto.subjects import ADMIN_INBOX, inbox_prefix
+from kvservice.secret_file import read_secret
 
 SeedFile = Annotated[
     Path | None,
@@ -35,12 +37,7 @@ class Login:
 
     async def open(self, name: str) -> Connection:
         """Raises KvfleetError."""
-        from kvservice.nats_connection import tls_context  # pydantic is needed here alone
-        from kvservice.settings import ServiceSettings, check_seed, read_secret
-
         seed = read_secret(self.seed_file, "nats_nkey_seed_file") if self.seed_file is not None else None
-        check_seed(seed, "nats_nkey_seed_file")
-        ca, cert, key = (None if path is None else str(path) for path in (self.ca, self.cert, self.key))
         return await Connection.open(
             [part.strip() for part in self.url.split(",")],
             name=name,
@@ -48,5 +45,16 @@ class Login:
             user=self.user if seed is None else None,
             password=self.password,
             nkey_seed=seed,
-            tls=tls_context(ServiceSettings.model_construct(nats_ca=ca, nats_cert=cert, nats_key=key)),
+            tls=self._tls(seed),
         )
+
+    def _tls(self, seed: str | None) -> SSLContext | None:
+        """And whether the seed is one. Raises KvfleetError."""
+        ca, cert, key = (None if path is None else str(path) for path in (self.ca, self.cert, self.key))
+        if not (seed or ca or cert or key):
+            return None  # without pydantic, which takes as long to import as all else here
+        from kvservice.nats_connection import tls_context
+        from kvservice.settings import ServiceSettings, check_seed
+
+        check_seed(seed, "nats_nkey_seed_file")
+        return tls_context(ServiceSettings.model_construct(nats_ca=ca, nats_cert=cert, nats_key=key))

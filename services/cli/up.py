@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +29,6 @@ from services.cli.autoscaler import LocalAutoscaler, read_limits
 from services.cli.console import err, fail
 from services.cli.fleet import Fleet
 from services.cli.fleet_state import fleet_key, folders
-from services.cli.forks import Forks
 from services.cli.init import create_buckets
 from services.cli.metrics_targets import MetricsTargets
 from services.cli.ports import PortTaken, claim, listen
@@ -116,8 +114,7 @@ def up(
         signal.signal(number, lambda *_: stopping.set())
 
     with folders(state_dir) as (own_folder, state):
-        forks = forking.of_workers() if runner is Runner.torch and forking.available else None
-        fleet = Fleet(listener, forks)
+        fleet = Fleet(listener)
         autoscaler: LocalAutoscaler | None = None
         try:
             url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
@@ -149,14 +146,16 @@ def up(
                 own = [f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                return _worker(forks, f"w{i}", [*common, *flags, *own], key | _own_gpu(i))
+                return _service(
+                    "worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner is Runner.torch
+                )
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
             front = [*common, f"--host={host}", f"--port={port}", f"--listen-fd={listener.fileno()}"]
             front.append(f"--drain-s={DRAIN_S}")
             front += [f"--api-keys-file={api_keys_file}"] if api_keys_file else []
             front += targets.flags("ingress", "i0", f"[{host}]" if ":" in host else host)
-            fleet.ingresses.append(_service("ingress", "i0", front, key, [listener.fileno()]))
+            fleet.ingresses.append(_service("ingress", "i0", front, key, listener.fileno()))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, vaults, stopping):
                 if (listed := targets.write(state)) is not None:
@@ -215,15 +214,16 @@ def _start_nats(
     return nats_url, login, system
 
 
-def _service(service: str, member: str, flags: list[str], env: dict[str, str], sockets: Sequence[int] = ()) -> Child:
-    own = (f"--id={member}", f"--parent-pid={os.getpid()}")
-    return spawn(member, launch.command(f"services.{service}.main", *own, *flags), env, sockets)
-
-
-def _worker(forks: Forks | None, member: str, flags: list[str], env: dict[str, str]) -> Child:
-    if forks is None:
-        return _service("worker", member, flags, env)
-    return child(member, lambda: forks.start([f"--id={member}", *flags], env))
+def _service(
+    service: str, member: str, flags: list[str], env: dict[str, str], fd: int | None = None, *, torch: bool = False
+) -> Child:
+    """`fd`: a socket that it is to have. `torch`: it imports that."""
+    module, own = f"services.{service}.main", [f"--id={member}", *flags]
+    if forking.available:
+        forks = forking.of_workers() if torch else forking.of_services()
+        return child(member, lambda: forks.start(module, own, env, fd))
+    command = launch.command(module, *own, f"--parent-pid={os.getpid()}")
+    return spawn(member, command, env, [] if fd is None else [fd])
 
 
 def _own_gpu(index: int) -> dict[str, str]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import gc
 import socket
 import sys
+from importlib import import_module
 
 from kvservice import fork_server
-from services.worker import main as worker
 from services.worker.engine_factory import import_torch
 
 
 def main() -> None:
     gc.disable()  # nothing of what is imported is garbage
     channel = socket.socket(fileno=int(sys.argv[1]))
+    import_module("services.worker.main")
     import_torch()
-    fork_server.serve(channel, worker.main)
+    fork_server.serve(channel)

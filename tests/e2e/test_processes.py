@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -179,10 +180,11 @@ def test_two_fleets_stay_apart() -> None:
     second = Up("--port", "0", "--runner", "fake", "--workers", "1").wait_ready()
     try:
         assert first.nats_url != second.nats_url
-        worker = next(pid for pid in first.descendants() if "services.worker" in command_of(pid))
-        environ = Path(f"/proc/{worker}/environ").read_bytes().decode().split("\0")
-        password = next(one.partition("=")[2] for one in environ if one.startswith("KVFLEET_NATS_PASSWORD="))
-        login = ["--nats-user", "fleet", "--nats-password", password]
+        server = next(command for pid in first.descendants() if "nats-server" in (command := command_of(pid)))
+        config = Path(server.split("\0-c\0")[1].split("\0")[0]).read_text()
+        password = re.search(r'user: fleet, password: "([^"]+)"', config)
+        assert password is not None
+        login = ["--nats-user", "fleet", "--nats-password", password[1]]
         refused = run("worker", "--nats-url", second.nats_url, *login)
         assert refused.returncode == 1
         assert "refuses user fleet" in refused.stderr

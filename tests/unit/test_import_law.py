@@ -50,7 +50,7 @@ THIRD_PARTY = {
     "kvproto.dataplane": {"msgpack", "xxhash"},  # of workers and vaults alone
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
-                  "opentelemetry"},
+                  "setproctitle", "opentelemetry"},
     "services.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_settings", "prometheus_client", "jwt"},
     "services.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},

@@ -50,7 +50,7 @@ def tell_of(spans: Iterable[SeenSpan]) -> str:
 def pid_of(fleet: Up, member: str) -> int:
     for pid in fleet.descendants():
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b" ")
         except OSError:
             continue
         if f"--id={member}".encode() in command:
