@@ -131,8 +131,8 @@ class RequestDesk:
             if key in self._preparing:
                 return
             meeting = self._meet(request.source)
-            is_long = len(request.prompt or "") > INLINE_CHARACTERS or len(request.prompt_ids) > INLINE_IDS
-            if is_long or meeting is not None:
+            known = len(request.prompt_ids) + _generated(request)
+            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
                 self._preparing.add(key)  # from now on a cancel finds it
                 self._spawn(self._prepare_aside(message, request, key, meeting))
                 return
@@ -158,7 +158,7 @@ class RequestDesk:
             root = self._roots.of(tenant, ids)
             hashed = (
                 await on_thread(self._prospector.hash, request, root, ids)
-                if self._prospector.would_look(request, len(ids))
+                if self._prospector.would_look(request, len(ids) + _generated(request))
                 else {}
             )
             if key in self._preparing:  # else it was cancelled meanwhile
@@ -384,3 +384,8 @@ class RequestDesk:
     def _malformed(self, message: Message, error: CodecError) -> None:
         self.malformed_total += 1
         log.debug("%s: %s", message.subject, error)
+
+
+def _generated(request: GenerateRequest) -> int:
+    """Tokens of the choice that goes on furthest."""
+    return max(len(request.continuation(choice).output_ids) for choice in range(request.sampling.n))

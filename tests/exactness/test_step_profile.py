@@ -9,11 +9,15 @@ import torch
 from tiny_models import make_model
 
 from kvproto.errors import OutOfMemory
+from services.worker.engine_factory import _torch_runner
+from services.worker.model import kv_pool, step_profile
 from services.worker.model.base import Drawn
 from services.worker.model.kv_pool import KvShape, blocks_that_fit, free_bytes, is_out_of_memory
 from services.worker.model.loader import adopt_model
 from services.worker.model.runner import TorchRunner
 from services.worker.model.step_profile import meter_of, step_bytes
+from services.worker.model_folder import DEMO_FOLDER
+from services.worker.settings import WorkerSettings
 from services.worker.step_plan import Slice
 
 
@@ -52,6 +56,19 @@ def test_the_largest_step_is_measured_before_the_pool_is_made(
     assert (tried, meter.ended) == (steps, len(steps))
     assert step_bytes(adopt_model(make_model("llama")), 16, 40, None) == 0
     assert meter_of(torch.device("cpu")) is None
+
+
+def test_a_worker_without_a_number_of_blocks_has_those_that_its_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def noted(shape: KvShape, block_size: int, device: torch.device, fraction: float, step: int) -> int:
+        told.append(step)
+        return 16
+
+    monkeypatch.setattr(step_profile, "meter_of", lambda device: CountingMeter())
+    monkeypatch.setattr(kv_pool, "blocks_that_fit", noted)
+    runner = _torch_runner(WorkerSettings(id="w0", threads=1), DEMO_FOLDER)
+    assert (told, runner.num_blocks) == ([1_100], 16)
 
 
 def test_what_the_largest_step_takes_is_left_free() -> None:

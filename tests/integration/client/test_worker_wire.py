@@ -207,7 +207,7 @@ async def test_a_cancel_of_one_attempt_leaves_the_others_tokenising(worker: Fake
     assert receiver.frames[-1].attempt == 1
 
 
-async def test_a_long_prompt_is_hashed_beside_the_loop(
+async def test_what_is_long_is_hashed_beside_the_loop(
     nats_url: str, fleet_buckets: Subjects, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[tuple[int, str]] = []
@@ -226,8 +226,12 @@ async def test_a_long_prompt_is_hashed_beside_the_loop(
             await asyncio.sleep(0.01)
         for tokens in (200, 40):
             await ask(client, tuple(range(tokens)))
+        receiver = Receiver(client)
+        sampling = replace(SAMPLING, max_tokens=230)
+        await send(client, request(client, sampling=sampling, prompt_ids=(1, 2, 3), output_ids=tuple(range(200))))
+        await receiver.until(Finished)
     await fleet.stop()
-    assert hashed == [(200, "prepare"), (40, "MainThread")]
+    assert hashed == [(200, "prepare"), (40, "MainThread"), (203, "prepare")]
 
 
 async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, client: Client) -> None:

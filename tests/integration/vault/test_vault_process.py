@@ -103,6 +103,14 @@ async def test_a_liar_is_refused_and_counted(fleet: Fleet) -> None:
     await until(lambda: fleet.beats and fleet.beats[-1].load.tiers["vault"].failures_total == expected)
 
 
+async def test_it_serves_as_many_connections_as_it_is_told_to(fleet: Fleet) -> None:
+    vault = await fleet.start("v0", "--data-plane-connections=4")
+    for _ in range(4):
+        assert vault.connect().has(ROOT, hashes(chain(1)), False, soon()) == [False]
+    with pytest.raises(DataPlaneError):
+        vault.connect().has(ROOT, hashes(chain(1)), False, soon())
+
+
 async def test_filled_it_stays_within_its_memory(fleet: Fleet) -> None:
     """Large blocks of two sizes, three times what it may hold; the process, too, is no larger than that allows."""
     limit = 48 * MIB

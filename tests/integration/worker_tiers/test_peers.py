@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
+from kvproto.dataplane.keys import ensure_key
 from kvproto.members import Lease, Members
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import Subjects
 from services.worker.peers import MOST_PEERS, Peers
+from services.worker.settings import WorkerSettings
+from services.worker.tier_network import TierNetwork
 from services.worker.tiers.source_address import SourceAddress
+from tests.support.waiting import LIMIT_S
 
 ME = WorkerRecord("me", "e1", "", State.READY, "demo", "", "h", 1, codec.supported_versions(), kv_format=b"f" * 16)
 
@@ -49,11 +54,27 @@ async def test_the_records_of_workers_are_not_sent_to_who_watches_vaults(
     for lease in workers:
         await lease.renew()
     await Lease(bucket, MemberRecord("v0", "e1", "", State.READY, Role.VAULT, "h", 1, (1, 1))).renew()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while (Role.VAULT, "v0") not in members.view.members:
             await asyncio.sleep(0.01)
     assert heard == ["vault.v0"]
     await members.stop()
+
+
+async def test_a_worker_watches_them_alone(
+    connection: Connection, bucket: Bucket, fleet_buckets: Subjects, tmp_path: Path
+) -> None:
+    await Lease(bucket, a_peer("w1")).renew()
+    await Lease(bucket, MemberRecord("v0", "e1", "", State.READY, Role.VAULT, "h", 1, (1, 1))).renew()
+    network = TierNetwork(WorkerSettings(id="me"), "me", "h", tmp_path)
+    await ensure_key(await Bucket.open(connection, fleet_buckets.keys_bucket))
+    await network.follow(connection, fleet_buckets, ME)
+    assert network._vaults is not None
+    async with asyncio.timeout(LIMIT_S):
+        while (Role.VAULT, "v0") not in network._vaults.view.members:
+            await asyncio.sleep(0.01)
+    assert not network._vaults.view.workers
+    await network.stop()
 
 
 async def met(peers: Peers, worker: str) -> bool:

@@ -119,6 +119,7 @@ def test_there_is_room_for_every_worker_that_the_index_follows() -> None:
         core.promises.make(("t", str(number)), f"w{number}", rig.hashes(tokens(number, 160)), 0.0)
     assert len(core.promises) == 300
     assert core.promises.max_made > 300 * 64, "what all of them run, and some more"
+    assert core.ledger.kept_in_all > 300 * 64, "and each can be told of"
 
 
 def test_what_two_promises_have_in_common_stays_as_long_as_one_of_them() -> None:
