@@ -41,7 +41,10 @@ from services.cli import embedded_nats
 from services.cli.init import create_buckets
 from tests.support.processes import free_port
 
-FLOOR = 0.4  # of bare messages/s, of one ingress that gets each token in a message of its own
+FLOOR = (
+    0.25  # of bare messages/s, of one ingress that gets each token in a message of its own; 25,000/s where those were
+)
+# 270,000 would be 0.09
 STREAMS = 64
 PARTS = ((1, 1), (8, 1), (64, 1), (64, 4), (256, 1), (256, 4))  # workers, ingresses
 Process = subprocess.Popen[str]
