@@ -38,7 +38,7 @@ def of_workers() -> Forks:
 
 def begin(flags: Sequence[str]) -> None:
     """Before `kvfleet up` imports what it needs itself: a start waits for what its processes import alone."""
-    if not available or "--help" in flags:
+    if not available or "--help" in flags or find_spec("setproctitle") is None:
         return
     of_services().prepare()
     atexit.register(of_services().close)
