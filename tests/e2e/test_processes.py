@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import sse
 from tests.support.up import Up, alive
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 
@@ -69,6 +69,23 @@ def test_killed_outright_it_takes_its_children_along() -> None:
     fleet.process.kill()
     fleet.process.wait()
     assert gone(pids, 10.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+def test_without_the_process_that_all_are_forked_from_it_begins_anew() -> None:
+    fleet = Up("--port", "0", "--runner", "fake").wait_ready()
+    try:
+        before = set(fleet.descendants())
+        (server,) = (pid for pid in before if "services.cli.forked" in command_of(pid))
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not alive(server))
+        answer = httpx.post(f"{fleet.base}/generate", json={"prompt": "x", "max_tokens": 2}, timeout=LIMIT_S)
+        assert answer.status_code == 200, "the socket was held, and a new ingress answers on it"
+        wait_until(lambda: httpx.get(f"{fleet.base}/health").json().get("workers_ready", 0) == 2)
+        both = before & set(fleet.descendants())
+        assert ["nats-server" in command_of(pid) for pid in both] == [True], "nothing of before goes on but NATS"
+    finally:
+        assert fleet.stop() == 0
 
 
 def test_whatever_was_killed_leaves_no_folder_behind(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
