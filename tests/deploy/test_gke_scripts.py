@@ -55,9 +55,16 @@ def test_a_deployment_goes_step_by_step(stage: Stage) -> None:
 
 
 def test_what_is_applied_is_what_was_made(stage: Stage) -> None:
-    applied = stage.deploy().applied.replace("---\n", "").splitlines()
+    ran = stage.deploy()
+    assert ran.code == 0, ran.err
+    applied = ran.applied.replace("---\n", "").splitlines()
     assert len(applied) == 8
     assert all(line.startswith("made by: kubectl --context ctx ") for line in applied)
+
+
+def test_a_setting_is_found_however_many_follow_it(stage: Stage) -> None:
+    ran = stage.deploy(*["--set", f"accelerator={'l4' * 2000}"] * 30)  # more than a pipe takes at once
+    assert ran.code == 0, ran.err
 
 
 def test_secrets_go_as_file_names_alone(stage: Stage) -> None:
