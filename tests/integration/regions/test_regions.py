@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -30,7 +31,8 @@ def ready(client: Client) -> int:
 async def ask(client: Client, prompt: tuple[int, ...] = PROMPT, **changes: object) -> tuple[str, list[int]]:
     """The worker that finished it, and the tokens."""
     worker, ids = "", []
-    async with client.generate(Generation("demo", SAMPLING, prompt_ids=prompt, **changes)) as stream:  # type: ignore[arg-type]
+    wanted = Generation("demo", SAMPLING, prompt_ids=prompt)
+    async with client.generate(replace(wanted, **changes)) as stream:  # type: ignore[arg-type]
         async for event in stream:
             if isinstance(event, Tokens):
                 assert event.index == len(ids)
@@ -113,7 +115,9 @@ async def test_a_long_wait_at_home_sends_requests_away_and_they_come_back_after_
     await until(lambda: ready(client) == 1)
     await hears_of(regions)
     await ask(client, (7,) * 40)  # so that rates are known
-    queued = [asyncio.create_task(ask(client, (number, *range(200)), patience_s=60.0)) for number in range(16)]
+    long = replace(SAMPLING, max_tokens=1_500)
+    there = {"sampling": long, "worker": "w0", "patience_s": LIMIT_S}  # until they are told to end
+    queued = [asyncio.create_task(ask(client, (number, *range(200)), **there)) for number in range(16)]
 
     async def until_at(worker: str) -> None:
         """On a machine so busy that placement answers too late, the ring says home: then it is asked again."""
