@@ -69,7 +69,7 @@ def vault(tmp_path: Path, traced: Traced) -> Iterator[Vault]:
 
 @pytest.fixture
 def remote(vault: Vault, traced: Traced) -> Iterator[RemoteTiers]:
-    settings = RemoteSettings("me", rig.HOST, rig.FORMAT, rig.SHAPE, look_limit_s=1.0)
+    settings = RemoteSettings("me", rig.HOST, rig.FORMAT, rig.SHAPE, look_limit_s=LIMIT_S)
     remote = RemoteTiers(settings, KEYS, tracer=traced.tracers["worker"])
     remote.set_vaults([vault.address])
     ready(remote)
@@ -137,7 +137,7 @@ def test_an_older_server_is_never_sent_a_context(
         ))  # fmt: skip
     monkeypatch.setattr(wire, "NEWEST", 1)
     vault = Vault("v0", tmp_path)
-    settings = RemoteSettings("me", rig.HOST, rig.FORMAT, rig.SHAPE, look_limit_s=1.0)
+    settings = RemoteSettings("me", rig.HOST, rig.FORMAT, rig.SHAPE, look_limit_s=LIMIT_S)
     remote = RemoteTiers(settings, KEYS, tracer=traced.tracers["worker"])
     try:
         remote.set_vaults([vault.address])
