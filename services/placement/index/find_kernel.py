@@ -97,7 +97,7 @@ def _few_who(rows, tier, place, going, faster, step, sets, among, out):
 @inlined
 def _who(rows, most, tier, place, going, faster, step, sets, among, out):
     """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
-    another one. Whether somebody has not. One loop over words: each more takes as long again as this."""
+    another one. Whether somebody has not."""
     if NOBODY < place < most:
         return _few_who(rows, tier, place, going, faster, step, sets, among, out)
     differs, column = False, bits_at(place, len(going), tier)
