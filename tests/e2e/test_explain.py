@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
+from typing import Any
+
+import pytest
 
 from tests.support.processes import KVFLEET
 from tests.support.up import Up
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 def kvfleet(up: Up, *words: str) -> subprocess.CompletedProcess[str]:
@@ -28,41 +30,50 @@ def generate(up: Up, *flags: str) -> str:
     return found[1]
 
 
+def explain(up: Up, *words: str) -> str:
+    """What it says; "" when a busy placement was not waited for."""
+    return kvfleet(up, "explain", *words).stdout
+
+
 def test_why_a_request_went_where_it_went(up: Up) -> None:
     request = generate(up, "--policy=kv_load")
-    end = time.monotonic() + LIMIT_S
-    while True:
-        told = kvfleet(up, "explain", request, "--json")
-        assert told.returncode == 0, told.stderr
-        (attempt,) = json.loads(told.stdout)["attempts"]
-        if attempt["actual"]["ended"] or time.monotonic() > end:
-            break
+    attempt: dict[str, Any] = {"actual": {"ended": False}}
+    while not attempt["actual"]["ended"]:
+        (attempt,) = json.loads(wait_until(lambda: explain(up, request, "--json")))["attempts"]
     assert (attempt["policy"], attempt["tenant"], attempt["candidates_total"]) == ("kv_load", "public", 2)
     assert (attempt["actual"]["accepted"], attempt["actual"]["output_tokens"]) == (True, 3)
-    shown = kvfleet(up, "explain", f"chatcmpl-{request}")
-    assert shown.returncode == 0, shown.stderr
-    assert f"{request}: {attempt['worker_id']} by kv_load" in shown.stdout
-    assert re.search(r"^ *\* +" + attempt["worker_id"], shown.stdout, re.MULTILINE)
-    assert re.search(r"^ *output tokens +3 *$", shown.stdout, re.MULTILINE)
+    shown = wait_until(lambda: explain(up, f"chatcmpl-{request}"))
+    assert f"{request}: {attempt['worker_id']} by kv_load" in shown
+    assert re.search(r"^ *\* +" + attempt["worker_id"], shown, re.MULTILINE)
+    assert re.search(r"^ *output tokens +3 *$", shown, re.MULTILINE)
 
 
-def test_a_worker_by_name(up: Up) -> None:
-    for worker in ("w0", "w1"):
-        request = generate(up, f"--worker={worker}")
-        (attempt,) = json.loads(kvfleet(up, "explain", request, "--json").stdout)["attempts"]
-        assert (attempt["policy"], attempt["worker_id"]) == ("direct", worker)
+@pytest.mark.parametrize("worker", ["w0", "w1"])
+def test_a_worker_by_name(up: Up, worker: str) -> None:
+    told = wait_until(lambda: explain(up, generate(up, f"--worker={worker}"), "--json"))
+    (attempt,) = json.loads(told)["attempts"]
+    assert (attempt["policy"], attempt["worker_id"]) == ("direct", worker)
 
 
-def test_what_is_wrong_is_one_line_and_exit_code_1(up: Up) -> None:
-    for words, text in (
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
         (("explain", "a" * 26), "id: no decision about 'aaaaaaaaaaaaaaaaaaaaaaaaaa' is known"),
         (("explain", "not an id"), "id: must be 1 to 64 of"),
         (("generate", "x", "--policy=best"), "policy: 'best' is none of cost"),
-    ):
-        refused = kvfleet(up, *words)
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert refused.stderr.startswith("kvfleet: ")
-        assert text in refused.stderr
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_1(up: Up, words: tuple[str, ...], text: str) -> None:
+    def refused() -> bool:
+        done = kvfleet(up, *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("kvfleet: ")
+        return text in done.stderr
+
+    wait_until(refused)
+
+
+def test_where_nobody_answers_the_address_is_named() -> None:
     gone = subprocess.run(
         [KVFLEET, "explain", "a", "--url=http://127.0.0.1:1"],
         capture_output=True,

@@ -210,7 +210,7 @@ def test_kv_comes_back_from_the_vault_over_tls(fleet: SecureDeployment) -> None:
             ids, start = ask(fleet, f"{number} {PROMPT}", 4)
             assert first.setdefault(number, ids) == ids
             placed = httpx.get(f"{fleet.base}/v1/placements/{start['request_id']}", headers=fleet.headers)
-            if placed.status_code == 503:  # a busy placement did not answer in half a second
+            if placed.status_code in (404, 503):  # a busy placement was not waited for, by ingress or by this question
                 continue
             actual = placed.json()["attempts"][-1].get("actual") or {}
             restored = max(restored, (actual.get("cached_tokens") or {}).get("vault", 0))
