@@ -28,11 +28,11 @@ from benchmarks._http import Connection
 from benchmarks._processes import cpu_seconds
 from benchmarks._report import finish, parse_quick, progress, spread
 from benchmarks._yardsticks import tokens_per_s
+from kvproto.testing.free_ports import free_port
 from kvservice import launch
 from services.cli import embedded_nats
 from services.cli.init import create_buckets
 from services.cli.processes import Process
-from tests.support.processes import free_port
 
 STREAMS, TOKENS, FLOOR = 64, 2000, 20.0  # 50,000 tokens/s where the plain loop did 2.2 million would be 45
 MARK = b'"text":"'

@@ -40,8 +40,8 @@ from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError
 from kvproto.ids import new_request_id
 from kvproto.messages import Started
+from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_cluster import NatsCluster
-from tests.support.processes import free_port
 
 TOKENS, RATE = 150, 200  # of a request; a second and worker
 CLIENTS, HTTP, PRODUCERS = 12, 8, 4

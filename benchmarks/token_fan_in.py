@@ -36,10 +36,10 @@ from benchmarks._processes import cpu_seconds
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._yardsticks import messages_per_s
 from benchmarks.ingress_rate import MARK, wait_ready
+from kvproto.testing.free_ports import free_port
 from kvservice import launch
 from services.cli import embedded_nats
 from services.cli.init import create_buckets
-from tests.support.processes import free_port
 
 FLOOR = (
     0.25  # of bare messages/s, of one ingress that gets each token in a message of its own; 25,000/s where those were

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvproto.ids import new_process_id
 from kvproto.messages import Role as MemberRole
 from kvproto.messages import State
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_proxy import NatsProxy
 from kvproto.testing.nats_server import ServerSpec
@@ -55,12 +55,6 @@ def password_of(user: str) -> str:
 
 def key_of(tenant: str) -> str:
     return f"sk-{tenant}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Fleet:

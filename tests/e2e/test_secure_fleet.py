@@ -18,12 +18,13 @@ import pytest
 from kvproto.client import Client, Generation
 from kvproto.errors import KvfleetError
 from kvproto.messages import Finished, Sampling, Tokens
+from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
 from kvservice.nats_connection import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support import sse
-from tests.support.processes import Deployment, free_port
+from tests.support.processes import Deployment
 from tests.support.secrets_rig import Secrets, production, tls_url
 from tests.support.waiting import LIMIT_S
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,16 +11,11 @@ from pathlib import Path
 
 import httpx
 
+from kvproto.testing.free_ports import free_port
 from tests.support.waiting import LIMIT_S
 
 FLEET_KEY = "secret of the deployment"
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Service:

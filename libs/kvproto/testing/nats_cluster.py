@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
+from kvproto.testing.free_ports import free_ports
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerFailed, ServerSpec
 
@@ -48,7 +48,7 @@ class NatsCluster:
     """Owned by the test that made it. `nodes` are `NatsProcess`es: kill, hang, wake and start them as such."""
 
     def __init__(self, directory: Path) -> None:
-        routes = _free_ports(SIZE)
+        routes = free_ports(SIZE)
         self.nodes: list[NatsProcess] = []
         for number, own in enumerate(routes):
             folder = directory / f"n{number}"
@@ -122,15 +122,3 @@ class NatsCluster:
                     await connection.close()
         except TimeoutError:
             raise ServerFailed(f"no leader answers on {subject} in {LEADER_TIMEOUT_S:.0f} s: {last}") from None
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports for routes must be known before any server runs; held open together, so that they differ."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -13,6 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
+from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_binary import find_nats_server
 from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
 
@@ -30,7 +31,7 @@ class NatsProcess:
         self.directory = directory.resolve()
         self._spec = spec or ServerSpec()
         self._name = f"test-{uuid.uuid4().hex[:12]}"
-        self._port = -1  # chosen by the server at its first start, so there is no race for it; then kept
+        self._port = -1  # chosen at the first start, then kept
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -61,6 +62,7 @@ class NatsProcess:
         """Start, or start again on the same port and store; returns when clients can connect. Raises ServerFailed."""
         if self._process is not None:
             raise ServerFailed("already started")
+        self._port = self._port if self._port > 0 else free_port()
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self._spec.config
         if config is None:

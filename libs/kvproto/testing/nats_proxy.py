@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from kvproto.testing.free_ports import free_port
+
 FRAMES = ("_ing.*.b", "_ing.*.r.>", "_prd.*.*.b", "_prd.*.*.r.>")  # what workers send to readers that can ask again
 EVENTS = ("kvf.events.*",)
 
@@ -122,7 +124,7 @@ class NatsProxy:
         self._passing = asyncio.Event()
         self._passing.set()
         self._server: asyncio.Server | None = None
-        self._port = 0
+        self._port = free_port()  # kept, however often it is down
 
     @property
     def url(self) -> str:
@@ -145,7 +147,6 @@ class NatsProxy:
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         if self._server is not None:

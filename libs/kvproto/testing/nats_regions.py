@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
+from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerFailed, ServerSpec
 
@@ -108,9 +108,3 @@ class NatsRegions:
         finally:
             await here.close()
             await there.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -18,9 +18,9 @@ from ingress_rig import Served
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
+from kvproto.testing.free_ports import free_port
 from kvservice import launch
 from tests.support import sse
-from tests.support.processes import free_port
 from tests.support.waiting import LIMIT_S
 
 LONG = [(50 + n, f" word{n}") for n in range(120)]

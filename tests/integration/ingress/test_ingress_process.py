@@ -16,9 +16,9 @@ from ingress_process import IngressProcess, write_certificate
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
+from kvproto.testing.free_ports import free_port
 from services.ingress.api_keys import hash_key
 from tests.support.local_issuer import LocalIssuer, token
-from tests.support.processes import free_port
 from tests.support.waiting import LIMIT_S, until
 
 

@@ -16,10 +16,10 @@ from test_ingress_limits_http import BODY, COMPLETION, ask, keys_of
 
 from kvproto.connection import Connection, Message
 from kvproto.subjects import Subjects
+from kvproto.testing.free_ports import free_ports
 from kvproto.testing.nats_proxy import NatsProxy
 from services.ingress import shared_usage
 from services.ingress.limits import Account
-from tests.integration.security.test_nats_cluster_mtls import free_ports
 from tests.support.waiting import LIMIT_S
 
 

@@ -20,8 +20,8 @@ from cryptography.x509.oid import NameOID
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
+from kvproto.testing.free_ports import free_port
 from kvservice import launch
-from tests.support.processes import free_port
 from tests.support.waiting import LIMIT_S
 
 

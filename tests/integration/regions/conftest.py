@@ -18,7 +18,8 @@ from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
-from kvproto.testing.nats_regions import NatsRegions, free_port
+from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_regions import NatsRegions
 from services.cli.init import create_buckets
 from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet

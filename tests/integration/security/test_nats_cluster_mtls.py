@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvproto.testing.free_ports import free_ports
 from kvproto.testing.nats_binary import find_nats_server
 from tests.support.secrets_rig import Secrets, production
 from tests.support.waiting import LIMIT_S
@@ -44,14 +43,6 @@ class Server:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(LIMIT_S)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @pytest.fixture

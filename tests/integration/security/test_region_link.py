@@ -14,12 +14,12 @@ import pytest
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed
 from kvproto.subjects import Subjects
+from kvproto.testing.free_ports import free_ports
 from services.cli.init import create_buckets
 from tests.integration.nats.test_roles import TABLE, is_exact
 from tests.integration.regions.conftest import Link, Region, TwoRegions
 from tests.integration.regions.test_regions import ask, hears_of
 from tests.integration.security.region_rig import Ear, RegionServer, joined
-from tests.integration.security.test_nats_cluster_mtls import free_ports
 from tests.support.fake_fleet import FakeFleet
 from tests.support.secrets_rig import DEPLOY, Secrets
 

@@ -15,8 +15,8 @@ from vault_rig import Fleet, Vault, get, payloads, put, soon
 from kvproto.dataplane.client import PutStatus
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.messages import State, Tier
+from kvproto.testing.free_ports import free_port
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
-from tests.support.processes import free_port
 from tests.support.waiting import until
 
 MIB = 2**20
