@@ -202,7 +202,7 @@ def test_two_fleets_stay_apart() -> None:
         config = Path(server.split("\0-c\0")[1].split("\0")[0]).read_text()
         password = re.search(r'user: fleet, password: "([^"]+)"', config)
         assert password is not None
-        login = ["--nats-user", "fleet", "--nats-password", password[1]]
+        login = ["--nats-user=fleet", f"--nats-password={password[1]}"]  # one may begin with a dash
         refused = run("worker", "--nats-url", second.nats_url, *login)
         assert refused.returncode == 1
         assert "refuses user fleet" in refused.stderr

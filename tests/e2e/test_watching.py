@@ -36,7 +36,8 @@ def test_every_process_is_listed_and_each_logs_a_request_by_its_id(tmp_path: Pat
             assert f'kvfleet_build_info{{role="{one["labels"]["service"]}",version=' in shown
             assert "kvfleet_nats_connections 1.0" in shown
             assert "process_resident_memory_bytes " in shown
-        answer = httpx.post(f"{fleet.base}/generate", json={"prompt": "x", "max_tokens": 4}, trust_env=False)
+        body = {"prompt": "x", "max_tokens": 4, "policy": "cost"}  # by name: a busy placement is waited for
+        answer = httpx.post(f"{fleet.base}/generate", json=body, trust_env=False)
         request = answer.headers["x-request-id"]
         end = time.monotonic() + LIMIT_S
         while logged(fleet, request) != {"ingress-i0", "placement-p0", "worker-w0"} and time.monotonic() < end:

@@ -11,6 +11,12 @@ from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 
 
+@pytest.fixture(autouse=True)
+def _placement_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too it is placement that places, where there is one: no ring instead of it."""
+    monkeypatch.setattr("kvproto.placing.PLACE_TIMEOUT_S", 5.0)
+
+
 @pytest.fixture
 async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
     fleet = FakeFleet(nats_url, fleet_buckets)

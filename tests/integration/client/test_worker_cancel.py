@@ -43,8 +43,9 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
     body = GenerateRequest("long", 0, "demo", SAMPLING, inbox, prompt_ids=LONG)
     reader = Reader()
     client.inbox.register("long", reader)
-    view = client.members.view.workers["w0"]
     async with asyncio.timeout(LIMIT_S):
+        while (view := client.members.view.workers.get("w0")) is None:
+            await asyncio.sleep(0.02)
         subject = client.subjects.worker_generate("w0", "public")
         await client.connection.publish(subject, codec.encode(body), reply=inbox)
         while view.heartbeat is None or view.heartbeat.step_age_s < 0.3:

@@ -75,7 +75,6 @@ class Fleet:
 
 @pytest.fixture
 async def fleet(nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr("kvproto.placing.PLACE_TIMEOUT_S", 5.0)  # no ring, however busy the machine is
     monkeypatch.setattr("kvproto.explanations.EXPLAIN_TIMEOUT_S", TIMEOUT_S)
     workers = FakeFleet(nats_url, fleet_buckets)
     placements = [await start_placement(nats_url, fleet_buckets, name) for name in ("p0", "p1")]

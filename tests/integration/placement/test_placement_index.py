@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 from fake_fleet import StartPlacement
 
-from kvproto import placing
 from kvproto.client import Client
 from kvproto.codec import encode, encode_events
 from kvproto.generation import Generation
@@ -19,17 +18,11 @@ from kvproto.subjects import Subjects
 from services.placement.index.follower import Follows
 from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 KEY = "secret"
 SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPT = tuple(range(1, 641))
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine too it is placement that places."""
-    monkeypatch.setattr(placing, "PLACE_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture
@@ -162,6 +155,12 @@ async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_r
     loops = [await start_placement("cost", KEY.encode()) for _ in range(2)]
     for loop in loops:
         await all_ready(loop)
+    async with asyncio.timeout(LIMIT_S):
+        while not all(loop.decisions_total for loop in loops):  # the queue group shares the work, by chance
+            async with client.generate(generation((1, 2, 3))) as short:
+                _ = [event async for event in short]
+    for loop in loops:
+        await until(partial(lambda loop: not running(loop), loop))
     endless = replace(SAMPLING, max_tokens=3000)
     streams = [client.generate(generation(tuple(range(n, n + 64)), sampling=endless)) for n in range(0, 900, 100)]
     try:
@@ -169,7 +168,6 @@ async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_r
             await until(partial(lambda loop: running(loop) == 9, loop))
             columns = loop.core.fleet.ready("demo").columns
             assert sum(loop.core.workloads.view(columns, loop.core.workloads.now).requests) >= 9
-        assert sum(loop.decisions_total > 0 for loop in loops) == 2, "the queue group shares the work"
         for stream in streams[:3]:
             await stream.cancel()
         victim = fleet.workers[streams[5].worker or ""]
