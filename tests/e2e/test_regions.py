@@ -45,6 +45,10 @@ class Region(Deployment):
         found: dict[str, Any] = answer.json()
         return found
 
+    def rests(self, worker: str, generated: int) -> None:
+        """Wait until it says that it is free, after so many tokens: whoever is placed from then on need not wait."""
+        wait_until(lambda: (load := self.load(worker))["generated_tokens_total"] >= generated and not load["running"])
+
     def load(self, worker: str) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{self.base}/workers").json()[worker]["load"]
         return found
@@ -79,6 +83,7 @@ def test_what_spills_takes_its_blocks_along_and_what_comes_back_brings_them(regi
     assert cached(first) == 0
     assert us.load("w0")["hit_tokens_total"] == 0
     us.complete([8] * 64, 3000)  # so that it is known how long a slot may be taken
+    us.rests("w0", 4 + 3000)
 
     busy = threading.Thread(target=us.complete, args=([9] * 64, 3900))  # the only slot is taken for long
     busy.start()
@@ -89,6 +94,7 @@ def test_what_spills_takes_its_blocks_along_and_what_comes_back_brings_them(regi
     assert cached(spilled) >= len(PROMPT) - 16, "and what its home had computed was not computed again"
     wait_until(lambda: eu.load("w0")["tiers"]["peer"]["hit_tokens_total"] >= len(PROMPT) - 16)
     busy.join()
+    us.rests("w0", 4 + 3000 + 3900)
 
     back = us.complete([*longer, 5, 6, 7])  # home again: the rest comes from over there
     wait_until(lambda: us.load("w0")["tiers"]["peer"]["hit_tokens_total"] >= 1480)
