@@ -86,6 +86,16 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return part_of(nodeid)
 
+    def remove_node(self, node: Any) -> Any:
+        """The test that it died in, which is not given to the next one too."""
+        for tests in self.assigned_work[node].values():
+            for test, is_done in tests.items():
+                if not is_done:
+                    tests[test] = True
+                    super().remove_node(node)
+                    return test
+        return super().remove_node(node)
+
 
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
