@@ -165,6 +165,8 @@ class FleetView:
         if now < max(self._blind_until, self._records_prove_from):
             return []
         renewed = self._records_are_renewed(now)
+        if not renewed and self._is_anybody_left():  # JetStream went again
+            return []
         silent = [
             record
             for key, (record, at) in self.members.items()
@@ -174,6 +176,11 @@ class FleetView:
             del self.members[record.role, record.id]
         self._expired.clear()
         return silent
+
+    def _is_anybody_left(self) -> bool:
+        """Whether anybody is known whose record should be renewed."""
+        alive = any(view.dead_since is None for view in self.workers.values())
+        return alive or any(key not in self._expired for key in self.members)
 
     def _hear_record(self, now: float) -> None:
         """A record was written, or went: JetStream works. If it did not until now, those it kept are out of date."""

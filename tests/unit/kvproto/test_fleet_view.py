@@ -325,6 +325,18 @@ def test_nobody_is_forgotten_while_no_record_is_renewed() -> None:
     assert fleet.renew(round(RECONNECT_GRACE_S) + 1, ingress, vault) == [dead]
 
 
+def test_nobody_is_forgotten_if_jetstream_goes_again_before_all_could_come_back() -> None:
+    fleet = Recorded()
+    ingress, vault = member(), member("v1", Role.VAULT)
+    fleet.renew(2, ingress, vault)
+    assert fleet.renew(5) == []
+    fleet.view.on_member(vault, fleet.now)
+    assert fleet.view.on_member_gone(Role.INGRESS, "i1", fleet.now, expired=True) is None
+    assert fleet.renew(30) == [], "its time to come back went by, and nobody could"
+    assert fleet.renew(round(RECONNECT_GRACE_S) + 1, ingress, vault) == []
+    assert fleet.renew(6, vault) == [ingress], "as ever once others are renewed"
+
+
 def test_a_record_deleted_on_purpose_counts_at_any_time() -> None:
     fleet = Recorded()
     ingress, vault = member(), member("v1", Role.VAULT)
