@@ -45,7 +45,7 @@ def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str
 
 def test_the_ready_line_was_true(up: Up, http: httpx.Client) -> None:
     assert up.stdout_lines == [f"ready {up.base}"]
-    assert "curl -N" in up.stderr
+    wait_until(lambda: "curl -N" in up.stderr)
     workers = http.get("/workers").json()
     assert {worker["state"] for worker in workers.values()} == {"ready"}
     assert len(workers) == 2
@@ -279,4 +279,4 @@ def test_zz_a_killed_workers_stream_goes_on_with_the_same_text(up: Up, http: htt
                     assert event["type"] == "done", event
         assert killed is not None
         assert text == "".join(event["token"] for event in whole if event["type"] == "token")
-    assert f"{killed} ended with code -9; starting it again" in up.stderr
+    wait_until(lambda: f"{killed} ended with code -9; starting it again" in up.stderr)

@@ -187,7 +187,7 @@ def test_a_killed_nats_server_is_a_pause_for_running_streams() -> None:
         assert [event["type"] for event in events] == ["start", *["token"] * 400, "done"]
         again = httpx.post(f"{fleet.base}/generate", json={**body, "max_tokens": 3}, timeout=LIMIT_S)
         assert again.status_code == 200
-        assert "nats-server ended with code -9; starting it again" in fleet.stderr
+        wait_until(lambda: "nats-server ended with code -9; starting it again" in fleet.stderr)
     finally:
         assert fleet.stop() == 0
 
