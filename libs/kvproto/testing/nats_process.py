@@ -7,6 +7,7 @@ started ──kill/stop──▶ down ──start──▶ started (same port, s
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -110,8 +111,12 @@ class NatsProcess:
             process.wait()
 
     def hang(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers."""
+        """SIGSTOP: connections stay open and nothing answers, from when this returns."""
         self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        until = time.monotonic() + STOP_TIMEOUT_S  # on a busy machine its threads run on for a moment
+        while os.waitpid(self._process.pid, os.WUNTRACED | os.WNOHANG) == (0, 0) and time.monotonic() < until:
+            time.sleep(0.001)
 
     def wake(self) -> None:
         self._signal(signal.SIGCONT)
