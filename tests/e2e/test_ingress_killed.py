@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from openai import OpenAI
 
-from tests.support.up import Up
+from tests.support.up import Up, command_of
 from tests.support.waiting import LIMIT_S, wait_until
 
 CLIENTS = 6
@@ -21,13 +21,7 @@ KILLS = 2
 
 
 def ingress_of(fleet: Up) -> int | None:
-    for pid in fleet.descendants():
-        try:
-            if b"services.ingress.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        except OSError:
-            continue
-    return None
+    return next((pid for pid in fleet.descendants() if "services.ingress.main" in command_of(pid)), None)
 
 
 def kill_ingress(fleet: Up) -> None:

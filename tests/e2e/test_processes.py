@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.support import sse
-from tests.support.up import Up, alive
+from tests.support.up import Up, alive, command_of
 from tests.support.waiting import LIMIT_S, wait_until
 
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
@@ -26,10 +26,6 @@ KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([KVFLEET, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def gone(pids: list[int], within_s: float) -> bool:

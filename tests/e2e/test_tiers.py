@@ -7,13 +7,12 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.up import Up
+from tests.support.up import Up, command_of
 from tests.support.waiting import LIMIT_S, wait_until
 
 WORDS = [
@@ -64,15 +63,7 @@ def restored(http: httpx.Client) -> dict[str, int]:
 
 
 def pids(fleet: Up, service: str) -> list[int]:
-    found = []
-    for pid in fleet.descendants():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"services.{service}.main".encode() in command:
-            found.append(pid)
-    return found
+    return [pid for pid in fleet.descendants() if f"services.{service}.main" in command_of(pid)]
 
 
 def test_conversations_come_back_from_below_and_say_the_same(http: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.up import Up
+from tests.support.up import Up, command_of
 from tests.support.waiting import LIMIT_S, wait_until
 
 KVFLEET = str(Path(sys.executable).with_name("kvfleet"))
@@ -19,14 +19,7 @@ FAKE = ("--port", "0", "--runner", "fake", "--workers", "1")
 
 
 def vaults_of(fleet: Up) -> list[int]:
-    return [pid for pid in fleet.descendants() if b"services.vault.main" in command_of(pid)]
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    return [pid for pid in fleet.descendants() if "services.vault.main" in command_of(pid)]
 
 
 def serves(fleet: Up) -> bool:
@@ -41,15 +34,15 @@ def vaults_seen(fleet: Up) -> int:
 def test_up_starts_vaults_and_starts_them_again_and_never_ends_because_of_one() -> None:
     fleet = Up(*FAKE, "--vaults", "2", "--vault-max-bytes", "100000000").wait_ready()
     try:
-        first = next(pid for pid in vaults_of(fleet) if b"--id=v0" in command_of(pid))
-        assert all(b"--max-bytes=100000000" in command_of(pid) for pid in vaults_of(fleet))
+        first = next(pid for pid in vaults_of(fleet) if "--id=v0" in command_of(pid))
+        assert all("--max-bytes=100000000" in command_of(pid) for pid in vaults_of(fleet))
         assert vaults_seen(fleet) == 2, "before the ready line"
         assert httpx.get(f"{fleet.base}/stats").json()["vaults"] == 2
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: "v0 ended with code -9; starting it again" in fleet.stderr and len(vaults_of(fleet)) == 2)
         while "v0 ended again and again, given up" not in fleet.stderr:
             for pid in vaults_of(fleet):
-                if b"--id=v0" in command_of(pid):
+                if "--id=v0" in command_of(pid):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         wait_until(lambda: vaults_seen(fleet) == 1)

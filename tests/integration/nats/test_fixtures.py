@@ -50,6 +50,7 @@ async def test_killed_server_comes_back_on_its_port_with_its_store(nats_process:
     await connection.raw.jetstream().create_key_value(bucket="kept")
     await (await Bucket.open(connection, "kept")).put("k", b"v")
     await connection.close()
+    await asyncio.sleep(0.2)  # it writes to its disk a moment after it has answered
     server.kill()
     with pytest.raises(OSError):
         greeting(url)

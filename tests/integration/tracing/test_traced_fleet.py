@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ import pytest
 from tests.integration.tracing.collector import Collector, SeenSpan
 from tests.integration.tracing.conftest import Caller
 from tests.support import sse
-from tests.support.up import Up
+from tests.support.up import Up, command_of
 from tests.support.waiting import LIMIT_S, wait_until
 
 SERVICES = {"kvfleet-ingress", "kvfleet-placement", "kvfleet-worker", "kvfleet-vault"}
@@ -49,11 +48,7 @@ def tell_of(spans: Iterable[SeenSpan]) -> str:
 
 def pid_of(fleet: Up, member: str) -> int:
     for pid in fleet.descendants():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b" ")
-        except OSError:
-            continue
-        if f"--id={member}".encode() in command:
+        if f"--id={member}" in command_of(pid).split(" "):
             return pid
     raise AssertionError(f"no process of {member}")
 
