@@ -1,7 +1,8 @@
 """Adapter: JetStream KV buckets. Creating them is deployment's work (`ensure_buckets`); services only open them.
 
-Wraps two faults of nats-py 2.16: `get()` returns an entry without value while a limit marker lives, and `create()`
-fails over such a marker; here a marker is simply an absent key.
+Wraps three faults of nats-py 2.16: `get()` returns an entry without value while a limit marker lives, and `create()`
+fails over such a marker; here a marker is simply an absent key. A watch says that all which existed has come before it
+has, if what the server sent is on its way still, and never, if a heartbeat came in its place.
 """
 
 from __future__ import annotations
@@ -110,25 +111,33 @@ class Bucket:
     async def watch(self, pattern: str = ">") -> Watch:
         """Every key's last value, then every change. Rebuild it after a reconnect (`Connection.on_reconnect`)."""
         try:
-            return Watch(await self._kv.watch(pattern))
-        except _BUSY as error:
+            watcher = await self._kv.watch(pattern)
+            sent = await watcher._sub.consumer_info()
+        except (*_BUSY, asyncio.InvalidStateError) as error:  # the latter of a watch whose server took too long
             raise Unavailable(f"cannot watch {self.name}: {type(error).__name__} {error}") from None
+        return Watch(watcher, is_empty=not (sent.num_pending or sent.delivered.consumer_seq))
 
 
 class Watch:
     """An iterator of entries; `None` marks the end of what existed when the watch began."""
 
-    def __init__(self, watcher: Any) -> None:
+    def __init__(self, watcher: Any, *, is_empty: bool) -> None:
         self._watcher = watcher
+        self._is_empty = is_empty  # nothing existed
 
     async def entries(self) -> AsyncIterator[Entry | None]:
+        is_listed = self._is_empty
+        if is_listed:
+            yield None
         async for entry in self._watcher:
             if entry is None:
+                continue  # the library's own mark
+            absent = entry.operation in ("DEL", "PURGE") or not entry.value
+            expired = entry.operation == "PURGE"
+            yield Entry(entry.key, None if absent else entry.value, entry.revision, expired)
+            if not is_listed and not entry.delta:  # of it, how many were still to come
+                is_listed = True
                 yield None
-            elif entry.operation in ("DEL", "PURGE") or not entry.value:
-                yield Entry(entry.key, None, entry.revision, entry.operation == "PURGE")
-            else:
-                yield Entry(entry.key, entry.value, entry.revision)
 
     async def stop(self) -> None:
         try:

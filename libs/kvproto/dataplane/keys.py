@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 FIRST_ID = "first"
+LIST_S = 10.0
 _PREFIX = "dataplane."
 _PATTERN = f"{_PREFIX}*"
 
@@ -72,8 +73,9 @@ async def ensure_key(bucket: Bucket) -> None:
     if await _listed(bucket):
         return
     with contextlib.suppress(StaleRevision):  # somebody else just did
-        key = f"{_PREFIX}{FIRST_ID}"
-        await bucket.update(key, secrets.token_bytes(KEY_BYTES), (await bucket.get(key)).revision)
+        found = await bucket.get(f"{_PREFIX}{FIRST_ID}")
+        if found.value is None:
+            await bucket.update(found.key, secrets.token_bytes(KEY_BYTES), found.revision)
 
 
 async def rotate_key(bucket: Bucket) -> str:
@@ -89,15 +91,18 @@ async def rotate_key(bucket: Bucket) -> str:
 
 
 async def _listed(bucket: Bucket) -> list[Entry]:
-    """Oldest first."""
+    """Oldest first. Raises Unavailable."""
     watch = await bucket.watch(_PATTERN)
     found = []
     try:
-        async for entry in watch.entries():
-            if entry is None:
-                break
-            if entry.value is not None:
-                found.append(entry)
+        async with asyncio.timeout(LIST_S):
+            async for entry in watch.entries():
+                if entry is None:
+                    break
+                if entry.value is not None:
+                    found.append(entry)
+    except TimeoutError:
+        raise Unavailable(f"the bucket {bucket.name} could not be read in {LIST_S} s") from None
     finally:
         await watch.stop()
     return sorted(found, key=lambda entry: entry.revision)

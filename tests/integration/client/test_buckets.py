@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from nats.js import JetStreamContext
 
 from kvproto import buckets, codec
-from kvproto.buckets import Bucket, StaleRevision, ensure_buckets
+from kvproto.buckets import Bucket, Entry, StaleRevision, Watch, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed, Unavailable
 from kvproto.ids import Epoch
@@ -55,6 +56,30 @@ async def test_a_deleted_keys_marker_goes_by_itself(
     async with asyncio.timeout(LIMIT_S / 2):
         while (await jetstream.stream_info(f"KV_{name}")).state.messages:
             await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize("counted", [0, 1])
+async def test_what_existed_is_told_whole_and_then_its_end(
+    connection: Connection, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch, held: int, counted: int
+) -> None:
+    """On a slow machine the library counts nothing before the first message is here, or a heartbeat as one."""
+    bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
+    for number in range(held):
+        await bucket.put(f"k.{number}", b"x")
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "delivered", counted)
+    watch = await bucket.watch()
+    async with asyncio.timeout(LIMIT_S):
+        found = [entry async for entry in until_listed(watch)]
+    await watch.stop()
+    assert [entry.key for entry in found] == [f"k.{number}" for number in range(held)]
+
+
+async def until_listed(watch: Watch) -> AsyncIterator[Entry]:
+    async for entry in watch.entries():
+        if entry is None:
+            return
+        yield entry
 
 
 async def test_a_watcher_sees_deletion_and_what_existed(connection: Connection, fleet_buckets: Subjects) -> None:
