@@ -44,7 +44,7 @@ FAR_LOOK_S = 1.0  # a peer in another region may have to be connected to, and me
 FAR_ANSWER_S = 1.2
 FAR_WORTH_S = 0.3  # so only for what takes so long to compute
 HANDED_BLOCK_S = 0.25  # and each of its blocks counts as if it took so long to compute
-HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer that was never measured
+HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer, or vaults, that were never measured
 
 
 class Restorer:
@@ -142,7 +142,7 @@ class Restorer:
         for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if prospect.peer else 0)):
             far = prospect.far and tier is Tier.PEER
             speed = self._remote.speed_of(prospect.peer) if far else self._remote.speed(tier)
-            if speed is None and (prospect.insists or (far and hopes)) and tier is Tier.PEER:
+            if speed is None and (prospect.insists or (far and hopes)):
                 speed = HANDED_SPEED
             if depth and speed is not None:
                 offers.append(Offer(tier, depth, speed))

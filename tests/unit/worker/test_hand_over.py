@@ -83,6 +83,19 @@ def test_at_most_one_partial_block_is_computed_again(make_rig: MakeRig, produced
     assert outputs + second.transcript.tokens["a", 1] == expected_tokens(PROMPT, GREEDY)
 
 
+@pytest.mark.parametrize("tier", [Tier.PEER, Tier.VAULT])
+def test_a_worker_that_has_just_come_has_measured_nobody_yet(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, tier: Tier
+) -> None:
+    first = make_rig()
+    outputs = generate_some(first, 10)
+    first.engine.hand_over("a", 0, keep=False)
+    second = make_rig(remote=True, prefill_tokens_per_s=1e9)
+    give_blocks(first, second, [*PROMPT, *outputs], tier)
+    monkeypatch.setattr(second.remote, "speed", lambda tier: None)
+    assert 0 < go_on(second, outputs, insists=True).recomputed_tokens <= SIZE
+
+
 def test_what_was_not_handed_over_is_computed_where_that_is_quicker(make_rig: MakeRig) -> None:
     """The control."""
     first = make_rig()
