@@ -40,7 +40,14 @@ class Region(Deployment):
     def complete(self, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body["policy"] = "cost"  # by name: a busy placement is waited for, instead of a worker here by the ring
-        answer = httpx.post(f"{self.base}/v1/completions", json=body, timeout=LIMIT_S)
+
+        def ask() -> httpx.Response | None:
+            """None while no worker is known: what another region told last may be too old on a busy machine."""
+            answer = httpx.post(f"{self.base}/v1/completions", json=body, timeout=LIMIT_S)
+            return None if answer.status_code == 503 else answer
+
+        answer = wait_until(ask, pause_s=0.1)
+        assert answer is not None
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
