@@ -18,16 +18,16 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks._yardstick_machine import Machine
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
+from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.settings import WorkerSettings
 from kvproto.messages import Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
-from services.worker.model.loader import Dtype, LoadFormat, load_model
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import SequenceSpec
-from services.worker.settings import WorkerSettings
 
 BLOCK = 16
 ROOT = b"benchmark root16"

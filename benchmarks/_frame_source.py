@@ -12,6 +12,10 @@ import asyncio
 import sys
 from dataclasses import replace
 
+from kvfleet.worker.bundle import read_bundle
+from kvfleet.worker.main import worker_record
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message
@@ -31,10 +35,6 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
-from services.worker.bundle import read_bundle
-from services.worker.main import worker_record
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.settings import WorkerSettings
 
 STEPS_IN_FLIGHT = 32
 PIECES = (" the", " king", "ly", " and", ",", " thou", " art", ".\n")

@@ -9,13 +9,13 @@ from typing import Any
 
 from benchmarks._index_load import BLOCKS, HEARD_BETWEEN, RUN, VAULTS, WORKERS, Event, Load, Prompt
 from benchmarks._report import progress
+from kvfleet.placement.index.changes import TIERS
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.warm_up import warm_up
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, State, TierEvents
-from services.placement.index.changes import TIERS
-from services.placement.index.follower import Follows
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.warm_up import warm_up
 
 EPOCH = "e1"
 NAMES = [f"w-{number:02}" for number in range(WORKERS)]

@@ -10,6 +10,11 @@ from random import Random
 
 from benchmarks._index_load import BLOCKS, HEARD_BETWEEN, WORKERS, Event, Load, Prompt
 from benchmarks._report import progress
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import HeartbeatHeard, MilestonesHeard, Tick, WorkerJoined
+from kvfleet.placement.index.changes import TIERS
+from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.warm_up import warm_up
 from kvproto import block_hash, codec
 from kvproto.messages import (
     BlockRun,
@@ -26,11 +31,6 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.messages import Load as WorkerLoad
-from services.placement.core import PlacementCore
-from services.placement.events import HeartbeatHeard, MilestonesHeard, Tick, WorkerJoined
-from services.placement.index.changes import TIERS
-from services.placement.prompts import HashedPrompts
-from services.placement.warm_up import warm_up
 
 LENGTH, BLOCK_SIZE, VOCABULARY = 128, 16, 128_256
 MODEL, REVISION, TENANT, EPOCH = "demo", "r1", "public", "e1"

@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer
 
+from kvfleet.worker.model_folder import DEMO_FOLDER
 from kvproto.client import Client
 from kvproto.generation import Generation
 from kvproto.messages import Sampling, Started, Tokens
 from kvproto.testing.nats_cluster import SYSTEM_PASSWORD, SYSTEM_USER, NatsCluster
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
-from services.worker.model_folder import DEMO_FOLDER
 from tests.support.processes import KVFLEET, Deployment, Service
 from tests.support.unfailed import unfailed
 

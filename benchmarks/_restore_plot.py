@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.placement.simulate.svg import FAINT, Axes, Picture, ticks
+from kvfleet.placement.simulate.svg import FAINT, Axes, Picture, ticks
 
 COLORS = {"device": "#0072b2", "host": "#009e73", "vault": "#d55e00"}
 WIDTH, HEIGHT = 760, 420

@@ -20,14 +20,14 @@ from typing import Any
 from benchmarks import _fleet_prompts as prompts
 from benchmarks._processes import cpu_seconds
 from benchmarks._requester import Requester
+from kvfleet.cli import embedded_nats
+from kvfleet.cli.init import create_buckets
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.members import Members
 from kvproto.messages import PlacementStats, Role
 from kvproto.subjects import Subjects
 from kvservice import launch
-from services.cli import embedded_nats
-from services.cli.init import create_buckets
 
 PER_SOURCE = 500  # workers of one process
 VAULT_BYTES = 64 * 1024 * 1024  # nothing is put there
@@ -63,7 +63,7 @@ class ScaleBench:
         """That every worker connects to: a real one."""
         flags = [f"--nats-url={self.url}", "--id=v0", f"--max-bytes={VAULT_BYTES}", "--log-level=warning"]
         with (self.logs / "v0.log").open("ab") as log:
-            command = [sys.executable, "-m", "services.vault.main", *flags]
+            command = [sys.executable, "-m", "kvfleet.vault.main", *flags]
             self.processes["v0"] = subprocess.Popen(command, stderr=log, text=True)
         connection = await Connection.open(self.url, name="bench-vault", inbox_prefix="_adm.bench")
         members = Members(connection, Subjects(), hears=False, role=Role.VAULT)
@@ -95,7 +95,7 @@ class ScaleBench:
         flags = [f"--nats-url={self.url}", f"--id={name}", f"--fleet-key={prompts.FLEET_KEY}", "--log-level=warning"]
         if room is not None:
             flags += [f"--max-workers={room[0]}", f"--index-blocks={room[1]}"]
-        command = launch.command("services.placement.main", *flags)
+        command = launch.command("kvfleet.placement.main", *flags)
         began = time.perf_counter()
         with (self.logs / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(command, stderr=log, text=True)

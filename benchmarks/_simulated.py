@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks._report import progress, skip
-from services.placement.simulate.figures import Figures
-from services.placement.simulate.report import seconds
-from services.placement.simulate.study import Study
-from services.placement.simulate.trace import Row, Trace, make_trace
-from services.placement.simulate.trace_file import read_trace
-from services.placement.warm_up import warm_up
+from kvfleet.placement.simulate.figures import Figures
+from kvfleet.placement.simulate.report import seconds
+from kvfleet.placement.simulate.study import Study
+from kvfleet.placement.simulate.trace import Row, Trace, make_trace
+from kvfleet.placement.simulate.trace_file import read_trace
+from kvfleet.placement.warm_up import warm_up
 
 ROOT = Path(__file__).parents[1]
 CONVERSATIONS = "shared/data/mooncake_conversation_trace.jsonl.gz"

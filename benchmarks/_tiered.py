@@ -14,22 +14,22 @@ from pathlib import Path
 
 from benchmarks._engine import BLOCK, CORES, NO_HURRY, ROOT, OurRun, Ours, Step
 from benchmarks._vault import Vault
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.loader import Dtype, LoadFormat
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
+from kvfleet.worker.tiers.codecs.block_codec import warm_up
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.host_memory import host_memory
+from kvfleet.worker.tiers.prospect import Prospect, names_of
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Sampling, Tier
-from services.worker.engine import Engine
-from services.worker.model.loader import Dtype, LoadFormat
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from services.worker.sequence import SequenceSpec
-from services.worker.tiers.break_even import LOOK_WORTH_S
-from services.worker.tiers.codecs.block_codec import warm_up
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.host_memory import host_memory
-from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress
-from services.worker.tiers.tiers import Tiers
 
 
 class TieredOurs(Ours):

@@ -15,6 +15,10 @@ from dataclasses import replace
 
 import uvloop
 
+from kvfleet.worker.bundle import read_bundle
+from kvfleet.worker.main import worker_record
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message
@@ -35,10 +39,6 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix, member_key
-from services.worker.bundle import read_bundle
-from services.worker.main import worker_record
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.settings import WorkerSettings
 
 MESSAGES_IN_FLIGHT = 512
 PIECES = (" the", " king", "ly", " and", ",", " thou", " art", ".\n")

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from kvfleet.vault.store import VaultStore
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
-from services.vault.store import VaultStore
 
 KEY_ID = "bench"
 

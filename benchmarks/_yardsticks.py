@@ -32,8 +32,8 @@ import uvicorn
 import uvloop
 
 from benchmarks._http import Connection
+from kvfleet.cli import embedded_nats
 from kvproto.testing.free_ports import free_port
-from services.cli import embedded_nats
 
 PLACE, GENERATE, TOKENS = "yardstick.place", "yardstick.generate", "yardstick.tokens"
 RELAYED = "yardstick.relayed"

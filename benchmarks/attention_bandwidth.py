@@ -22,13 +22,13 @@ from benchmarks._engine import BLOCK, CORES
 from benchmarks._report import parser, progress
 from benchmarks._versus import SHORT, Part, Trials, compare, conclude
 from benchmarks._yardstick_machine import Machine, measure_machine
+from kvfleet.worker.model.attention.base import AttentionForm
+from kvfleet.worker.model.attention.cpu.backend import CpuBackend
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.vector.memory import huge_pages
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.messages import Sampling
-from services.worker.model.attention.base import AttentionForm
-from services.worker.model.attention.cpu.backend import CpuBackend
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.kv_pool import KvPool, KvShape
-from services.worker.model.vector.memory import huge_pages
-from services.worker.step_plan import Draw, Slice
 
 SEQUENCES, LENGTH, HEAD_DIM, FLOOR = 16, 1_000, 64, 0.4
 

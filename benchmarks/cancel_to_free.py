@@ -17,11 +17,11 @@ from statistics import median, quantiles
 from benchmarks._engine import CORES, ROOT, Ours, fresh_prompts
 from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceTokens, StepResult
+from kvfleet.worker.sequence import SequenceSpec
 from kvproto.errors import Cancelled
 from kvproto.messages import Sampling
-from services.worker.engine_thread import EngineThread
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceTokens, StepResult
-from services.worker.sequence import SequenceSpec
 
 CHUNK, STREAMS, PROMPT, OUTPUT = 2_048, 8, 128, 3_900
 EARLIEST, LATEST = 0.1, 0.5

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from benchmarks._report import finish, parser, progress
 from benchmarks._simulated import WORKERS, conversations, rounded
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.simulation import FleetShape
-from services.placement.simulate.study import make_study
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.study import make_study
 
 NAME, UNIT = "churn", "sessions moved by a change, over 1/N"
 FLOOR = 1.5

@@ -25,12 +25,12 @@ from benchmarks._report import finish, parser, progress, spread
 from benchmarks._versus import SHORT
 from benchmarks._yardstick_machine import measure_machine
 from benchmarks.kv_int8 import CHUNK, TEXT, windows_of
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB, choose, decode, encode, warm_up
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec
-from services.worker.model.batch import RaggedBatch
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.step_plan import Slice
-from services.worker.tiers.codecs.block_codec import SNR_GATE_DB, choose, decode, encode, warm_up
-from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 
 NAME, UNIT = "codec", "GB/s of unquantised bytes"
 OF_COPY = 0.25

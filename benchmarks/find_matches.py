@@ -28,7 +28,7 @@ from benchmarks._index_load import DISTINCT, LENGTHS, Load, p50
 from benchmarks._index_ours import NAMES, Ours
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._yardstick_placement import Yardstick
-from services.placement.index.prefix_index import Depths, Hashes, pack
+from kvfleet.placement.index.prefix_index import Depths, Hashes, pack
 
 FLOORS_US = {(128, 8): 40.0, (1_904, 8): 100.0, (128, 64): 60.0, (1_904, 64): 400.0}  # the design's, of its machine
 FLOORS = {(128, 8): 0.8, (1_904, 8): 2.0, (128, 64): 1.0, (1_904, 64): 3.5}  # blocks, distinct depths: in probes

@@ -19,12 +19,12 @@ import numpy as np
 
 from benchmarks._report import finish, parser, progress
 from benchmarks._simulated import WORKERS, conversations, rounded
-from services.placement.policies import DEFAULT_POLICY, Choice, Policy, Question
-from services.placement.policies.cost import BUSY, Cost
-from services.placement.price_kernel import COST
-from services.placement.simulate.figures import Figures, figures
-from services.placement.simulate.simulation import Delays, FleetShape, Simulation
-from services.placement.simulate.study import Study, make_study
+from kvfleet.placement.policies import DEFAULT_POLICY, Choice, Policy, Question
+from kvfleet.placement.policies.cost import BUSY, Cost
+from kvfleet.placement.price_kernel import COST
+from kvfleet.placement.simulate.figures import Figures, figures
+from kvfleet.placement.simulate.simulation import Delays, FleetShape, Simulation
+from kvfleet.placement.simulate.study import Study, make_study
 
 NAME, UNIT = "herd", "load CoV of the evenest that does not share, over sharing"
 FLOOR = 1.0

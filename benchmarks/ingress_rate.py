@@ -28,11 +28,11 @@ from benchmarks._http import Connection
 from benchmarks._processes import cpu_seconds
 from benchmarks._report import finish, parse_quick, progress, spread
 from benchmarks._yardsticks import tokens_per_s
+from kvfleet.cli import embedded_nats
+from kvfleet.cli.init import create_buckets
+from kvfleet.cli.processes import Process
 from kvproto.testing.free_ports import free_port
 from kvservice import launch
-from services.cli import embedded_nats
-from services.cli.init import create_buckets
-from services.cli.processes import Process
 
 STREAMS, TOKENS, FLOOR = 64, 2000, 20.0  # 50,000 tokens/s where the plain loop did 2.2 million would be 45
 MARK = b'"text":"'
@@ -68,7 +68,7 @@ def main() -> None:
             asyncio.run(create_buckets(nats.url, "kvf"))
             port = free_port()
             flags = [f"--nats-url={nats.url}", f"--port={port}", "--log-level=warning"]
-            ingress = subprocess.Popen(launch.command("services.ingress.main", *flags))
+            ingress = subprocess.Popen(launch.command("kvfleet.ingress.main", *flags))
             source = [sys.executable, "-m", "benchmarks._frame_source", nats.url, str(STREAMS), str(TOKENS)]
             children += [ingress, subprocess.Popen(source)]
             for child, number in zip(children, (0, 1, 0), strict=True):

@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks._engine import BLOCK, CORES, Ours
 from benchmarks._report import finish, parser, progress, skip
-from services.worker.model.assembly import KvDtype
-from services.worker.model.batch import RaggedBatch
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.step_plan import Slice
+from kvfleet.worker.model.assembly import KvDtype
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.step_plan import Slice
 
 NAME, UNIT, FLOOR = "kv_int8", "percent of perplexity, at most", 0.5
 PEER = "the same model with its KV in fp32"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._simulated import WORKERS, prompts
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.simulation import FleetShape
-from services.placement.simulate.study import make_study
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.study import make_study
 
 TAILS, OUTPUT = (100, 700), 32
 TEMPLATES: dict[str, tuple[int, ...]] = {

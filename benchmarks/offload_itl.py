@@ -21,11 +21,11 @@ from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress
 from benchmarks._tiered import TieredOurs
 from benchmarks._vault import Vault
+from kvfleet.worker.outputs import SequenceFinished
+from kvfleet.worker.tiers.offloader import Chain
 from kvproto.block_hash import chain
 from kvproto.messages import Tier
 from kvproto.testing.slow_proxy import SlowProxy
-from services.worker.outputs import SequenceFinished
-from services.worker.tiers.offloader import Chain
 
 STREAMS, PROMPT, CACHED, CHAINS = 8, 128, 1_024, 4
 PHASE_S, STALL_S = 2.0, 10.0

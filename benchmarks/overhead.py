@@ -18,14 +18,14 @@ from benchmarks._http import Connection
 from benchmarks._processes import cpu_seconds, name_of
 from benchmarks._report import finish, parse_quick, progress, spread
 from benchmarks._yardsticks import Hops, tokens_per_s
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import SequenceTokens
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import SequenceSpec
 from kvproto.messages import Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import SequenceTokens
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import SequenceSpec
 from tests.support.up import Up
 
 RATE, PROMPT, STREAMS = 10_000, 128, 16

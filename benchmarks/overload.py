@@ -156,9 +156,9 @@ def _now() -> float:
 
 def start_fleet(processes: Processes) -> None:
     common = [f"--nats-url={processes.url}", "--log-level=warning"]
-    placement = ["services.placement.main", "--id=p0", f"--max-wait-s={MAX_WAIT_S}"]
+    placement = ["kvfleet.placement.main", "--id=p0", f"--max-wait-s={MAX_WAIT_S}"]
     workers = [
-        ["services.worker.main", f"--id=w{number}", "--model=demo", "--runner=fake", f"--slots={SLOTS}",
+        ["kvfleet.worker.main", f"--id=w{number}", "--model=demo", "--runner=fake", f"--slots={SLOTS}",
          f"--fake-tokens-per-s={TOKENS_PER_S}"]
         for number in range(WORKERS)
     ]  # fmt: skip

@@ -33,11 +33,11 @@ from benchmarks._report import finish, parse_quick, progress
 from benchmarks._requester import Requester
 from benchmarks._scale_bench import scale_bench
 from benchmarks._yardstick_placement import Yardstick
+from kvfleet.placement import intake
+from kvfleet.placement.actions import Answer
+from kvfleet.placement.events import PlaceAsked
 from kvproto import codec
 from kvproto.messages import PlaceRequest
-from services.placement import intake
-from services.placement.actions import Answer
-from services.placement.events import PlaceAsked
 
 FLOOR = 1.1  # decisions in the time of a question
 PER_S_FLOOR = 5_000.0  # the design's, of its machine: printed

@@ -29,8 +29,8 @@ import uvloop
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._requester import Requester
 from benchmarks._scale_bench import ScaleBench, rss_mb, scale_bench, threads
+from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvproto.hash_ring import HashRing
-from services.placement.index.kv_indexer import KvIndexer
 
 FLOOR_S = 5.0  # until a fresh replica knows 64 workers of 16,384 blocks
 HALF, WHOLE = 64, 128  # blocks of a worker's own chain that it holds before and after it has grown

@@ -11,11 +11,11 @@ import random
 
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._simulated import WORKERS, prompts
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.figures import Figures
-from services.placement.simulate.simulation import FleetShape
-from services.placement.simulate.study import make_study
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.figures import Figures
+from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.study import make_study
+from kvfleet.placement.simulate.trace import Trace
 
 SHARED, TAILS, OUTPUT = 2000, (100, 700), 100
 LOADS = (0.02, 0.1, 0.3, 0.6, 0.9)

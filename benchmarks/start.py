@@ -67,7 +67,7 @@ def fleet() -> tuple[float, float]:
     try:
         time.sleep(SETTLED_S)
         commands = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in descendants(process.pid)}
-        workers = [one for one, command in commands.items() if b"services.worker" in command]
+        workers = [one for one, command in commands.items() if b"kvfleet.worker" in command]
         return seconds, sum(map(pss_bytes, workers)) / WORKERS
     finally:
         process.send_signal(signal.SIGTERM)

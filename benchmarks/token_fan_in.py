@@ -36,10 +36,10 @@ from benchmarks._processes import cpu_seconds
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._yardsticks import messages_per_s
 from benchmarks.ingress_rate import MARK, wait_ready
+from kvfleet.cli import embedded_nats
+from kvfleet.cli.init import create_buckets
 from kvproto.testing.free_ports import free_port
 from kvservice import launch
-from services.cli import embedded_nats
-from services.cli.init import create_buckets
 
 FLOOR = (
     0.25  # of bare messages/s, of one ingress that gets each token in a message of its own; 25,000/s where those were
@@ -67,7 +67,7 @@ class Processes:
 
     def start_ingress(self, port: int) -> Process:
         flags = [f"--nats-url={self.url}", f"--port={port}", "--log-level=warning"]
-        process = subprocess.Popen(launch.command("services.ingress.main", *flags), text=True)
+        process = subprocess.Popen(launch.command("kvfleet.ingress.main", *flags), text=True)
         self._all.append(process)
         return process
 

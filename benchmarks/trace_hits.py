@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from benchmarks._report import finish, parser
 from benchmarks._simulated import WORKERS, conversations, rounded, run_all
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.simulation import FleetShape
-from services.placement.simulate.study import POLICIES, make_study
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.study import POLICIES, make_study
 
 NAME, UNIT = "trace_hits", "hits attained of attainable"
 CACHES, LOADS = (10, 100), (0.5, 0.9)

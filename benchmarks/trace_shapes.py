@@ -29,19 +29,19 @@ from statistics import median
 
 from benchmarks._report import finish, parser, progress
 from benchmarks._simulated import WORKERS
-from services.placement.policies import DEFAULT_POLICY, build_policies
-from services.placement.policies.cost import BUSY, OTHERS, Cost
-from services.placement.simulate.attainable import attainable_by_request
-from services.placement.simulate.capacity import busiest_speed
-from services.placement.simulate.figures import figures
-from services.placement.simulate.moves import Watched
-from services.placement.simulate.report import seconds
-from services.placement.simulate.shapes import REQUESTS, SHAPES, make_shape
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.simulation import FleetShape, Simulation
-from services.placement.simulate.study import POLICIES, Study, make_study
-from services.placement.simulate.trace import Trace
-from services.placement.warm_up import warm_up
+from kvfleet.placement.policies import DEFAULT_POLICY, build_policies
+from kvfleet.placement.policies.cost import BUSY, OTHERS, Cost
+from kvfleet.placement.simulate.attainable import attainable_by_request
+from kvfleet.placement.simulate.capacity import busiest_speed
+from kvfleet.placement.simulate.figures import figures
+from kvfleet.placement.simulate.moves import Watched
+from kvfleet.placement.simulate.report import seconds
+from kvfleet.placement.simulate.shapes import REQUESTS, SHAPES, make_shape
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.simulation import FleetShape, Simulation
+from kvfleet.placement.simulate.study import POLICIES, Study, make_study
+from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.warm_up import warm_up
 
 NAME, UNIT = "trace_shapes", "hits attained of attainable"
 CACHES, LOADS = (10, 100), (0.5, 0.9)

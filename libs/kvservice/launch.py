@@ -1,6 +1,6 @@
-"""Adapter: how a service is started as a process: `python -P -m kvservice.launch services.worker.main FLAGS`.
+"""Adapter: how a service is started as a process: `python -P -m kvservice.launch kvfleet.worker.main FLAGS`.
 
-`-P` keeps the current folder off Python's path: whatever lies there, also a `services` or a `queue.py`, is not ours.
+`-P` keeps the current folder off Python's path: whatever lies there, also a `kvfleet` or a `queue.py`, is not ours.
 Standard library only, as any part of it may be missing: then one line says what to install.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-OUR_PACKAGES = ("kvproto", "kvservice", "services")
+OUR_PACKAGES = ("kvproto", "kvservice", "kvfleet")
 
 
 def command(module: str, *flags: str) -> list[str]:

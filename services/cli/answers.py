@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from services.cli.console import fail
+from kvfleet.cli.console import fail
 
 
 class Unreadable(Exception):

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 import typer
 
+from kvfleet.cli.console import err
+from kvfleet.cli.drain import costs, tell
+from kvfleet.cli.processes import Child
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, is_no_responders
@@ -28,9 +31,6 @@ from kvproto.errors import CodecError, KvfleetError
 from kvproto.ids import new_process_id
 from kvproto.messages import PlacementStats, Role
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
-from services.cli.console import err
-from services.cli.drain import costs, tell
-from services.cli.processes import Child
 
 POLL_S = 1.0
 ANSWERS_S = 0.3  # for all replicas to answer

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from services.cli import sse
-from services.cli.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
-from services.cli.console import err, fail, out, printable
-from services.cli.generate import (
+from kvfleet.cli import sse
+from kvfleet.cli.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.console import err, fail, out, printable
+from kvfleet.cli.generate import (
     DEFAULT_URL,
     ContextOverflow,
     Key,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from services.cli import chat, drain, explain, generate, init, key, kv_size, plan, secrets_command, top, up
-from services.cli.process_commands import PROCESS_COMMANDS, become
+from kvfleet import __version__
+from kvfleet.cli import chat, drain, explain, generate, init, key, kv_size, plan, secrets_command, top, up
+from kvfleet.cli.process_commands import PROCESS_COMMANDS, become
 
 app = typer.Typer(
     name="kvfleet",
@@ -26,7 +26,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
 ) -> None:
     if version:
-        typer.echo(metadata.version("kvfleet"))
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -17,14 +17,14 @@ import typer
 from rich import box
 from rich.table import Table
 
+from kvfleet.cli.console import err, fail, out
+from kvfleet.cli.operator_login import Ca, Cert, Key, Login, SeedFile
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError, NotFound, Unavailable, WorkerLost, from_code
 from kvproto.ids import is_token
 from kvproto.messages import AdminCommand, AdminReply, AdminRequest, VictimCost, VictimReport, VictimRequest
 from kvproto.subjects import Subjects
-from services.cli.console import err, fail, out
-from services.cli.operator_login import Ca, Cert, Key, Login, SeedFile
 
 PLACEMENT_TIMEOUT_S = 5.0  # it goes through its whole index
 WORKER_TIMEOUT_S = 3.0

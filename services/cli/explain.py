@@ -16,11 +16,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from kvfleet.cli import sse
+from kvfleet.cli.answers import asking, json_of
+from kvfleet.cli.console import Terminal, fail, out, printable
+from kvfleet.cli.generate import DEFAULT_URL, Key, Url, headers
 from kvproto.messages import Tier
-from services.cli import sse
-from services.cli.answers import asking, json_of
-from services.cli.console import Terminal, fail, out, printable
-from services.cli.generate import DEFAULT_URL, Key, Url, headers
 
 UNKNOWN = "-"
 # As wide as a table has to be: a line that the terminal wraps is better than names and figures that are cut to fit.

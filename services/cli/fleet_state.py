@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvfleet.cli.console import fail
 from kvservice.own_folder import make_own_folder, remove_own_folder
 from kvservice.secret_file import read_secret
-from services.cli.console import fail
 
 FLEET_KEY = "fleet.key"
 

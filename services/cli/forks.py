@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 
+from kvfleet.cli.processes import Process, popen
 from kvservice import launch
-from services.cli.processes import Process, popen
 
 LARGEST_MESSAGE = 4096
 available = sys.platform == "linux"
@@ -25,14 +25,14 @@ available = sys.platform == "linux"
 @cache
 def of_services() -> Forks:
     """What all services import is imported once."""
-    return Forks(lambda fd: popen(launch.command("services.cli.forked", str(fd)), {}, [fd]))
+    return Forks(lambda fd: popen(launch.command("kvfleet.cli.forked", str(fd)), {}, [fd]))
 
 
 @cache
 def of_workers() -> Forks:
     """And of workers torch."""
     one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
-    server = lambda fd: of_services().start("services.worker.forked", [str(fd)], one_thread, fd)  # noqa: E731
+    server = lambda fd: of_services().start("kvfleet.worker.forked", [str(fd)], one_thread, fd)  # noqa: E731
     return Forks(server, one_thread)
 
 

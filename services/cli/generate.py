@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from services.cli import sse
-from services.cli.answers import Unreadable, asking
-from services.cli.console import err, fail, out
+from kvfleet.cli import sse
+from kvfleet.cli.answers import Unreadable, asking
+from kvfleet.cli.console import err, fail, out
 
 
 def known_url(url: str | None) -> str | None:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from kvfleet.cli.console import err, fail
+from kvfleet.cli.operator_login import Ca, Cert, Key, Login, SeedFile
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.dataplane.keys import ensure_key, rotate_key
 from kvproto.errors import KvfleetError
 from kvproto.subjects import Subjects
-from services.cli.console import err, fail
-from services.cli.operator_login import Ca, Cert, Key, Login, SeedFile
 
 PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
 

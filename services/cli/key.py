@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
+from kvfleet.cli.console import fail
 from kvproto.ids import DEFAULT_TENANT, is_token
-from services.cli.console import fail
 
 PREFIX = "kvf_"  # so that scanners of repositories and logs know one when they see it
 RANDOM_BYTES = 32

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import sys
 
+from kvfleet import __version__
+from kvfleet.cli.forks import begin
+from kvfleet.cli.process_commands import PROCESS_COMMANDS, become
 from kvservice import launch
-from services.cli.forks import begin
-from services.cli.process_commands import PROCESS_COMMANDS, become
 
 EXTRAS = {"up": "all", "plan": "cli,worker", "kv-size": "cli,worker"}  # of commands that need more than their own
 
 
 def main() -> None:
     command, *flags = sys.argv[1:] or [""]
+    if command == "--version":
+        sys.stdout.write(f"{__version__}\n")
+        return
     if command in PROCESS_COMMANDS:  # without what the other commands need
         become(command, flags)
     if command == "up":
@@ -24,7 +28,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    launch.imported("services.cli.commands").app()
+    launch.imported("kvfleet.cli.commands").app()
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ import typer
 from rich import box
 from rich.table import Table
 
+from kvfleet.cli import planning
+from kvfleet.cli.console import err, fail, out, printable
+from kvfleet.cli.generate import Key, headers, known_url
+from kvfleet.cli.kv_size import KvDType, known_size, readable
+from kvfleet.cli.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
+from kvfleet.cli.up import Device, DType
 from kvservice import launch
 from kvservice.byte_size import parse_bytes
-from services.cli import planning
-from services.cli.console import err, fail, out, printable
-from services.cli.generate import Key, headers, known_url
-from services.cli.kv_size import KvDType, known_size, readable
-from services.cli.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
-from services.cli.up import Device, DType
 
 
 def plan(
@@ -150,7 +150,7 @@ def _measured(path: Path | None, url: str | None, model: str | None, api_key: st
 
 def _kv_size(model: str, dtype: DType, kv_dtype: KvDType, memory: str) -> dict[str, Any]:
     flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype.value}", f"--device={Device.cpu.value}"]
-    command = launch.command("services.worker.kv_size_report", *flags, f"--memory={memory}", "--", model)
+    command = launch.command("kvfleet.worker.kv_size_report", *flags, f"--memory={memory}", "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)

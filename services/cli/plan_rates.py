@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from services.cli import sse
-from services.cli.answers import Unreadable, json_of, shaped_as_an_ingress_says
+from kvfleet.cli import sse
+from kvfleet.cli.answers import Unreadable, json_of, shaped_as_an_ingress_says
 
 
 class NoRates(Exception):

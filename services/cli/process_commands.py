@@ -17,11 +17,11 @@ class ProcessCommand(NamedTuple):
 
 PROCESS_COMMANDS = {
     **{
-        service: ProcessCommand(f"services.{service}.main", f"Run one {service} process (settings: --help).")
+        service: ProcessCommand(f"kvfleet.{service}.main", f"Run one {service} process (settings: --help).")
         for service in ("worker", "ingress", "placement", "vault")
     },
     "simulate": ProcessCommand(
-        "services.placement.simulate.main", "Replay a trace or a ledger with other policies (flags: --help)."
+        "kvfleet.placement.simulate.main", "Replay a trace or a ledger with other policies (flags: --help)."
     ),
 }
 

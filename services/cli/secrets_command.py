@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvfleet.cli.console import err, fail
 from kvproto.errors import InvalidRequest, KvfleetError
-from services.cli.console import err, fail
 
 USAGE = 2
 
@@ -31,7 +31,7 @@ def secrets(
 
     What is there is kept. Nothing secret is printed; files are for their owner alone.
     """
-    from services.cli.secrets_folder import Wanted, fill  # cryptography is needed here alone
+    from kvfleet.cli.secrets_folder import Wanted, fill  # cryptography is needed here alone
 
     wanted = Wanted(tuple(host or ()), tuple(tenant or ()), days, renew_certificates, force)
     try:

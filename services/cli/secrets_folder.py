@@ -25,9 +25,7 @@ from pathlib import Path
 import nkeys  # type: ignore[import-untyped]
 from cryptography import x509
 
-from kvproto.errors import InvalidRequest, Unavailable
-from kvproto.ids import DEFAULT_TENANT, is_token
-from services.cli.secrets_certificates import (
+from kvfleet.cli.secrets_certificates import (
     Authority,
     Key,
     certificate_pem,
@@ -43,6 +41,8 @@ from services.cli.secrets_certificates import (
     read_certificate,
     read_key,
 )
+from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.ids import DEFAULT_TENANT, is_token
 
 ROLES = ("admin", "ingress", "placement", "worker", "vault", "sys", "region-link")
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "nats")

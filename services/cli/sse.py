@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from services.cli.console import printable
+from kvfleet.cli.console import printable
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

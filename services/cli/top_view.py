@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.console import printable
+from kvfleet.cli.console import printable
 
 NONE = "-"
 TABLE_LINES = 2  # of a table without its rows, and the line before it

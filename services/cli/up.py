@@ -21,18 +21,18 @@ import httpx
 import typer
 from rich.status import Status
 
+from kvfleet.cli import embedded_nats
+from kvfleet.cli import forks as forking
+from kvfleet.cli.autoscaler import LocalAutoscaler, read_limits
+from kvfleet.cli.console import err, fail
+from kvfleet.cli.fleet import Fleet
+from kvfleet.cli.fleet_state import fleet_key, folders
+from kvfleet.cli.init import create_buckets
+from kvfleet.cli.metrics_targets import MetricsTargets
+from kvfleet.cli.ports import PortTaken, claim, listen
+from kvfleet.cli.processes import Child, FleetEnded, StartFailed, child, spawn
 from kvproto.errors import KvfleetError
 from kvservice import launch
-from services.cli import embedded_nats
-from services.cli import forks as forking
-from services.cli.autoscaler import LocalAutoscaler, read_limits
-from services.cli.console import err, fail
-from services.cli.fleet import Fleet
-from services.cli.fleet_state import fleet_key, folders
-from services.cli.init import create_buckets
-from services.cli.metrics_targets import MetricsTargets
-from services.cli.ports import PortTaken, claim, listen
-from services.cli.processes import Child, FleetEnded, StartFailed, child, spawn
 
 DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
@@ -218,7 +218,7 @@ def _service(
     service: str, member: str, flags: list[str], env: dict[str, str], fd: int | None = None, *, torch: bool = False
 ) -> Child:
     """`fd`: a socket that it is to have. `torch`: it imports that."""
-    module, own = f"services.{service}.main", [f"--id={member}", *flags]
+    module, own = f"kvfleet.{service}.main", [f"--id={member}", *flags]
     if forking.available:
         forks = forking.of_workers() if torch else forking.of_services()
         return child(member, lambda: forks.start(module, own, env, fd))

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvfleet.ingress.api_keys import KeySet, parse_keys
+from kvfleet.ingress.audit import NO_AUDIT, Audit, open_audit_file
+from kvfleet.ingress.audit_file import AuditFile
+from kvfleet.ingress.jwks import REFRESH_S, Fetch, IssuerKeys
+from kvfleet.ingress.jwks_fetch import check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.key_file import read_sources
+from kvfleet.ingress.metrics import Reading
+from kvfleet.ingress.oidc import OidcRules, read_algorithms
+from kvfleet.ingress.reload import Reload
+from kvfleet.ingress.settings import IngressSettings
+from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.ingress.tls_files import check_tls, read_pair, use_pair
 from kvproto.errors import InvalidRequest, KvfleetError
 from kvservice.lifecycle import Lifecycle
-from services.ingress.api_keys import KeySet, parse_keys
-from services.ingress.audit import NO_AUDIT, Audit, open_audit_file
-from services.ingress.audit_file import AuditFile
-from services.ingress.jwks import REFRESH_S, Fetch, IssuerKeys
-from services.ingress.jwks_fetch import check_url, fetch_key_set, read_key_file
-from services.ingress.key_file import read_sources
-from services.ingress.metrics import Reading
-from services.ingress.oidc import OidcRules, read_algorithms
-from services.ingress.reload import Reload
-from services.ingress.settings import IngressSettings
-from services.ingress.tenancy import Tenancy
-from services.ingress.tls_files import check_tls, read_pair, use_pair
 
 log = logging.getLogger(__name__)
 

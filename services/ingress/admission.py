@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvfleet.ingress.callers import Caller
+from kvfleet.ingress.limits import Limiter, Tab
 from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
-from services.ingress.callers import Caller
-from services.ingress.limits import Limiter, Tab
 
 FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged again, one that plays with it is
 

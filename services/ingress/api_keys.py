@@ -33,10 +33,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from kvfleet.ingress.callers import LIMITS, NO_LIMITS, Caller, Limits, read_limits
+from kvfleet.ingress.placement_ask import MAX_PRIORITY
 from kvproto.errors import InvalidRequest
 from kvproto.ids import DEFAULT_TENANT, is_token
-from services.ingress.callers import LIMITS, NO_LIMITS, Caller, Limits, read_limits
-from services.ingress.placement_ask import MAX_PRIORITY
 
 ANY_TENANT = "*"
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")

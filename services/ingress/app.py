@@ -14,15 +14,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvfleet.ingress.audit import Audit
+from kvfleet.ingress.dashboard.page import Dashboard
+from kvfleet.ingress.fleet_routes import no_such_method, no_such_route
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.metrics import IngressMetrics
+from kvfleet.ingress.web_guard import WebGuard
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_request_id
-from services.ingress.audit import Audit
-from services.ingress.dashboard.page import Dashboard
-from services.ingress.fleet_routes import no_such_method, no_such_route
-from services.ingress.http_exchange import Exchange
-from services.ingress.ingress import Ingress
-from services.ingress.metrics import IngressMetrics
-from services.ingress.web_guard import WebGuard
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import orjson
 
+from kvfleet.ingress.audit_file import AuditFile
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.metrics import GENERATING
 from kvproto.errors import AuthenticationFailed, KvfleetError
 from kvproto.ids import session_key
-from services.ingress.audit_file import AuditFile
-from services.ingress.http_exchange import Exchange
-from services.ingress.metrics import GENERATING
 
 POLLED = "newest_placements"
 REFUSED_PER_ADDRESS = 10

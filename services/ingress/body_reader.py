@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from services.ingress.fields import Body, parse_body
-from services.ingress.http_exchange import Exchange
-from services.ingress.repeats import digest_of
+from kvfleet.ingress.fields import Body, parse_body
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.repeats import digest_of
 
 INLINE_BYTES = 64 * 1024  # the event loop has these in about 1.5 ms, a list of ids being the slowest there is
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvfleet.ingress.placement_ask import MAX_PRIORITY
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT
-from services.ingress.placement_ask import MAX_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.ingress.run_memory import DEFAULT_BYTES
+from kvfleet.ingress.run_memory import DEFAULT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

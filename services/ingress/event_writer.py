@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvfleet.ingress.event_ids import EventIds, Position, past_the_end
+from kvfleet.ingress.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Finished, Started
-from services.ingress.event_ids import EventIds, Position, past_the_end
-from services.ingress.transcript import ChoiceTranscript, Transcript
 
 
 class Form(Protocol):

@@ -14,6 +14,22 @@ from typing import Any
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from kvfleet.ingress.admission import Admission
+from kvfleet.ingress.callers import Caller, require_admin
+from kvfleet.ingress.config import IngressConfig
+from kvfleet.ingress.fleet_report import members_of, models_report, stats_report, workers_report
+from kvfleet.ingress.http_exchange import Exchange, integer_query
+from kvfleet.ingress.limit_headers import limit_headers
+from kvfleet.ingress.listings import Listings, Question
+from kvfleet.ingress.metrics import IngressMetrics
+from kvfleet.ingress.models import Models
+from kvfleet.ingress.openapi import OPERATIONS, openapi_document
+from kvfleet.ingress.other_regions import OtherRegions
+from kvfleet.ingress.placement_report import newest_report, placements_report, read_request_id
+from kvfleet.ingress.session_blocks import SessionBlocks, tokens_by_tier
+from kvfleet.ingress.session_index import SessionIndex
+from kvfleet.ingress.sessions import Session, Sessions
+from kvfleet.ingress.tenancy import Tenancy, identify
 from kvproto.affinity import ring_key
 from kvproto.client import Client
 from kvproto.errors import (
@@ -27,22 +43,6 @@ from kvproto.errors import (
 )
 from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
 from kvproto.regions import split
-from services.ingress.admission import Admission
-from services.ingress.callers import Caller, require_admin
-from services.ingress.config import IngressConfig
-from services.ingress.fleet_report import members_of, models_report, stats_report, workers_report
-from services.ingress.http_exchange import Exchange, integer_query
-from services.ingress.limit_headers import limit_headers
-from services.ingress.listings import Listings, Question
-from services.ingress.metrics import IngressMetrics
-from services.ingress.models import Models
-from services.ingress.openapi import OPERATIONS, openapi_document
-from services.ingress.other_regions import OtherRegions
-from services.ingress.placement_report import newest_report, placements_report, read_request_id
-from services.ingress.session_blocks import SessionBlocks, tokens_by_tier
-from services.ingress.session_index import SessionIndex
-from services.ingress.sessions import Session, Sessions
-from services.ingress.tenancy import Tenancy, identify
 
 SAFETENSORS = b"application/octet-stream"
 DEFAULT_NEWEST = 50

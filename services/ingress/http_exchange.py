@@ -14,10 +14,10 @@ from urllib.parse import parse_qs, unquote
 
 from starlette.types import Message, Receive, Scope, Send
 
+from kvfleet.ingress.callers import Caller
+from kvfleet.ingress.error_bodies import Headers, error_body, error_headers, status_of
+from kvfleet.ingress.limits import Tab
 from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge, RequestTimeout
-from services.ingress.callers import Caller
-from services.ingress.error_bodies import Headers, error_body, error_headers, status_of
-from services.ingress.limits import Tab
 
 JSON = b"application/json"
 SEND_LIMIT_S = 60.0

@@ -11,6 +11,27 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from kvfleet.ingress.admission import Admission
+from kvfleet.ingress.audit import NO_AUDIT, Audit
+from kvfleet.ingress.body_reader import BodyReader
+from kvfleet.ingress.chat_splice import SpliceIndex
+from kvfleet.ingress.config import IngressConfig
+from kvfleet.ingress.fleet_routes import FleetRoutes
+from kvfleet.ingress.metrics import IngressMetrics, Reading
+from kvfleet.ingress.models import Models
+from kvfleet.ingress.other_regions import OtherRegions
+from kvfleet.ingress.prompts import Prompts
+from kvfleet.ingress.request_flow import RequestFlow
+from kvfleet.ingress.request_reader import RequestReader
+from kvfleet.ingress.runs import Runs
+from kvfleet.ingress.service_levels import Targets
+from kvfleet.ingress.session_blocks import SessionBlocks
+from kvfleet.ingress.session_index import SessionIndex
+from kvfleet.ingress.sessions import Sessions
+from kvfleet.ingress.shared_usage import SharedUsage
+from kvfleet.ingress.shared_usage_exchange import UsageExchange
+from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.ingress.web_guard import WebGuard
 from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import KvfleetError
@@ -18,27 +39,6 @@ from kvproto.ids import new_epoch
 from kvproto.messages import Role
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.ingress.admission import Admission
-from services.ingress.audit import NO_AUDIT, Audit
-from services.ingress.body_reader import BodyReader
-from services.ingress.chat_splice import SpliceIndex
-from services.ingress.config import IngressConfig
-from services.ingress.fleet_routes import FleetRoutes
-from services.ingress.metrics import IngressMetrics, Reading
-from services.ingress.models import Models
-from services.ingress.other_regions import OtherRegions
-from services.ingress.prompts import Prompts
-from services.ingress.request_flow import RequestFlow
-from services.ingress.request_reader import RequestReader
-from services.ingress.runs import Runs
-from services.ingress.service_levels import Targets
-from services.ingress.session_blocks import SessionBlocks
-from services.ingress.session_index import SessionIndex
-from services.ingress.sessions import Sessions
-from services.ingress.shared_usage import SharedUsage
-from services.ingress.shared_usage_exchange import UsageExchange
-from services.ingress.tenancy import Tenancy
-from services.ingress.web_guard import WebGuard
 
 DRAIN_POLL_S = 0.05
 

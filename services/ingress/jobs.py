@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvfleet.ingress.event_writer import Form
+from kvfleet.ingress.run_memory import STREAMED, TokenCosts
+from kvfleet.ingress.service_levels import ServiceLevel
+from kvfleet.ingress.transcript import Transcript
 from kvproto.client import Generation
 from kvproto.messages import Continuation
 from kvproto.stream import Event
-from services.ingress.event_writer import Form
-from services.ingress.run_memory import STREAMED, TokenCosts
-from services.ingress.service_levels import ServiceLevel
-from services.ingress.transcript import Transcript
 
 PROMPT_TOKEN_BYTES = 48
 BIAS_BYTES = 96

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvfleet.ingress.callers import Caller
+from kvfleet.ingress.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head
 from kvproto.errors import AuthenticationFailed, KvfleetError, Unavailable
 from kvservice.lifecycle import in_daemon_thread
-from services.ingress.callers import Caller
-from services.ingress.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from services.ingress.callers import Caller
-from services.ingress.error_bodies import Headers
-from services.ingress.limits import MINUTE_S, Limiter, request_burst
+from kvfleet.ingress.callers import Caller
+from kvfleet.ingress.error_bodies import Headers
+from kvfleet.ingress.limits import MINUTE_S, Limiter, request_burst
 
 
 def limit_headers(limiter: Limiter, caller: Caller, now: float, unix_s: float) -> Headers:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+from kvfleet.ingress.callers import Caller, Limits
 from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
-from services.ingress.callers import Caller, Limits
 
 BURST_S = 10.0
 MINUTE_S = 60.0

@@ -12,6 +12,12 @@ import sys
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from kvfleet.ingress.access import Access
+from kvfleet.ingress.app import create_app, for_browsers
+from kvfleet.ingress.config import IngressConfig, RunLimits, SessionLimits, WebRules
+from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.probes import IngressProbes
+from kvfleet.ingress.settings import IngressSettings
 from kvproto.client import Client
 from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
@@ -23,12 +29,6 @@ from kvservice.nats_connection import connect
 from kvservice.process_metrics import common_readings
 from kvservice.settings import load
 from kvservice.tracing_start import open_tracer
-from services.ingress.access import Access
-from services.ingress.app import create_app, for_browsers
-from services.ingress.config import IngressConfig, RunLimits, SessionLimits, WebRules
-from services.ingress.ingress import Ingress
-from services.ingress.probes import IngressProbes
-from services.ingress.settings import IngressSettings
 
 log = logging.getLogger(__name__)
 

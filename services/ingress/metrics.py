@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvfleet.ingress.service_levels import ServiceLevel, ServiceLevels, Targets
 from kvproto import errors
 from kvproto.messages import FinishReason
 from kvservice.metrics import LiveCollector
 from kvservice.metrics import Reading as CommonReading
 from kvservice.process_metrics import show_process
-from services.ingress.service_levels import ServiceLevel, ServiceLevels, Targets
 
 GENERATING = ("chat_completions", "completions", "generate")
 ROUTES = (

@@ -13,10 +13,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvfleet.ingress.tokenizer import ModelTokenizer
 from kvproto.errors import InvalidRequest, KvfleetError, ModelNotFound, NoWorkers, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
 from kvproto.messages import Bundle, State, WorkerRecord
-from services.ingress.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import orjson
 
+from kvfleet.ingress.event_ids import START, EventIds, Position
+from kvfleet.ingress.openai_events import cached_tokens, usage_map
+from kvfleet.ingress.openai_logprobs import native_logprobs
+from kvfleet.ingress.token_spelling import TokenSpelling
+from kvfleet.ingress.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Finished, Started
-from services.ingress.event_ids import START, EventIds, Position
-from services.ingress.openai_events import cached_tokens, usage_map
-from services.ingress.openai_logprobs import native_logprobs
-from services.ingress.token_spelling import TokenSpelling
-from services.ingress.transcript import ChoiceTranscript, Transcript
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvfleet.ingress.fields import Body, Field, boolean, expected, ignored, integer, refuse_unserved, text, unserved
+from kvfleet.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, MAX_SEQ_ID_CHARS
+from kvfleet.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
+from kvfleet.ingress.sampling_ask import SamplingAsk, SamplingFields, read_sampling
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, Field, boolean, expected, ignored, integer, refuse_unserved, text, unserved
-from services.ingress.openai_schema import MAX_CHAT_LOGPROBS, MAX_MODEL_CHARS, MAX_SEQ_ID_CHARS
-from services.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
-from services.ingress.sampling_ask import SamplingAsk, SamplingFields, read_sampling
 
 DEFAULT_MAX_TOKENS = 50
 MAX_PROMPT_CHARS = 8_388_608

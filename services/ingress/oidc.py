@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvfleet.ingress.callers import NO_LIMITS, Caller, Limits, read_limits
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 from kvproto.ids import is_token
-from services.ingress.callers import NO_LIMITS, Caller, Limits, read_limits
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")  # all that may be allowed: signatures whose secret half stays with the issuer
 MAX_SUBJECT_CHARS = 128

@@ -14,13 +14,13 @@ from typing import Any
 
 import orjson
 
+from kvfleet.ingress.error_bodies import error_body
+from kvfleet.ingress.event_ids import START, EventIds, Position
+from kvfleet.ingress.openai_logprobs import chat_logprobs, completion_logprobs
+from kvfleet.ingress.token_spelling import TokenSpelling
+from kvfleet.ingress.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
-from services.ingress.error_bodies import error_body
-from services.ingress.event_ids import START, EventIds, Position
-from services.ingress.openai_logprobs import chat_logprobs, completion_logprobs
-from services.ingress.token_spelling import TokenSpelling
-from services.ingress.transcript import ChoiceTranscript, Transcript
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"  # stands for the text while a template is cut

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvfleet.ingress.token_spelling import TokenSpelling
 from kvproto.logprobs import floored
 from kvproto.messages import TokenLogprobs
-from services.ingress.token_spelling import TokenSpelling
 
 
 def chat_logprobs(spelling: TokenSpelling, ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvproto.errors import InvalidRequest
-from services.ingress.fields import (
+from kvfleet.ingress.fields import (
     Body,
     Field,
     Schema,
@@ -23,8 +22,9 @@ from services.ingress.fields import (
     text,
     unserved,
 )
-from services.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
-from services.ingress.sampling_ask import ANY_COUNT, MAX_CHOICES, SamplingAsk, SamplingFields, read_sampling
+from kvfleet.ingress.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
+from kvfleet.ingress.sampling_ask import ANY_COUNT, MAX_CHOICES, SamplingAsk, SamplingFields, read_sampling
+from kvproto.errors import InvalidRequest
 
 MAX_MODEL_CHARS = 256
 MAX_SEQ_ID_CHARS = 1024

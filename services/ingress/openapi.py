@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvproto.explanations import MAX_NEWEST
-from services.ingress.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
-from services.ingress.fields import Schema, object_schema
-from services.ingress.native_schema import GenerateFields
-from services.ingress.openai_schema import ChatFields, CompletionFields
-from services.ingress.openapi_answers import (
+from kvfleet.ingress.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
+from kvfleet.ingress.fields import Schema, object_schema
+from kvfleet.ingress.native_schema import GenerateFields
+from kvfleet.ingress.openai_schema import ChatFields, CompletionFields
+from kvfleet.ingress.openapi_answers import (
     CHAT_CHUNK,
     COMPLETION_CHUNK,
     COMPONENTS,
@@ -25,7 +24,8 @@ from services.ingress.openapi_answers import (
     events_of,
     json_content,
 )
-from services.ingress.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
+from kvfleet.ingress.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
+from kvproto.explanations import MAX_NEWEST
 
 VERSION = "3.1.0"
 

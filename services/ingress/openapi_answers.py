@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.ingress.event_ids import EVENT_ID
-from services.ingress.fields import Schema
+from kvfleet.ingress.event_ids import EVENT_ID
+from kvfleet.ingress.fields import Schema
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfleet.ingress.fields import Body, integer, text
 from kvproto.errors import InvalidRequest
-from services.ingress.fields import Body, integer, text
 
 DIRECT = "direct"
 MAX_NAME_CHARS = 64

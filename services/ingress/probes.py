@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.settings import IngressSettings
 from kvservice.lifecycle import Lifecycle
 from kvservice.metrics import MetricsServer
 from kvservice.probes import STUCK_S
-from services.ingress.ingress import Ingress
-from services.ingress.settings import IngressSettings
 
 READ_S = 3.0
 log = logging.getLogger(__name__)

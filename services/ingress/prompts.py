@@ -12,11 +12,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvfleet.ingress.chat_splice import Splice, SpliceIndex, join, match_history
+from kvfleet.ingress.models import ServedModel
+from kvfleet.ingress.openai_schema import ChatMessage, check_vocabulary
+from kvfleet.ingress.sampling_plan import prompt_too_long
 from kvproto.ids import base32
-from services.ingress.chat_splice import Splice, SpliceIndex, join, match_history
-from services.ingress.models import ServedModel
-from services.ingress.openai_schema import ChatMessage, check_vocabulary
-from services.ingress.sampling_plan import prompt_too_long
 
 T = TypeVar("T")
 

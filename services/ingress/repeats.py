@@ -22,9 +22,9 @@ from typing import Any
 
 import orjson
 
+from kvfleet.ingress.event_ids import LAST_EVENT_ID, START, Position, read_event_id
 from kvproto.errors import InvalidRequest
 from kvproto.ids import base32, new_request_id
-from services.ingress.event_ids import LAST_EVENT_ID, START, Position, read_event_id
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY_CHARS = 255

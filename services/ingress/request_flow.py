@@ -19,37 +19,37 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from kvfleet.ingress.admission import Admission
+from kvfleet.ingress.callers import default_max_tokens
+from kvfleet.ingress.config import IngressConfig
+from kvfleet.ingress.error_bodies import loggable
+from kvfleet.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.jobs import Job, Prepare
+from kvfleet.ingress.limits import Tab
+from kvfleet.ingress.metrics import IngressMetrics
+from kvfleet.ingress.models import Models, ServedModel
+from kvfleet.ingress.native_events import NativeForm
+from kvfleet.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
+from kvfleet.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
+from kvfleet.ingress.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
+from kvfleet.ingress.prompts import Prompts, conversation_of
+from kvfleet.ingress.repeats import RequestName
+from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, standing
+from kvfleet.ingress.request_trace import RequestTrace
+from kvfleet.ingress.run_memory import STREAMED, WHOLE, TokenCosts
+from kvfleet.ingress.runs import Run, Runs
+from kvfleet.ingress.sampling_plan import plan_sampling, prompt_must_fit
+from kvfleet.ingress.service_levels import ServiceLevel
+from kvfleet.ingress.session_index import SessionIndex, auto_seq_id
+from kvfleet.ingress.sessions import Session, Sessions
+from kvfleet.ingress.sse import complete, gather, placement_headers, relay
+from kvfleet.ingress.token_spelling import TokenSpelling
+from kvfleet.ingress.turns import ChatTurn, PlainTurn, SessionTurn
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
 from kvproto.messages import Continuation, Sampling
 from kvproto.stream import Stream
-from services.ingress.admission import Admission
-from services.ingress.callers import default_max_tokens
-from services.ingress.config import IngressConfig
-from services.ingress.error_bodies import loggable
-from services.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
-from services.ingress.http_exchange import Exchange
-from services.ingress.jobs import Job, Prepare
-from services.ingress.limits import Tab
-from services.ingress.metrics import IngressMetrics
-from services.ingress.models import Models, ServedModel
-from services.ingress.native_events import NativeForm
-from services.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
-from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
-from services.ingress.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
-from services.ingress.prompts import Prompts, conversation_of
-from services.ingress.repeats import RequestName
-from services.ingress.request_reader import Ask, Call, RequestReader, now, standing
-from services.ingress.request_trace import RequestTrace
-from services.ingress.run_memory import STREAMED, WHOLE, TokenCosts
-from services.ingress.runs import Run, Runs
-from services.ingress.sampling_plan import plan_sampling, prompt_must_fit
-from services.ingress.service_levels import ServiceLevel
-from services.ingress.session_index import SessionIndex, auto_seq_id
-from services.ingress.sessions import Session, Sessions
-from services.ingress.sse import complete, gather, placement_headers, relay
-from services.ingress.token_spelling import TokenSpelling
-from services.ingress.turns import ChatTurn, PlainTurn, SessionTurn
 
 log = logging.getLogger(__name__)
 

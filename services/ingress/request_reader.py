@@ -14,26 +14,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from kvfleet.ingress import request_trace
+from kvfleet.ingress.admission import Admission
+from kvfleet.ingress.audit import Audit
+from kvfleet.ingress.body_reader import BodyReader
+from kvfleet.ingress.callers import Caller, priority_of, require_policy
+from kvfleet.ingress.event_ids import LAST_EVENT_ID, START
+from kvfleet.ingress.fields import Body
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.limit_headers import limit_headers
+from kvfleet.ingress.models import Models
+from kvfleet.ingress.native_schema import GenerateAsk
+from kvfleet.ingress.openai_schema import ChatAsk, CompletionAsk
+from kvfleet.ingress.repeats import RequestName, key_secret, name_request
+from kvfleet.ingress.request_trace import RequestTrace
+from kvfleet.ingress.runs import Run, Runs
+from kvfleet.ingress.tenancy import Tenancy, identify
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_request_id
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.ingress import request_trace
-from services.ingress.admission import Admission
-from services.ingress.audit import Audit
-from services.ingress.body_reader import BodyReader
-from services.ingress.callers import Caller, priority_of, require_policy
-from services.ingress.event_ids import LAST_EVENT_ID, START
-from services.ingress.fields import Body
-from services.ingress.http_exchange import Exchange
-from services.ingress.limit_headers import limit_headers
-from services.ingress.models import Models
-from services.ingress.native_schema import GenerateAsk
-from services.ingress.openai_schema import ChatAsk, CompletionAsk
-from services.ingress.repeats import RequestName, key_secret, name_request
-from services.ingress.request_trace import RequestTrace
-from services.ingress.runs import Run, Runs
-from services.ingress.tenancy import Tenancy, identify
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.jobs import Job, Prepare
+from kvfleet.ingress.runs import Run
 from kvproto.errors import KvfleetError
 from kvproto.generation import Generation
 from kvproto.messages import Placement
 from kvproto.trail import Trail
 from kvservice.tracing import Attributes, Span, Tracer, Value, unix_ns, work_for
-from services.ingress.http_exchange import Exchange
-from services.ingress.jobs import Job, Prepare
-from services.ingress.runs import Run
 
 PATHS = {
     "chat_completions": "/v1/chat/completions",

@@ -17,16 +17,16 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
+from kvfleet.ingress.callers import Caller
+from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.event_writer import Form
+from kvfleet.ingress.jobs import Job, Prepare, Start, Stream
+from kvfleet.ingress.limits import Tab
+from kvfleet.ingress.repeats import RequestName
+from kvfleet.ingress.run_memory import RunMemory
+from kvfleet.ingress.service_levels import ServiceLevel
+from kvfleet.ingress.transcript import Transcript
 from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, PayloadTooLarge, RequestMismatch
-from services.ingress.callers import Caller
-from services.ingress.config import RunLimits
-from services.ingress.event_writer import Form
-from services.ingress.jobs import Job, Prepare, Start, Stream
-from services.ingress.limits import Tab
-from services.ingress.repeats import RequestName
-from services.ingress.run_memory import RunMemory
-from services.ingress.service_levels import ServiceLevel
-from services.ingress.transcript import Transcript
 
 SWEEP_PERIOD_S = 5.0
 

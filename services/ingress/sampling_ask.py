@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfleet.ingress.fields import Body, Field, Schema, boolean, expected, integer, number
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Overflow
-from services.ingress.fields import Body, Field, Schema, boolean, expected, integer, number
 
 MAX_TOKENS_LIMIT = 16_777_216  # where no context bounds them
 MAX_TEMPERATURE = 2.0

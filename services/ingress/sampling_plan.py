@@ -11,9 +11,9 @@ Whether a prompt and its `max_tokens` must fit is the caller's `context_overflow
 
 from __future__ import annotations
 
+from kvfleet.ingress.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk, check_tokens
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling
-from services.ingress.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk, check_tokens
 
 
 def prompt_must_fit(overflow: Overflow) -> bool:

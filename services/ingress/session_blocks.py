@@ -8,12 +8,12 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvfleet.ingress.sessions import Session
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.errors import KvfleetError
 from kvproto.ids import tenant_of
 from kvproto.messages import AdminCommand, AdminRequest, Inspection, SessionHead, Tier
-from services.ingress.sessions import Session
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.sessions import Sessions
 from kvproto import codec
 from kvproto.buckets import Entry
 from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
 from kvproto.messages import SessionHead
-from services.ingress.config import SessionLimits
-from services.ingress.sessions import Sessions
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvfleet.ingress import strays as beside
+from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
+from kvfleet.ingress.turn_sightings import TurnSightings
 from kvproto import codec
 from kvproto.block_hash import pack_ids
 from kvproto.buckets import Entry, StaleRevision
@@ -33,10 +37,6 @@ from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy
 from kvproto.ids import new_process_id, session_key
 from kvproto.messages import SessionHead, Stray, Turn
 from kvproto.regions import MAX_REGIONS
-from services.ingress import strays as beside
-from services.ingress.config import SessionLimits
-from services.ingress.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
-from services.ingress.turn_sightings import TurnSightings
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from kvfleet.ingress.run_memory import DEFAULT_BYTES
 from kvservice.settings import ServiceSettings
-from services.ingress.run_memory import DEFAULT_BYTES
 
 
 class IngressSettings(ServiceSettings):

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from kvfleet.ingress.callers import Limits
+from kvfleet.ingress.limits import DAY_S, ROUNDING, Account, Key, Limiter, Telling, is_counted
 from kvproto.messages import AccountUsage, UsageReport
-from services.ingress.callers import Limits
-from services.ingress.limits import DAY_S, ROUNDING, Account, Key, Limiter, Telling, is_counted
 
 REFRESH_S = 1.0  # what others were told is told again, with what was generated since, and in case it was lost
 SILENT_S = 3.0

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvfleet.ingress.shared_usage import SharedUsage
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.messages import UsageReport
-from services.ingress.shared_usage import SharedUsage
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from kvfleet.ingress.error_bodies import Headers
+from kvfleet.ingress.event_ids import Position
+from kvfleet.ingress.event_writer import Reader
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.runs import Run
+from kvfleet.ingress.transcript import Transcript
 from kvproto.errors import Cancelled
 from kvproto.ids import is_token
 from kvproto.messages import Started
-from services.ingress.error_bodies import Headers
-from services.ingress.event_ids import Position
-from services.ingress.event_writer import Reader
-from services.ingress.http_exchange import Exchange
-from services.ingress.runs import Run
-from services.ingress.transcript import Transcript
 
 OnTokens = Callable[[int], None]
 

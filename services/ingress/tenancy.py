@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from kvfleet.ingress.api_keys import ApiKey, KeySet, hash_key
+from kvfleet.ingress.callers import OPEN, Caller
+from kvfleet.ingress.http_exchange import Exchange
 from kvproto.errors import AuthenticationFailed, Unavailable
-from services.ingress.api_keys import ApiKey, KeySet, hash_key
-from services.ingress.callers import OPEN, Caller
-from services.ingress.http_exchange import Exchange
 
 MAX_PRESENTED_CHARS = 16 * 1024
 

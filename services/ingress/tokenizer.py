@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
+from kvfleet.ingress.chat_template import ChatTemplate
+from kvfleet.ingress.token_spelling import TokenSpelling
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.messages import Bundle
-from services.ingress.chat_template import ChatTemplate
-from services.ingress.token_spelling import TokenSpelling
 
 
 class ModelTokenizer:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvfleet.ingress.run_memory import STREAMED, TokenCosts
+from kvfleet.ingress.strays import beside
 from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, Stray, TokenLogprobs, Tokens
 from kvproto.regions import qualify, split
 from kvproto.stream import Event
-from services.ingress.run_memory import STREAMED, TokenCosts
-from services.ingress.strays import beside
 
 BASE_BYTES = 2048
 

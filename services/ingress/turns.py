@@ -1,7 +1,7 @@
 """What a request holds while it runs, and what is kept of it when it has ended: one kind for each generating route.
 
 `open` before its stream starts (again, where it was cut in between), then `commit` when it has finished or `let_go`
-when it was cut: the turns of `services.ingress.runs`.
+when it was cut: the turns of `kvfleet.ingress.runs`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from kvfleet.ingress.metrics import Tally
+from kvfleet.ingress.models import ServedModel
+from kvfleet.ingress.prompts import ChatPrompt, Prompts
+from kvfleet.ingress.session_index import SessionIndex
+from kvfleet.ingress.sessions import OpenTurn, Session, Sessions
+from kvfleet.ingress.transcript import Transcript
 from kvproto.errors import LimitExceeded, SessionBusy, Unavailable
-from services.ingress.metrics import Tally
-from services.ingress.models import ServedModel
-from services.ingress.prompts import ChatPrompt, Prompts
-from services.ingress.session_index import SessionIndex
-from services.ingress.sessions import OpenTurn, Session, Sessions
-from services.ingress.transcript import Transcript
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import ipaddress
 from urllib.parse import urlsplit
 
+from kvfleet.ingress.config import WebRules
+from kvfleet.ingress.http_exchange import Exchange
 from kvproto.errors import MisdirectedRequest, PermissionDenied
-from services.ingress.config import WebRules
-from services.ingress.http_exchange import Exchange
 
 ANY = "*"
 SAME = ("same-origin", "none")  # none: the user typed the address

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvfleet.placement.admission import limit_of
+from kvfleet.placement.decider import Decider
+from kvfleet.placement.events import GenerateAsked
+from kvfleet.placement.neighbours import Neighbours
+from kvfleet.placement.policies import DIRECT
 from kvproto.errors import ModelNotFound, NoWorkers, Overloaded
 from kvproto.messages import Placement, PlaceRequest
-from services.placement.admission import limit_of
-from services.placement.decider import Decider
-from services.placement.events import GenerateAsked
-from services.placement.neighbours import Neighbours
-from services.placement.policies import DIRECT
 
 CANNOT_SERVE = (NoWorkers, Overloaded, ModelNotFound)
 

@@ -4,16 +4,16 @@ they found, and where they can be had again. Pure.
 
 from __future__ import annotations
 
+from kvfleet.placement.actions import Action, Record
+from kvfleet.placement.bookings import BOOKING_LIMIT_S, Bookings
+from kvfleet.placement.feedback import Feedback
+from kvfleet.placement.fleet import Fleet
+from kvfleet.placement.index.prefix_index import unpack
+from kvfleet.placement.ledger import Ledger
+from kvfleet.placement.promises import Promises
+from kvfleet.placement.repeats import Repeats
 from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, Tier
-from services.placement.actions import Action, Record
-from services.placement.bookings import BOOKING_LIMIT_S, Bookings
-from services.placement.feedback import Feedback
-from services.placement.fleet import Fleet
-from services.placement.index.prefix_index import unpack
-from services.placement.ledger import Ledger
-from services.placement.promises import Promises
-from services.placement.repeats import Repeats
 
 OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfleet.placement.events import GenerateAsked
+from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     Booked,
@@ -18,8 +20,6 @@ from kvproto.messages import (
     ResendRequest,
     WentAbroad,
 )
-from services.placement.events import GenerateAsked
-from services.placement.index.kv_indexer import PullSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvfleet.placement.levels import Levels
 from kvproto.errors import Overloaded
-from services.placement.levels import Levels
 
 HALF_BELOW = 10  # so much below 0, a priority has half the limit
 LEAST_RETRY_S = 0.1

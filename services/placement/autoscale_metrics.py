@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvfleet.placement.autoscaler import Autoscaler
 from kvproto.messages import ModelSignals
 from kvservice.metrics import Reading
-from services.placement.autoscaler import Autoscaler
 
 PER_MODEL = ("model",)
 PARTS = ("work", "queue", "slots", "blocks")

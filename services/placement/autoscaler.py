@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvfleet.placement.autoscale import Rules, Sample, Scaler
+from kvfleet.placement.autoscale_demand import STALE_S, Heard, Outside, mean_rate, usual_wait_s
+from kvfleet.placement.fleet import Fleet, Worker
 from kvproto.messages import Heartbeat, ModelSignals, Refused, State
-from services.placement.autoscale import Rules, Sample, Scaler
-from services.placement.autoscale_demand import STALE_S, Heard, Outside, mean_rate, usual_wait_s
-from services.placement.fleet import Fleet, Worker
 
 MAX_MODELS = 1024
 

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvfleet.placement.workloads import Workloads
 from kvproto.messages import Heartbeat
-from services.placement.workloads import Workloads
 
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0

@@ -9,20 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from kvproto.errors import KvfleetError
-from kvproto.messages import (
-    Milestones,
-    Passed,
-    Placement,
-    PlacementStats,
-    PreloadRequest,
-    State,
-    Watches,
-    WorkerRecord,
-)
-from services.placement.abroad import CANNOT_SERVE, Abroad
-from services.placement.accounts import Accounts
-from services.placement.actions import (
+from kvfleet.placement.abroad import CANNOT_SERVE, Abroad
+from kvfleet.placement.accounts import Accounts
+from kvfleet.placement.actions import (
     Action,
     Answer,
     AnswerAbroad,
@@ -35,11 +24,11 @@ from services.placement.actions import (
     TakenOver,
     failed_frame,
 )
-from services.placement.autoscale import Rules
-from services.placement.autoscaler import Autoscaler
-from services.placement.bookings import Bookings, PhantomLimits
-from services.placement.decider import Decider
-from services.placement.events import (
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.autoscaler import Autoscaler
+from kvfleet.placement.bookings import Bookings, PhantomLimits
+from kvfleet.placement.decider import Decider
+from kvfleet.placement.events import (
     BlocksChanged,
     BookingsShared,
     CapsuleHeard,
@@ -65,21 +54,32 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from services.placement.feedback import Feedback
-from services.placement.fleet import Fleet
-from services.placement.forwarding import Forwarding
-from services.placement.index.follower import Follows
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger import Ledger, kept_in_all
-from services.placement.metrics_aggregator import MetricsAggregator
-from services.placement.neighbours import Neighbours
-from services.placement.policies import DEFAULT_POLICY, Policy, build_policies
-from services.placement.preload import Preload
-from services.placement.promises import MAX_WORKERS, Promises
-from services.placement.prompts import Prompts
-from services.placement.repeats import Repeats
-from services.placement.victim import Survey
-from services.placement.workloads import Workloads
+from kvfleet.placement.feedback import Feedback
+from kvfleet.placement.fleet import Fleet
+from kvfleet.placement.forwarding import Forwarding
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.ledger import Ledger, kept_in_all
+from kvfleet.placement.metrics_aggregator import MetricsAggregator
+from kvfleet.placement.neighbours import Neighbours
+from kvfleet.placement.policies import DEFAULT_POLICY, Policy, build_policies
+from kvfleet.placement.preload import Preload
+from kvfleet.placement.promises import MAX_WORKERS, Promises
+from kvfleet.placement.prompts import Prompts
+from kvfleet.placement.repeats import Repeats
+from kvfleet.placement.victim import Survey
+from kvfleet.placement.workloads import Workloads
+from kvproto.errors import KvfleetError
+from kvproto.messages import (
+    Milestones,
+    Passed,
+    Placement,
+    PlacementStats,
+    PreloadRequest,
+    State,
+    Watches,
+    WorkerRecord,
+)
 
 MAX_FORWARDED = 65_536  # requests of bare producers watched at a time
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand

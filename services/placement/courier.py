@@ -9,6 +9,29 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvfleet.placement.actions import (
+    Action,
+    Answer,
+    AnswerAbroad,
+    AskStillRunning,
+    Cancel,
+    CarryOn,
+    DropMember,
+    Explain,
+    Fail,
+    Forward,
+    PassOn,
+    PingWorker,
+    Record,
+    Share,
+    TakenOver,
+    failed_frame,
+)
+from kvfleet.placement.events import Event, PingUnanswered, WorkerAnswered
+from kvfleet.placement.hearing import Hearing
+from kvfleet.placement.index.kv_indexer import PullSnapshot
+from kvfleet.placement.ledger_file import LedgerFile
+from kvfleet.placement.pinger import Pinger, Verdict
 from kvproto import codec
 from kvproto.connection import JSON_HEADER, Connection
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
@@ -30,29 +53,6 @@ from kvproto.messages import (
 )
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
-from services.placement.actions import (
-    Action,
-    Answer,
-    AnswerAbroad,
-    AskStillRunning,
-    Cancel,
-    CarryOn,
-    DropMember,
-    Explain,
-    Fail,
-    Forward,
-    PassOn,
-    PingWorker,
-    Record,
-    Share,
-    TakenOver,
-    failed_frame,
-)
-from services.placement.events import Event, PingUnanswered, WorkerAnswered
-from services.placement.hearing import Hearing
-from services.placement.index.kv_indexer import PullSnapshot
-from services.placement.ledger_file import LedgerFile
-from services.placement.pinger import Pinger, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvfleet.placement.admission import TurnedAway, limit_of
+from kvfleet.placement.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
+from kvfleet.placement.fleet import Fleet, Ready, Space, Worker
+from kvfleet.placement.heat import Heat, Prefix
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.prefix_index import Depths, Hashes
+from kvfleet.placement.ledger import Entry, Ledger, consider
+from kvfleet.placement.match_kernel import fill
+from kvfleet.placement.neighbours import Neighbours
+from kvfleet.placement.policies import DIRECT, Choice, Policy, Question
+from kvfleet.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
+from kvfleet.placement.promises import Promises
+from kvfleet.placement.prompts import NO_HASHES, Prompts
+from kvfleet.placement.refused_now import RefusedNow
+from kvfleet.placement.workloads import PRICED_TIERS, Floats, Workloads
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest, Refused, Tier
-from services.placement.admission import TurnedAway, limit_of
-from services.placement.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
-from services.placement.fleet import Fleet, Ready, Space, Worker
-from services.placement.heat import Heat, Prefix
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import Depths, Hashes
-from services.placement.ledger import Entry, Ledger, consider
-from services.placement.match_kernel import fill
-from services.placement.neighbours import Neighbours
-from services.placement.policies import DIRECT, Choice, Policy, Question
-from services.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
-from services.placement.promises import Promises
-from services.placement.prompts import NO_HASHES, Prompts
-from services.placement.refused_now import RefusedNow
-from services.placement.workloads import PRICED_TIERS, Floats, Workloads
 
 LONGEST_S = 1e9  # that an answer can say
 SHARED_BLOCKS = 512  # of a prompt, of which other replicas hear that they are being computed

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from kvfleet.placement.actions import Action, Answer, Fail
+from kvfleet.placement.events import Event, GenerateAsked, PlaceAsked
+from kvfleet.placement.ledger import Ledger
 from kvproto.messages import GenerateRequest, PlaceRequest
 from kvproto.trace_context import in_headers, sampled
 from kvservice.tracing import Span, Tracer, Value, within
-from services.placement.actions import Action, Answer, Fail
-from services.placement.events import Event, GenerateAsked, PlaceAsked
-from services.placement.ledger import Ledger
 
 Headers = Mapping[str, str] | None
 Handle = Callable[[Event], list[Action]]

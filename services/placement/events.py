@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfleet.placement.index.changes import Changes
 from kvproto.messages import (
     BookedBatch,
     Capsule,
@@ -27,7 +28,6 @@ from kvproto.messages import (
     Watches,
     WorkerRecord,
 )
-from services.placement.index.changes import Changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvfleet.placement.heard_milestones import HeardMilestones
+from kvfleet.placement.prompts import AddressSpace, address_space
+from kvfleet.placement.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
 from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord
-from services.placement.heard_milestones import HeardMilestones
-from services.placement.prompts import AddressSpace, address_space
-from services.placement.workloads import Columns, Workloads
 
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvfleet.placement.actions import Cancel, Fail
+from kvfleet.placement.events import GenerateAsked
 from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
 from kvproto.subjects import request_inbox
-from services.placement.actions import Cancel, Fail
-from services.placement.events import GenerateAsked
 
 
 @dataclass(slots=True)

@@ -25,6 +25,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
+from kvfleet.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
+from kvfleet.placement.decider import Decider
+from kvfleet.placement.events import GenerateAsked
+from kvfleet.placement.fleet import Fleet
+from kvfleet.placement.forwarded import Forwarded, body_of, question_of
+from kvfleet.placement.patience import Patience
+from kvfleet.placement.repeats import Known, Repeats
+from kvfleet.placement.watching import Watching
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
 from kvproto.messages import (
     TERMINAL,
@@ -37,14 +45,6 @@ from kvproto.messages import (
     ProducerRequest,
     Watch,
 )
-from services.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
-from services.placement.decider import Decider
-from services.placement.events import GenerateAsked
-from services.placement.fleet import Fleet
-from services.placement.forwarded import Forwarded, body_of, question_of
-from services.placement.patience import Patience
-from services.placement.repeats import Known, Repeats
-from services.placement.watching import Watching
 
 ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)

@@ -10,6 +10,24 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from kvfleet.placement import intake
+from kvfleet.placement.events import (
+    BlocksChanged,
+    BookingsShared,
+    Event,
+    HeartbeatHeard,
+    MilestonesHeard,
+    SnapshotHeard,
+    SnapshotRefused,
+    VaultJoined,
+    VaultLeft,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNewEpoch,
+    WorkerUpdated,
+)
+from kvfleet.placement.index.changes import read_changes
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import CodecError
@@ -26,24 +44,6 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import Subjects
-from services.placement import intake
-from services.placement.events import (
-    BlocksChanged,
-    BookingsShared,
-    Event,
-    HeartbeatHeard,
-    MilestonesHeard,
-    SnapshotHeard,
-    SnapshotRefused,
-    VaultJoined,
-    VaultLeft,
-    WorkerDisconnected,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
-)
-from services.placement.index.changes import read_changes
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from kvfleet.placement.index.prefix_index import Hashes
+from kvfleet.placement.prompts import AddressSpace
 from kvproto.block_hash import Root
-from services.placement.index.prefix_index import Hashes
-from services.placement.prompts import AddressSpace
 
 KEPT = 65_536
 KEPT_PREFIXES = 4096

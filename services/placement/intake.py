@@ -10,13 +10,13 @@ import hashlib
 import json
 from dataclasses import replace
 
+from kvfleet.placement.actions import Fail, failed_frame
+from kvfleet.placement.events import CapsuleHeard, GenerateAsked, PlaceAsked, WatchesHeard
 from kvproto import codec, subjects
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import is_token, model_token
 from kvproto.messages import Capsule, Encoding, Frame, PlaceRequest, ProducerRequest, Watches
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, WORKER_INBOX
-from services.placement.actions import Fail, failed_frame
-from services.placement.events import CapsuleHeard, GenerateAsked, PlaceAsked, WatchesHeard
 
 WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 

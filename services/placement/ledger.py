@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvfleet.placement.fleet import Worker
+from kvfleet.placement.policies import Choice
+from kvfleet.placement.price_kernel import COST, TERMS
+from kvfleet.placement.workloads import PRICED_TIERS, Floats
 from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
-from services.placement.fleet import Worker
-from services.placement.policies import Choice
-from services.placement.price_kernel import COST, TERMS
-from services.placement.workloads import PRICED_TIERS, Floats
 
 KEPT = 4096
 KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come; for large fleets

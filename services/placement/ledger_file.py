@@ -10,7 +10,7 @@ import json
 import logging
 from pathlib import Path
 
-from services.placement.actions import Record
+from kvfleet.placement.actions import Record
 
 log = logging.getLogger(__name__)
 

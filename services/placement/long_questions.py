@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from kvfleet.placement import intake
+from kvfleet.placement.core import PlacementCore
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.explanations import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 from kvproto.messages import ExplainRequest, Explanation, PreloadPlan, PreloadRequest, VictimReport, VictimRequest
-from services.placement import intake
-from services.placement.core import PlacementCore
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,33 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvfleet.placement import intake
+from kvfleet.placement.actions import Action, Fail
+from kvfleet.placement.alarm import Alarm
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.bookings import PhantomLimits
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.courier import INBOX_HEADER, TAKEN, Courier
+from kvfleet.placement.decision_trace import DecisionTraces
+from kvfleet.placement.events import (
+    Event,
+    ExplainAsked,
+    GenerateAsked,
+    NobodyListens,
+    PlaceAsked,
+    Tick,
+    WorkerAnswered,
+)
+from kvfleet.placement.hearing import Hearing
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.ledger_file import LedgerFile
+from kvfleet.placement.long_questions import LongQuestions
+from kvfleet.placement.neighbours import SPILL_S, Neighbours
+from kvfleet.placement.place_desk import PlaceDesk, say_placed
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.region_desk import RegionDesk
+from kvfleet.placement.warm_up import warm_up
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, Subscription, is_json, is_no_responders
@@ -42,33 +69,6 @@ from kvproto.subjects import Subjects, is_inbox, request_inboxes
 from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.placement import intake
-from services.placement.actions import Action, Fail
-from services.placement.alarm import Alarm
-from services.placement.autoscale import Rules
-from services.placement.bookings import PhantomLimits
-from services.placement.core import PlacementCore
-from services.placement.courier import INBOX_HEADER, TAKEN, Courier
-from services.placement.decision_trace import DecisionTraces
-from services.placement.events import (
-    Event,
-    ExplainAsked,
-    GenerateAsked,
-    NobodyListens,
-    PlaceAsked,
-    Tick,
-    WorkerAnswered,
-)
-from services.placement.hearing import Hearing
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger_file import LedgerFile
-from services.placement.long_questions import LongQuestions
-from services.placement.neighbours import SPILL_S, Neighbours
-from services.placement.place_desk import PlaceDesk, say_placed
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.prompts import HashedPrompts
-from services.placement.region_desk import RegionDesk
-from services.placement.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,12 @@ import logging
 import random
 import sys
 
+from kvfleet.placement.bookings import PhantomLimits
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.ledger_file import LedgerFile
+from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.placement_metrics import readings
+from kvfleet.placement.settings import PlacementSettings
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import Role
@@ -17,12 +23,6 @@ from kvservice.nats_connection import connect
 from kvservice.probes import Probes
 from kvservice.settings import load
 from kvservice.tracing_start import open_tracer
-from services.placement.bookings import PhantomLimits
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger_file import LedgerFile
-from services.placement.loop import PlacementLoop
-from services.placement.placement_metrics import readings
-from services.placement.settings import PlacementSettings
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 
+from kvfleet.placement.index.prefix_index import Hashes
 from kvproto.messages import RegionSummary, WentAbroad
 from kvproto.regions import Regions
-from services.placement.index.prefix_index import Hashes
 
 SPILL_S = 2.0
 FAR_SOONER = 2.0  # times; a wait there is a second old, and K and V may have to travel

@@ -21,14 +21,14 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from kvfleet.placement import intake
+from kvfleet.placement.actions import Action, Answer, Fail
+from kvfleet.placement.events import PlaceAsked
+from kvfleet.placement.lateness import Lateness
 from kvproto import codec
 from kvproto.connection import Message, Subscription
 from kvproto.errors import CodecError
 from kvproto.sealed_inbox import is_of_the_fleet
-from services.placement import intake
-from services.placement.actions import Action, Answer, Fail
-from services.placement.events import PlaceAsked
-from services.placement.lateness import Lateness
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvfleet.placement.autoscale_metrics import autoscale_readings
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.feedback import Belief, Experience
+from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.metrics_aggregator import WorkerMetrics
 from kvproto.connection import Connection
 from kvservice.metrics import Reading
 from kvservice.process_metrics import common_readings
-from services.placement.autoscale_metrics import autoscale_readings
-from services.placement.core import PlacementCore
-from services.placement.feedback import Belief, Experience
-from services.placement.loop import PlacementLoop
-from services.placement.metrics_aggregator import WorkerMetrics
 
 PER_WORKER = ("worker",)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvfleet.placement.fleet import Worker
+from kvfleet.placement.heat import HotPrefix
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.price_kernel import HOST
+from kvfleet.placement.prompts import AddressSpace
+from kvfleet.placement.workloads import Workloads
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import HotChain, PreloadRequest, State
-from services.placement.fleet import Worker
-from services.placement.heat import HotPrefix
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.price_kernel import HOST
-from services.placement.prompts import AddressSpace
-from services.placement.workloads import Workloads
 
 AT_ONCE = 32  # prefixes looked up between two decisions: about a millisecond
 MOST_CHAINS = 4096

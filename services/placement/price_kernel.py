@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 
-from services.placement.compiled import kernel
-from services.placement.heat import COOLS_S
-from services.placement.load_rows import (
+from kvfleet.placement.compiled import kernel
+from kvfleet.placement.heat import COOLS_S
+from kvfleet.placement.load_rows import (
     AHEAD,
     AHEAD_REQUESTS,
     AT,

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
+from kvfleet.placement.index.hashing import chain
+from kvfleet.placement.index.prefix_index import Hashes
 from kvproto.block_hash import Root
 from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
 from kvproto.tenant_roots import TenantRoots
-from services.placement.index.hashing import chain
-from services.placement.index.prefix_index import Hashes
 
 CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet
 NO_HASHES: Hashes = np.empty((0, 2), dtype=np.uint64)

@@ -12,6 +12,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import Event, RegionHeard
+from kvfleet.placement.hearing import Guard
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import CodecError, KvfleetError
@@ -19,9 +22,6 @@ from kvproto.members import Members
 from kvproto.messages import Placement, PlaceRequest, RegionModel, RegionSummary, State
 from kvproto.regions import qualify, seal
 from kvproto.subjects import Subjects
-from services.placement.core import PlacementCore
-from services.placement.events import Event, RegionHeard
-from services.placement.hearing import Guard
 
 log = logging.getLogger(__name__)
 

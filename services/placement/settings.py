@@ -7,10 +7,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.index.kv_indexer import MAX_BLOCKS, MAX_WORKERS
+from kvfleet.placement.policies import DEFAULT_POLICY
 from kvservice.settings import ServiceSettings
-from services.placement.autoscale import Rules
-from services.placement.index.kv_indexer import MAX_BLOCKS, MAX_WORKERS
-from services.placement.policies import DEFAULT_POLICY
 
 
 class PlacementSettings(ServiceSettings):

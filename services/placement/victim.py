@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvfleet.placement.fleet import Fleet
+from kvfleet.placement.heat import HotPrefix
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.prefix_index import Counts
+from kvfleet.placement.price_kernel import UNMEASURED_RATE
+from kvfleet.placement.workloads import Floats, Workloads
 from kvproto.messages import State, VictimCost
-from services.placement.fleet import Fleet
-from services.placement.heat import HotPrefix
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import Counts
-from services.placement.price_kernel import UNMEASURED_RATE
-from services.placement.workloads import Floats, Workloads
 
 ENTRIES_AT_ONCE = 65_536  # of the index: about a millisecond
 BLOCKS_AT_ONCE = 8_192  # of prefixes in demand

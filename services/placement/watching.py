@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kvfleet.placement.actions import Action, AskStillRunning, Cancel, failed_frame
+from kvfleet.placement.fleet import Fleet
+from kvfleet.placement.forwarded import Forwarded
 from kvproto.errors import Cancelled, WorkerLost
 from kvproto.messages import (
     TERMINAL,
@@ -27,9 +30,6 @@ from kvproto.messages import (
     ResendRequest,
     Watch,
 )
-from services.placement.actions import Action, AskStillRunning, Cancel, failed_frame
-from services.placement.fleet import Fleet
-from services.placement.forwarded import Forwarded
 
 LOST_GRACE_S = 0.6  # whose connection alone was cut is back by then, and a heartbeat says so
 SILENT_GRACE_S = 0.1  # after a long silence nobody is coming back; a terminal notice may still be on its way

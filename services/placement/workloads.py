@@ -14,12 +14,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvfleet.placement import load_rows as rows
+from kvfleet.placement import price_kernel
+from kvfleet.placement.index.changes import TIERS
+from kvfleet.placement.levels import Levels
+from kvfleet.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 from kvproto.messages import Load, PriorityLoad, Rates, Tier
-from services.placement import load_rows as rows
-from services.placement import price_kernel
-from services.placement.index.changes import TIERS
-from services.placement.levels import Levels
-from services.placement.price_kernel import RECENT_S, UNMEASURED_RATE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = npt.NDArray[np.int64]

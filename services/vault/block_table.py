@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvfleet.vault.changes import Change
+from kvfleet.vault.counters import StoreCounters
+from kvfleet.vault.eviction_order import EvictionOrder
+from kvfleet.vault.memory import BlockMemory, Raw, class_of
 from kvproto.dataplane.block import BlockHeader
-from services.vault.changes import Change
-from services.vault.counters import StoreCounters
-from services.vault.eviction_order import EvictionOrder
-from services.vault.memory import BlockMemory, Raw, class_of
 
 ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvproto.dataplane.block import BlockHeader
-from services.vault.record_file import opened, overwrite, read, write
-from services.vault.segments import (
+from kvfleet.vault.record_file import opened, overwrite, read, write
+from kvfleet.vault.segments import (
     MAGIC,
     PREFIX_BYTES,
     Kind,
@@ -34,6 +33,7 @@ from services.vault.segments import (
     read_prefix,
     record_start,
 )
+from kvproto.dataplane.block import BlockHeader
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 LEAST_SEGMENTS = 8  # of a full store: dropping one loses no more than an eighth

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from kvfleet.vault.block_table import Entry
+from kvfleet.vault.disk import DiskStore
+from kvfleet.vault.store import VaultStore
 from kvproto.dataplane.block import BlockHeader
-from services.vault.block_table import Entry
-from services.vault.disk import DiskStore
-from services.vault.store import VaultStore
 
 log = logging.getLogger(__name__)
 

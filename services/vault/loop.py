@@ -22,6 +22,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvfleet.vault.changes import Change, net, pieces, tier_events
+from kvfleet.vault.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.dataplane.server import DataPlaneServer
@@ -31,8 +33,6 @@ from kvproto.messages import Heartbeat, Load, MemberRecord, SnapshotRequest, Sta
 from kvproto.subjects import Subjects, is_inbox
 from kvproto.tasks import end
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
-from services.vault.changes import Change, net, pieces, tier_events
-from services.vault.store import VaultStore
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,12 @@ import sys
 import time
 from dataclasses import replace
 
+from kvfleet.vault.disk import DiskStore
+from kvfleet.vault.disk_thread import DiskThread
+from kvfleet.vault.loop import CLOSE_S, VaultLoop
+from kvfleet.vault.settings import VaultSettings, default_max_bytes
+from kvfleet.vault.store import VaultStore
+from kvfleet.vault.vault_metrics import readings
 from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import Unavailable
@@ -23,12 +29,6 @@ from kvservice.nats_connection import connect
 from kvservice.probes import Probes
 from kvservice.settings import load
 from kvservice.tracing_start import open_tracer
-from services.vault.disk import DiskStore
-from services.vault.disk_thread import DiskThread
-from services.vault.loop import CLOSE_S, VaultLoop
-from services.vault.settings import VaultSettings, default_max_bytes
-from services.vault.store import VaultStore
-from services.vault.vault_metrics import readings
 
 log = logging.getLogger(__name__)
 

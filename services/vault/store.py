@@ -26,10 +26,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from kvfleet.vault.block_table import BlockTable, Entry, bytes_for
+from kvfleet.vault.changes import Change
+from kvfleet.vault.counters import StoreCounters
 from kvproto.dataplane.block import BlockCodec, BlockHeader
-from services.vault.block_table import BlockTable, Entry, bytes_for
-from services.vault.changes import Change
-from services.vault.counters import StoreCounters
 
 SPARE_FRACTION = 8  # of the memory, one part in so many is kept free by writing to disk ahead
 MOST_SPARE_BYTES = 256 * 1024 * 1024

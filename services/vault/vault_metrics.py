@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvfleet.vault.disk_thread import DiskThread
+from kvfleet.vault.loop import VaultLoop
 from kvproto.connection import Connection
 from kvproto.dataplane.server import Counters
 from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import Reading
 from kvservice.process_metrics import common_readings
-from services.vault.disk_thread import DiskThread
-from services.vault.loop import VaultLoop
 
 REASON = ("reason",)
 

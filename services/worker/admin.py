@@ -15,6 +15,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvfleet.worker.broadcast import Broadcast
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.kv_export import to_safetensors
+from kvfleet.worker.long_questions import LongQuestions
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.prospect import names_of
 from kvproto import codec
 from kvproto.block_hash import Root, chain
 from kvproto.connection import Connection, Message
@@ -34,13 +41,6 @@ from kvproto.messages import (
 )
 from kvproto.subjects import is_inbox
 from kvproto.tenant_roots import TenantRoots
-from services.worker.broadcast import Broadcast
-from services.worker.engine import Engine
-from services.worker.engine_thread import EngineThread
-from services.worker.kv_export import to_safetensors
-from services.worker.long_questions import LongQuestions
-from services.worker.tiers.base import Remote
-from services.worker.tiers.prospect import names_of
 
 log = logging.getLogger(__name__)
 

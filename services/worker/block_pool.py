@@ -28,10 +28,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvfleet.worker.content_index import Content, ContentIndex, depth_of
+from kvfleet.worker.eviction.base import EvictionPolicy
+from kvfleet.worker.eviction.lru import LruEviction
 from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
-from services.worker.content_index import Content, ContentIndex, depth_of
-from services.worker.eviction.base import EvictionPolicy
-from services.worker.eviction.lru import LruEviction
 
 
 @dataclass(frozen=True, slots=True)

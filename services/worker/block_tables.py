@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from services.worker.block_pool import BlockPool, Match
-from services.worker.pool_integrity import check_integrity
-from services.worker.sequence import Sequence, State
+from kvfleet.worker.block_pool import BlockPool, Match
+from kvfleet.worker.pool_integrity import check_integrity
+from kvfleet.worker.sequence import Sequence, State
 
 
 class BlockTables:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.kv_publisher import KvPublisher
+from kvfleet.worker.milestones import MilestoneLog
+from kvfleet.worker.outbox import Outbox
+from kvfleet.worker.outputs import StepResult
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.messages import KvEvents, Snapshot, Tier
 from kvproto.subjects import Subjects
-from services.worker.engine_thread import EngineThread
-from services.worker.kv_publisher import KvPublisher
-from services.worker.milestones import MilestoneLog
-from services.worker.outbox import Outbox
-from services.worker.outputs import StepResult
 
 MILESTONE_PERIOD_S = 0.02  # between two messages
 UNSURE_S = 10.0  # longer than it takes to notice that a server is gone: what was said since then may not have arrived

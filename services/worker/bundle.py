@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 from tokenizers import Tokenizer
 
+from kvfleet.worker.model_folder import context_length_of
 from kvproto import codec
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from kvproto.ids import base32
 from kvproto.messages import Bundle
-from services.worker.model_folder import context_length_of
 
 log = logging.getLogger(__name__)
 

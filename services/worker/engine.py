@@ -1,7 +1,7 @@
 """The engine: continuous batching over a paged KV pool, with tiers below it. Read `step` first, then `tend`.
 
 Owns all sequences of one model and carries out what the scheduler decides. It knows no torch (a runner computes), no
-NATS, no threads: whoever calls it calls from one thread, `services.worker.engine_thread`.
+NATS, no threads: whoever calls it calls from one thread, `kvfleet.worker.engine_thread`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ from collections.abc import Sequence as Items
 from itertools import count
 from typing import Any
 
-from kvproto.block_hash import Root, chain
-from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs
-from kvservice.distribution import Distribution
-from services.worker import request_limits
-from services.worker.block_pool import BlockPool, Match
-from services.worker.context_window import ContextWindow
-from services.worker.detokenizer import Detokenizer
-from services.worker.giving_way import Queued, by_priority, full, giving_way
-from services.worker.model.abort import StepAborted
-from services.worker.model.base import Drawn, ModelRunner
-from services.worker.outputs import (
+from kvfleet.worker import request_limits
+from kvfleet.worker.block_pool import BlockPool, Match
+from kvfleet.worker.context_window import ContextWindow
+from kvfleet.worker.detokenizer import Detokenizer
+from kvfleet.worker.giving_way import Queued, by_priority, full, giving_way
+from kvfleet.worker.model.abort import StepAborted
+from kvfleet.worker.model.base import Drawn, ModelRunner
+from kvfleet.worker.outputs import (
     SequenceFailed,
     SequenceFinished,
     SequenceOutput,
@@ -32,17 +28,21 @@ from services.worker.outputs import (
     SequenceTokens,
     StepResult,
 )
-from services.worker.pool_integrity import PoolAudit
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import Key, Sequence, SequenceSpec, State
-from services.worker.step_memory import run_step
-from services.worker.step_plan import StepPlan
-from services.worker.step_rates import StepRates, StepTimes
-from services.worker.stopping import StopStrings
-from services.worker.tenant_costs import TenantCosts
-from services.worker.text_stream import NOTHING, TextStream
-from services.worker.tiers.tiers import Tiers
-from services.worker.tiers.verifier import Verifier
+from kvfleet.worker.pool_integrity import PoolAudit
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import Key, Sequence, SequenceSpec, State
+from kvfleet.worker.step_memory import run_step
+from kvfleet.worker.step_plan import StepPlan
+from kvfleet.worker.step_rates import StepRates, StepTimes
+from kvfleet.worker.stopping import StopStrings
+from kvfleet.worker.tenant_costs import TenantCosts
+from kvfleet.worker.text_stream import NOTHING, TextStream
+from kvfleet.worker.tiers.tiers import Tiers
+from kvfleet.worker.tiers.verifier import Verifier
+from kvproto.block_hash import Root, chain
+from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
+from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs
+from kvservice.distribution import Distribution
 
 logger = logging.getLogger(__name__)
 

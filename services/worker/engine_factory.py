@@ -9,22 +9,22 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import TokenizerDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.kv_size import KvLayout, readable, size_lines
+from kvfleet.worker.model.base import BlockMemory, ModelRunner
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.codecs import block_codec as codecs
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Bundle
 from kvservice.host import cores
 from kvservice.host import free_bytes as host_bytes_free
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import TokenizerDetokenizer
-from services.worker.engine import Engine
-from services.worker.kv_size import KvLayout, readable, size_lines
-from services.worker.model.base import BlockMemory, ModelRunner
-from services.worker.model.fake import FakeRunner
-from services.worker.scheduler import Scheduler
-from services.worker.settings import WorkerSettings
-from services.worker.tiers.base import Remote
-from services.worker.tiers.codecs import block_codec as codecs
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +99,13 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
 
 def import_torch() -> None:
     """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
-    from services.worker.model.deferred_compiler import defer_compiler
-    from services.worker.model.kept_scan import keep_scan
+    from kvfleet.worker.model.deferred_compiler import defer_compiler
+    from kvfleet.worker.model.kept_scan import keep_scan
 
     keep_scan()
     defer_compiler()
     for module in TORCH_MODULES:
-        import_module(f"services.worker.model.{module}")
+        import_module(f"kvfleet.worker.model.{module}")
 
 
 def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
@@ -113,10 +113,10 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from services.worker.model.assembly import build_runner, with_kv_dtype
-    from services.worker.model.kv_pool import blocks_that_fit, free_bytes
-    from services.worker.model.loader import load_model
-    from services.worker.model.step_profile import meter_of, step_bytes
+    from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
+    from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
+    from kvfleet.worker.model.loader import load_model
+    from kvfleet.worker.model.step_profile import meter_of, step_bytes
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)
     torch.set_num_threads(threads)

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.outputs import SequenceFailed, StepResult
+from kvfleet.worker.sequence import SequenceSpec
 from kvproto.errors import EngineFailure, KvfleetError
 from kvproto.messages import Load, Rates
 from kvservice.distribution import Distribution
-from services.worker.engine import Engine
-from services.worker.outputs import SequenceFailed, StepResult
-from services.worker.sequence import SequenceSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import socket
 import sys
 from importlib import import_module
 
+from kvfleet.worker.engine_factory import import_torch
 from kvservice import fork_server
-from services.worker.engine_factory import import_torch
 
 
 def main() -> None:
     gc.disable()  # nothing of what is imported is garbage
     channel = socket.socket(fileno=int(sys.argv[1]))
-    import_module("services.worker.main")
+    import_module("kvfleet.worker.main")
     import_torch()
     fork_server.serve(channel)

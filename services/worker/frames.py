@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from kvfleet.worker.milestones import MilestoneLog
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
+from kvfleet.worker.readers import Leases, Reader
+from kvfleet.worker.records import Record, tracks_of
 from kvproto.errors import Unavailable
 from kvproto.messages import (
     ChoiceFinished,
@@ -26,10 +30,6 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.subjects import is_inbox
-from services.worker.milestones import MilestoneLog
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, SequenceTokens
-from services.worker.readers import Leases, Reader
-from services.worker.records import Record, tracks_of
 
 KEEP_FINISHED_S = 30.0
 KEEP_FINISHED_TOKENS = 4_000_000  # of all together; an alternative's log probability counts as one

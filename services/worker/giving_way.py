@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvfleet.worker.sequence import Sequence, State
 from kvproto.errors import Overloaded
 from kvproto.messages import Load, PriorityLoad, Rates
-from services.worker.sequence import Sequence, State
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 

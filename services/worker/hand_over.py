@@ -17,19 +17,19 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kvfleet.worker.broadcast import Broadcast
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.frames import FrameBook
+from kvfleet.worker.outbox import Outbox
+from kvfleet.worker.readers import Reader
+from kvfleet.worker.records import Record
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
 from kvproto.messages import Capsule, Continuation, Encoding, Failed, Frame, GenerateRequest, Moved
 from kvproto.subjects import Subjects
 from kvservice.tracing import work_for
-from services.worker.broadcast import Broadcast
-from services.worker.engine import Engine
-from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook
-from services.worker.outbox import Outbox
-from services.worker.readers import Reader
-from services.worker.records import Record
 
 log = logging.getLogger(__name__)
 

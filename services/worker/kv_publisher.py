@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvfleet.worker.outputs import StepResult
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
-from services.worker.outputs import StepResult
 
 
 class KvPublisher(EventLog):

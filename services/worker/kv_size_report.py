@@ -8,19 +8,19 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from kvfleet.worker.kv_size import NUMBER_BYTES, columns, formula, kv_size
+from kvfleet.worker.model_folder import local_folder
+from kvfleet.worker.settings import WorkerSettings
 from kvproto.errors import KvfleetError
 from kvservice.byte_size import parse_bytes
 from kvservice.settings import die
-from services.worker.kv_size import NUMBER_BYTES, columns, formula, kv_size
-from services.worker.model_folder import local_folder
-from services.worker.settings import WorkerSettings
 
 
 def report(asked: argparse.Namespace) -> dict[str, Any]:
     """The sizes as plain values. Raises KvfleetError, in one line that says what is wrong."""
     # Here, so that --help and a wrong flag are answered at once.
-    from services.worker.model.kv_layout import auto_dtype, free_memory, layout_of, read_config
-    from services.worker.model.support import supported_context
+    from kvfleet.worker.model.kv_layout import auto_dtype, free_memory, layout_of, read_config
+    from kvfleet.worker.model.support import supported_context
 
     config = read_config(str(local_folder(asked.model) or asked.model))
     layout = layout_of(config, supported_context(config))

@@ -13,6 +13,21 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from kvfleet.worker.admin import AdminDesk
+from kvfleet.worker.broadcast import Broadcast
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.frames import FrameBook
+from kvfleet.worker.hand_over import HandOver
+from kvfleet.worker.kv_publisher import KvPublisher
+from kvfleet.worker.milestones import MilestoneLog
+from kvfleet.worker.outbox import Outbox
+from kvfleet.worker.outputs import SequenceFailed, StepResult
+from kvfleet.worker.parting import Parting
+from kvfleet.worker.peers import Meet
+from kvfleet.worker.records import Record
+from kvfleet.worker.request_desk import RequestDesk
+from kvfleet.worker.request_intake import WorkerLimits
+from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.connection import Connection, Subscription
 from kvproto.errors import (
@@ -35,21 +50,6 @@ from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.worker.admin import AdminDesk
-from services.worker.broadcast import Broadcast
-from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook
-from services.worker.hand_over import HandOver
-from services.worker.kv_publisher import KvPublisher
-from services.worker.milestones import MilestoneLog
-from services.worker.outbox import Outbox
-from services.worker.outputs import SequenceFailed, StepResult
-from services.worker.parting import Parting
-from services.worker.peers import Meet
-from services.worker.records import Record
-from services.worker.request_desk import RequestDesk
-from services.worker.request_intake import WorkerLimits
-from services.worker.tiers.base import Remote
 
 log = logging.getLogger(__name__)
 

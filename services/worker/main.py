@@ -13,6 +13,19 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
+from kvfleet.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine_factory import build_engine
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.kv_publisher import KvPublisher
+from kvfleet.worker.loop import WorkerLoop
+from kvfleet.worker.model.device_watch import watch_device
+from kvfleet.worker.model_folder import resolve_model, served_name
+from kvfleet.worker.preloading import preload
+from kvfleet.worker.request_intake import WorkerLimits
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tier_network import TierNetwork
+from kvfleet.worker.worker_metrics import readings
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest
@@ -29,19 +42,6 @@ from kvservice.probes import Probes
 from kvservice.settings import load
 from kvservice.tracing import Tracer
 from kvservice.tracing_start import open_tracer
-from services.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
-from services.worker.engine import Engine
-from services.worker.engine_factory import build_engine
-from services.worker.engine_thread import EngineThread
-from services.worker.kv_publisher import KvPublisher
-from services.worker.loop import WorkerLoop
-from services.worker.model.device_watch import watch_device
-from services.worker.model_folder import resolve_model, served_name
-from services.worker.preloading import preload
-from services.worker.request_intake import WorkerLimits
-from services.worker.settings import WorkerSettings
-from services.worker.tier_network import TierNetwork
-from services.worker.worker_metrics import readings
 
 log = logging.getLogger(__name__)
 

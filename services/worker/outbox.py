@@ -11,14 +11,14 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+from kvfleet.worker.readers import Leases, Reader
+from kvfleet.worker.records import Record
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Unavailable
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.messages import TERMINAL, Encoding, Failed, Frame
 from kvproto.subjects import receipt_inbox
-from services.worker.readers import Leases, Reader
-from services.worker.records import Record
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.preloading import read_chain
+from kvfleet.worker.tiers.offloader import Chain
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import PreloadPlan, PreloadRequest, Tier, WorkerRecord
 from kvproto.subjects import Subjects
-from services.worker.engine import Engine
-from services.worker.engine_thread import EngineThread
-from services.worker.preloading import read_chain
-from services.worker.tiers.offloader import Chain
 
 log = logging.getLogger(__name__)
 

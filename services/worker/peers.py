@@ -11,13 +11,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+from kvfleet.worker.tiers.source_address import SourceAddress, peers_of
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.errors import CodecError, Unavailable
 from kvproto.ids import is_token
 from kvproto.messages import Role, WorkerRecord
 from kvproto.subjects import member_key
-from services.worker.tiers.source_address import SourceAddress, peers_of
 
 log = logging.getLogger(__name__)
 

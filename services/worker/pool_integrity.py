@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.block_pool import BlockPool
+from kvfleet.worker.block_pool import BlockPool
 
 AUDITED = 1024  # blocks a look: a millisecond or two
 

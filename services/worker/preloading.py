@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.peers import Meet
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, ForkedRoot, Root
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, Tier, WorkerRecord
 from kvproto.subjects import Subjects
-from services.worker.engine_thread import EngineThread
-from services.worker.peers import Meet
 
 log = logging.getLogger(__name__)
 

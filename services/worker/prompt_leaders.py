@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.worker.block_pool import Match
-from services.worker.sequence import Sequence, State
+from kvfleet.worker.block_pool import Match
+from kvfleet.worker.sequence import Sequence, State
 
 
 class PromptLeaders:

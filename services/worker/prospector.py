@@ -9,14 +9,14 @@ import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
+from kvfleet.worker.tiers.prospect import BlockName, Prospect, names_of
+from kvfleet.worker.tiers.restorer import FAR_LOOK_S, HANDED_LOOK_S
 from kvproto.block_hash import Root, chain
 from kvproto.messages import GenerateRequest
 from kvproto.regions import seal, split
-from services.worker.engine_thread import EngineThread
-from services.worker.tiers.base import Remote
-from services.worker.tiers.break_even import LOOK_WORTH_S
-from services.worker.tiers.prospect import BlockName, Prospect, names_of
-from services.worker.tiers.restorer import FAR_LOOK_S, HANDED_LOOK_S
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvfleet.worker.milestones import Course
+from kvfleet.worker.readers import Reader
 from kvproto.messages import ChoiceFinished, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
-from services.worker.milestones import Course
-from services.worker.readers import Reader
 
 if TYPE_CHECKING:
     from kvservice.tracing import Span

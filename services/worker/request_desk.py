@@ -15,6 +15,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+from kvfleet.worker import request_trace
+from kvfleet.worker.broadcast import Broadcast
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.frames import FrameBook
+from kvfleet.worker.giving_way import Attempt, Departures
+from kvfleet.worker.outbox import Outbox
+from kvfleet.worker.peers import Meet
+from kvfleet.worker.prospector import Hashed, Prospector
+from kvfleet.worker.readers import Reader
+from kvfleet.worker.records import Record
+from kvfleet.worker.request_intake import (
+    WorkerLimits,
+    check_capacity,
+    check_request,
+    content_of,
+    of_its_asker,
+    sequences_of,
+)
+from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.block_hash import Root
 from kvproto.connection import Message, is_no_responders
@@ -34,25 +53,6 @@ from kvproto.tenant_roots import TenantRoots
 from kvproto.trace_context import in_headers, sampled
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.worker import request_trace
-from services.worker.broadcast import Broadcast
-from services.worker.engine_thread import EngineThread
-from services.worker.frames import FrameBook
-from services.worker.giving_way import Attempt, Departures
-from services.worker.outbox import Outbox
-from services.worker.peers import Meet
-from services.worker.prospector import Hashed, Prospector
-from services.worker.readers import Reader
-from services.worker.records import Record
-from services.worker.request_intake import (
-    WorkerLimits,
-    check_capacity,
-    check_request,
-    content_of,
-    of_its_asker,
-    sequences_of,
-)
-from services.worker.tiers.base import Remote
 
 log = logging.getLogger(__name__)
 

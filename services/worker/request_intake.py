@@ -6,16 +6,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from kvfleet.worker.giving_way import could_give_way, full, until_served
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.sequence_trace import SequenceTrace
+from kvfleet.worker.tiers.prospect import Prospect
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from kvproto.messages import GenerateRequest, Load, Rates
 from kvproto.sealed_inbox import is_of_the_fleet
 from kvproto.subjects import PLACEMENT_INBOX, VAULT_INBOX, WORKER_INBOX, is_inbox
-from services.worker.giving_way import could_give_way, full, until_served
-from services.worker.sequence import SequenceSpec
-from services.worker.sequence_trace import SequenceTrace
-from services.worker.tiers.prospect import Prospect
 
 NOT_FOR_FRAMES = (PLACEMENT_INBOX, WORKER_INBOX, VAULT_INBOX)  # what comes there would be taken for an answer
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvfleet.worker.sequence import SequenceSpec
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Sampling
-from services.worker.sequence import SequenceSpec
 
 
 def check(spec: SequenceSpec, vocab_size: int) -> None:

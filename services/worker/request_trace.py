@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import time
 
+from kvfleet.worker.records import Record
+from kvfleet.worker.sequence_trace import Restored, SequenceTrace
 from kvproto.messages import Failed, Finished, GenerateRequest, Moved
 from kvservice.tracing import Span, Tracer, Value, unix_ns
-from services.worker.records import Record
-from services.worker.sequence_trace import Restored, SequenceTrace
 
 
 def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) -> AttemptTrace | None:

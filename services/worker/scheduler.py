@@ -17,16 +17,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from operator import attrgetter
 
+from kvfleet.worker.block_pool import BlockPool, Match
+from kvfleet.worker.block_tables import BlockTables
+from kvfleet.worker.precedence import level_of
+from kvfleet.worker.prompt_leaders import PromptLeaders
+from kvfleet.worker.sequence import Sequence, State
+from kvfleet.worker.step_pacer import Allowance, StepPacer
+from kvfleet.worker.step_plan import Draw, Slice, StepPlan
+from kvfleet.worker.tenant_shares import TenantShares
+from kvfleet.worker.waiting_queue import ServiceOrder, WaitingQueue
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
-from services.worker.block_pool import BlockPool, Match
-from services.worker.block_tables import BlockTables
-from services.worker.precedence import level_of
-from services.worker.prompt_leaders import PromptLeaders
-from services.worker.sequence import Sequence, State
-from services.worker.step_pacer import Allowance, StepPacer
-from services.worker.step_plan import Draw, Slice, StepPlan
-from services.worker.tenant_shares import TenantShares
-from services.worker.waiting_queue import ServiceOrder, WaitingQueue
 
 _rank = attrgetter("rank")
 

@@ -16,16 +16,16 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvfleet.worker.content_index import common_prefix
+from kvfleet.worker.context_window import ContextWindow
+from kvfleet.worker.precedence import rank_of
+from kvfleet.worker.sequence_trace import SequenceTrace
+from kvfleet.worker.tenant_costs import Account
+from kvfleet.worker.tenant_shares import Share
+from kvfleet.worker.text_stream import TextStream
+from kvfleet.worker.tiers.prospect import Prospect
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
 from kvproto.messages import FinishReason, Sampling, Tier
-from services.worker.content_index import common_prefix
-from services.worker.context_window import ContextWindow
-from services.worker.precedence import rank_of
-from services.worker.sequence_trace import SequenceTrace
-from services.worker.tenant_costs import Account
-from services.worker.tenant_shares import Share
-from services.worker.text_stream import TextStream
-from services.worker.tiers.prospect import Prospect
 
 Key = tuple[str, int, int]  # request, attempt, choice
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import KvfleetError, OutOfMemory
-from services.worker.model.base import Drawn
-from services.worker.step_plan import Slice
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from math import inf, sqrt
 
-from services.worker.step_memory import TokenBudget
+from kvfleet.worker.step_memory import TokenBudget
 
 FACTOR = 2.5
 UNMEASURED_TOKENS_PER_S = 1000.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from kvfleet.worker.sequence import Sequence
 from kvproto.errors import KvfleetError
 from kvproto.messages import Sampling
-from services.worker.sequence import Sequence
 
 
 @dataclass(slots=True)

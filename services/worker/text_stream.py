@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvfleet.worker.detokenizer import DetokenizerStream
+from kvfleet.worker.stopping import StopStrings
 from kvproto.messages import TokenLogprobs
-from services.worker.detokenizer import DetokenizerStream
-from services.worker.stopping import StopStrings
 
 
 class Released(NamedTuple):

@@ -13,6 +13,16 @@ import logging
 from collections.abc import Awaitable
 from pathlib import Path
 
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.peers import Peers
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.lending import EngineLender
+from kvfleet.worker.tiers.peer_store import PeerStore
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress, vaults_of
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.dataplane.block import BlockCodec
@@ -28,16 +38,6 @@ from kvservice import tracing
 from kvservice.block_spans import recorder_of
 from kvservice.data_plane import client_context, limits_of, reachable, server_context
 from kvservice.tracing import Tracer
-from services.worker.engine_thread import EngineThread
-from services.worker.model.base import BlockMemory
-from services.worker.peers import Peers
-from services.worker.settings import WorkerSettings
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.lending import EngineLender
-from services.worker.tiers.peer_store import PeerStore
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress, vaults_of
-from services.worker.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import attrgetter
 
-from services.worker.precedence import level_of
-from services.worker.sequence import Sequence, State
+from kvfleet.worker.precedence import level_of
+from kvfleet.worker.sequence import Sequence, State
 
 _arrival = attrgetter("arrival")
 _deadline = attrgetter("spec.deadline", "arrival")

@@ -1,4 +1,4 @@
-"""`python -m services.worker.warm_kernels`: compile what a worker on a CPU runs, as the build of an image does.
+"""`python -m kvfleet.worker.warm_kernels`: compile what a worker on a CPU runs, as the build of an image does.
 
 XDG_CACHE_HOME says where the results go; `kvservice.kernel_cache` tells how a worker finds them.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
+from kvfleet.worker.bundle import read_bundle
+from kvfleet.worker.engine_factory import build_engine
+from kvfleet.worker.model_folder import resolve_model
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tiers.codecs import block_codec
 from kvservice.settings import load
-from services.worker.bundle import read_bundle
-from services.worker.engine_factory import build_engine
-from services.worker.model_folder import resolve_model
-from services.worker.settings import WorkerSettings
-from services.worker.tiers.codecs import block_codec
 
 FLAGS = ("--model=demo", "--device=cpu", "--blocks=128", "--host-bytes=0")
 

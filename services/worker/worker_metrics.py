@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.loop import WorkerLoop
+from kvfleet.worker.model.device_watch import DeviceWatch
+from kvfleet.worker.tenant_costs import Account
+from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvproto.connection import Connection
 from kvproto.dataplane.server import Counters
 from kvproto.messages import Load, Tier, TierLoad
 from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import LabelledReader, Reading
 from kvservice.process_metrics import common_readings
-from services.worker.engine_thread import EngineThread
-from services.worker.loop import WorkerLoop
-from services.worker.model.device_watch import DeviceWatch
-from services.worker.tenant_costs import Account
-from services.worker.tiers.remote import RemoteTiers
-from services.worker.tiers.remote_counts import RemoteCounts
 
 _LOAD = (
     ("kvfleet_worker_waiting_requests", "requests that wait for a slot or for blocks", "waiting"),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvfleet.ingress.api_keys import hash_key
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.client import Client
 from kvproto.connection import Connection
@@ -28,7 +29,6 @@ from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_proxy import NatsProxy
 from kvproto.testing.nats_server import ServerSpec
 from kvproto.testing.slow_proxy import SlowProxy
-from services.ingress.api_keys import hash_key
 from tests.chaos.history import ProcessEnd
 from tests.chaos.layout import FAKE, REAL, TENANTS, Layout, Place, Role
 from tests.chaos.process import ROOT, MemberProcess

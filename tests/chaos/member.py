@@ -63,16 +63,16 @@ def slow_down(runner: type[Any], step_s: float, token_s: float) -> None:
 
 def runner_of(flags: Sequence[str]) -> type[Any]:
     if "--runner=fake" in flags:
-        from services.worker.model.fake import FakeRunner
+        from kvfleet.worker.model.fake import FakeRunner
 
         return FakeRunner
-    from services.worker.model.runner import TorchRunner
+    from kvfleet.worker.model.runner import TorchRunner
 
     return TorchRunner
 
 
 def check_often() -> None:
-    from services.worker import engine_thread
+    from kvfleet.worker import engine_thread
 
     engine_thread.CHECK_PERIOD_S = 0.5
 
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         slow_down(runner_of(flags), float(options["step-s"]), float(options["token-s"]))
     if role == "worker":
         check_often()
-    module = f"services.{role}.main"
+    module = f"kvfleet.{role}.main"
     sys.argv = [module, *(flag for flag in flags if not flag.startswith(OPTION))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.placement.simulate.svg import FAINT, GRID, INK, Axes, Picture, ticks
+from kvfleet.placement.simulate.svg import FAINT, GRID, INK, Axes, Picture, ticks
 from tests.chaos.history import History
 from tests.chaos.layout import Layout, Role
 from tests.chaos.recovery import felt

@@ -12,19 +12,19 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from kvfleet.ingress.access import Access
+from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.metrics import IngressMetrics
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.placement_metrics import readings as placement_readings
+from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.vault.vault_metrics import readings as vault_readings
+from kvfleet.worker.model.device_watch import CpuWatch
+from kvfleet.worker.tenant_costs import TenantCosts
+from kvfleet.worker.worker_metrics import readings as worker_readings
 from kvservice.distribution import Distribution
 from kvservice.metrics import LiveCollector, Reading
 from kvservice.process_metrics import common_readings
-from services.ingress.access import Access
-from services.ingress.ingress import Ingress
-from services.ingress.metrics import IngressMetrics
-from services.placement.core import PlacementCore
-from services.placement.placement_metrics import readings as placement_readings
-from services.placement.prompts import HashedPrompts
-from services.vault.vault_metrics import readings as vault_readings
-from services.worker.model.device_watch import CpuWatch
-from services.worker.tenant_costs import TenantCosts
-from services.worker.worker_metrics import readings as worker_readings
 
 PROCESS = {  # of prometheus_client's ProcessCollector: it collects values only
     "process_virtual_memory_bytes": "gauge",

@@ -13,12 +13,12 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
+from kvfleet.cli.commands import app
+from kvfleet.ingress.settings import IngressSettings
+from kvfleet.placement.settings import PlacementSettings
+from kvfleet.vault.settings import VaultSettings
+from kvfleet.worker.settings import WorkerSettings
 from kvservice.settings import ServiceSettings
-from services.cli.commands import app
-from services.ingress.settings import IngressSettings
-from services.placement.settings import PlacementSettings
-from services.vault.settings import VaultSettings
-from services.worker.settings import WorkerSettings
 from tests.deploy.k8s_objects import Object, Pod, environment, pods
 from tests.deploy.k8s_references import SECRETS
 

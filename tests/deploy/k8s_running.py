@@ -156,5 +156,5 @@ def of_image(
         **{key: "127.0.0.1" if value == "0.0.0.0" else value for key, value in env.items()},
         "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}",
     }
-    command = [sys.executable, "-P", "-m", "services.cli.main", *container["args"]]
+    command = [sys.executable, "-P", "-m", "kvfleet.cli.main", *container["args"]]
     return Running(name, folder / name, command, env, ports, paths)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvfleet.ingress.settings import IngressSettings
+from kvfleet.placement.settings import PlacementSettings
+from kvfleet.vault.settings import VaultSettings
+from kvfleet.worker.settings import WorkerSettings
 from kvservice.settings import ServiceSettings
-from services.ingress.settings import IngressSettings
-from services.placement.settings import PlacementSettings
-from services.vault.settings import VaultSettings
-from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"

@@ -37,13 +37,13 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, Ran]:
     """One run, and where it ran."""
     if KUBECTL is None:
         pytest.skip("kubectl is not installed")
-    if importlib.util.find_spec("services.cli.secrets_command") is None:
+    if importlib.util.find_spec("kvfleet.cli.secrets_command") is None:
         pytest.skip("`kvfleet secrets` is not there")
     stage = make_stage(tmp_path_factory.mktemp("quickstart"))
     (stage.base / "kubeconfig").write_text(yaml.safe_dump(KUBECONFIG))
     kvfleet = stage.base / "bin/kvfleet"
     kvfleet.unlink()
-    main = "import sys; from services.cli.main import main; sys.exit(main())"
+    main = "import sys; from kvfleet.cli.main import main; sys.exit(main())"
     kvfleet.write_text(f"#!/bin/sh\nPYTHONPATH={ROOT}/libs:{ROOT} exec {sys.executable} -c '{main}' \"$@\"\n")
     kvfleet.chmod(0o755)
     ran = stage.quickstart("--yes", REAL_KUBECTL=str(KUBECTL))

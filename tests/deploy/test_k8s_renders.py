@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from kvfleet.ingress.app import create_app
 from kvservice.metrics import MetricsServer
-from services.ingress.app import create_app
 from tests.deploy.k8s_hardening import hardening_problems
 from tests.deploy.k8s_objects import Object, environment, named, of_kind, pods
 from tests.deploy.k8s_processes import PROBED, process_problems
@@ -97,7 +97,7 @@ async def test_probes_ask_for_what_is_answered() -> None:
 
 
 def test_a_balancer_of_requests_asks_for_what_is_answered_and_cuts_no_stream(folder: Path) -> None:
-    from services.ingress.settings import IngressSettings
+    from kvfleet.ingress.settings import IngressSettings
 
     objects = render_combination(("gateway-gke",), folder / "gateway")
     (policy,) = of_kind(objects, "HealthCheckPolicy")

@@ -108,7 +108,7 @@ def test_an_operator_comes_in_as_documented(document: str, cluster: list[Running
     env = {key: value for key, value in os.environ.items() if not key.startswith("KVFLEET_")}
     env |= {key: replaced(value, forwarded) for key, value in told.items()} | {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "services.cli.main", "init", "--replicas", "3"],
+        [sys.executable, "-P", "-m", "kvfleet.cli.main", "init", "--replicas", "3"],
         env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, done.stdout + done.stderr) == (0, "buckets of namespace kvf are ready\n")
@@ -150,7 +150,7 @@ def test_a_fleet_serves_with_what_the_manifests_give_it(
         hook = container("StatefulSet", "worker")["lifecycle"]["preStop"]["exec"]["command"]
         assert hook[0] == "kvfleet"
         here = [str(worker.process.pid) if part == "1" else part for part in hook[1:]]  # in a container it is the first
-        subprocess.run([sys.executable, "-P", "-m", "services.cli.main", *here], env=worker.env, check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-P", "-m", "kvfleet.cli.main", *here], env=worker.env, check=True, cwd=ROOT)
         assert worker.process.wait(LIMIT_S) == 0, worker.log
         wait_until(lambda: ingress.get("/readyz", "metrics")[0] == 503, told=lambda: logs(*processes))
         assert ingress.get("/livez", "metrics")[0] == 200, "it waits for another worker"

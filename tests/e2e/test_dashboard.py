@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.dashboard.page import INDEX, read_files
+from kvfleet.placement.loop import PlacementLoop
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
-from services.ingress.api_keys import hash_key
-from services.ingress.dashboard.page import INDEX, read_files
-from services.placement.loop import PlacementLoop
 from tests.integration.ingress.ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from tests.support.browser import Browser, find_chromium
 from tests.support.fake_fleet import FakeFleet
@@ -159,7 +159,7 @@ async def test_what_it_computes(browser: Browser, fleet: Fleet) -> None:
 
 async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) -> None:
     served = await fleet.serve()
-    shipped = set(read_files(resources.files("services.ingress.dashboard")))
+    shipped = set(read_files(resources.files("kvfleet.ingress.dashboard")))
 
     def look() -> None:
         browser.open(f"{served.url}/")

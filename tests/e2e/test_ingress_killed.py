@@ -21,7 +21,7 @@ KILLS = 2
 
 
 def ingress_of(fleet: Up) -> int | None:
-    return next((pid for pid in fleet.descendants() if "services.ingress.main" in command_of(pid)), None)
+    return next((pid for pid in fleet.descendants() if "kvfleet.ingress.main" in command_of(pid)), None)
 
 
 def kill_ingress(fleet: Up) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import app
+from kvfleet.cli.commands import app
 
 
 @pytest.fixture(scope="module")

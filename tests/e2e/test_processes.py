@@ -72,7 +72,7 @@ def test_without_the_process_that_all_are_forked_from_it_begins_anew() -> None:
     fleet = Up("--port", "0", "--runner", "fake").wait_ready()
     try:
         before = set(fleet.descendants())
-        (server,) = (pid for pid in before if "services.cli.forked" in command_of(pid))
+        (server,) = (pid for pid in before if "kvfleet.cli.forked" in command_of(pid))
         os.kill(server, signal.SIGKILL)
         wait_until(lambda: not alive(server))
         body = {"prompt": "x", "max_tokens": 2}
@@ -90,7 +90,7 @@ def test_whatever_was_killed_leaves_no_folder_behind(tmp_path: Path, tmp_path_fa
     env = {"TMPDIR": str(temporary)}
     fleet = Up("--port", "0", "--runner", "fake", "--state-dir", str(tmp_path / "state"), env=env).wait_ready()
     for service in ("worker", "vault"):
-        victims = [pid for pid in fleet.descendants() if f"services.{service}.main" in command_of(pid)]
+        victims = [pid for pid in fleet.descendants() if f"kvfleet.{service}.main" in command_of(pid)]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + LIMIT_S

@@ -12,7 +12,7 @@ import pytest
 
 
 def kvfleet(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "services.cli.main", "simulate", *flags]
+    command = [sys.executable, "-P", "-m", "kvfleet.cli.main", "simulate", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -63,7 +63,7 @@ def restored(http: httpx.Client) -> dict[str, int]:
 
 
 def pids(fleet: Up, service: str) -> list[int]:
-    return [pid for pid in fleet.descendants() if f"services.{service}.main" in command_of(pid)]
+    return [pid for pid in fleet.descendants() if f"kvfleet.{service}.main" in command_of(pid)]
 
 
 def test_conversations_come_back_from_below_and_say_the_same(http: httpx.Client) -> None:

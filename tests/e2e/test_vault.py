@@ -19,7 +19,7 @@ FAKE = ("--port", "0", "--runner", "fake", "--workers", "1")
 
 
 def vaults_of(fleet: Up) -> list[int]:
-    return [pid for pid in fleet.descendants() if "services.vault.main" in command_of(pid)]
+    return [pid for pid in fleet.descendants() if "kvfleet.vault.main" in command_of(pid)]
 
 
 def serves(fleet: Up) -> bool:

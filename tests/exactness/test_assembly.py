@@ -10,14 +10,14 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
+from kvfleet.worker.model.attention.cpu.backend import CpuBackend
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.fused.modules import FusedMlp, FusedNorm
+from kvfleet.worker.model.kv_pool import KvShape
+from kvfleet.worker.model.linear.packed import PackedLinear
+from kvfleet.worker.model.loader import LoadedModel, adopt_model
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
-from services.worker.model.assembly import build_runner, with_kv_dtype
-from services.worker.model.attention.cpu.backend import CpuBackend
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.fused.modules import FusedMlp, FusedNorm
-from services.worker.model.kv_pool import KvShape
-from services.worker.model.linear.packed import PackedLinear
-from services.worker.model.loader import LoadedModel, adopt_model
 
 OURS = (PackedLinear, FusedMlp, FusedNorm)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.model.attention.cpu import plan
-from services.worker.model.attention.cpu.call import (
+from kvfleet.worker.model.attention.cpu import plan
+from kvfleet.worker.model.attention.cpu.call import (
     DECODE,
     ITEM_HEAD,
     ITEM_HIGH,
@@ -21,9 +21,9 @@ from services.worker.model.attention.cpu.call import (
     ITEM_SLICE,
     PREFILL,
 )
-from services.worker.model.attention.cpu.plan import Items, cut
-from services.worker.model.batch import RaggedBatch
-from services.worker.step_plan import Slice
+from kvfleet.worker.model.attention.cpu.plan import Items, cut
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.step_plan import Slice
 
 BLOCK = 512
 Part = tuple[int, int]  # start, tokens

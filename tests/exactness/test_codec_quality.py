@@ -18,15 +18,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kvfleet.worker.model.assembly import build_runner
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.loader import load_model
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB, decode, encode, warm_up
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec
-from services.worker.model.assembly import build_runner
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.loader import load_model
-from services.worker.model.runner import TorchRunner
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.step_plan import Slice
-from services.worker.tiers.codecs.block_codec import SNR_GATE_DB, decode, encode, warm_up
-from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"
 HELD_OUT = 0.1  # of the text, its end: see scripts/train_demo_model.py

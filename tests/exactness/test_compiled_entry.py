@@ -18,9 +18,9 @@ import pytest
 from llvmlite import binding
 from numba import carray
 
-from services.worker.model.vector import compiled, team
-from services.worker.model.vector.cells import take_ticket
-from services.worker.model.vector.compiled import Entry, entry
+from kvfleet.worker.model.vector import compiled, team
+from kvfleet.worker.model.vector.cells import take_ticket
+from kvfleet.worker.model.vector.compiled import Entry, entry
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
@@ -29,8 +29,8 @@ from pathlib import Path
 sys.path.insert(0, {repository!r})
 import numba
 import numpy as np
-from services.worker.model.vector import compiled
-from services.worker.model.vector.cells import take_ticket
+from kvfleet.worker.model.vector import compiled
+from kvfleet.worker.model.vector.cells import take_ticket
 
 compiled.SOURCES = Path({sources!r})
 
@@ -128,7 +128,7 @@ def test_all_that_is_compiled_counts() -> None:
     sources = {path: path.read_text() for path in compiled.SOURCES.rglob("*.py")}
     built = {path for path, text in sources.items() if re.search(r"^(from|import) numba", text, re.MULTILINE)}
     assert built <= counted
-    package = "services.worker"
+    package = "kvfleet.worker"
     for path in built:
         for module, name in re.findall(rf"^from {package}\.([\w.]+) import (\w+)", sources[path], re.MULTILINE):
             one = compiled.SOURCES / module.replace(".", "/")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from kvfleet.worker.model import runner as module
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.copy_stream import pinned_memory, stream_of
+from kvfleet.worker.model.loader import adopt_model
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.messages import Sampling
-from services.worker.model import runner as module
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.copy_stream import pinned_memory, stream_of
-from services.worker.model.loader import adopt_model
-from services.worker.model.runner import TorchRunner
-from services.worker.step_plan import Draw, Slice
 
 DRAW = Draw(Sampling(1, temperature=0.0), 0, 0)
 

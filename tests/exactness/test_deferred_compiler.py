@@ -7,10 +7,10 @@ import sys
 
 LOADED = """
 import sys
-from services.worker.model.deferred_compiler import defer_compiler
+from kvfleet.worker.model.deferred_compiler import defer_compiler
 defer_compiler()
-from services.worker.model.loader import load_model
-from services.worker.model_folder import resolve_model
+from kvfleet.worker.model.loader import load_model
+from kvfleet.worker.model_folder import resolve_model
 model = load_model(resolve_model("demo")).model
 """
 
@@ -55,7 +55,7 @@ def test_an_operator_that_is_missing_on_no_device_is_there_at_the_second_try() -
     """Loading tries again; whoever names the module has it at once."""
     code = """
 import torch
-from services.worker.model import deferred_compiler, loader
+from kvfleet.worker.model import deferred_compiler, loader
 
 def needs_more(*_):
     with torch.device("meta"):

@@ -9,10 +9,10 @@ import pytest
 from tiny_models import TOLERANCE, Rig
 from tokenizers import Tokenizer
 
-import services.worker
-from services.worker.model.loader import load_model
+import kvfleet.worker
+from kvfleet.worker.model.loader import load_model
 
-FOLDER = Path(services.worker.__file__).parent / "demo_model"
+FOLDER = Path(kvfleet.worker.__file__).parent / "demo_model"
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import TokenizerDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.loader import load_model
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.outputs import SequenceFinished
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import SequenceSpec
 from kvproto.block_hash import root
 from kvproto.messages import FinishReason, Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import TokenizerDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.loader import load_model
-from services.worker.model.runner import TorchRunner
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.outputs import SequenceFinished
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import SequenceSpec
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY.parent / "shared" / "data" / "shakespeare.txt"

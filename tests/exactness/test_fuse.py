@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from services.worker.model.fused.fuse import fuse
-from services.worker.model.fused.modules import FusedMlp, FusedNorm
-from services.worker.model.linear.packed import Multiplier, PackedLinear
-from services.worker.model.optimise import optimise
+from kvfleet.worker.model.fused.fuse import fuse
+from kvfleet.worker.model.fused.modules import FusedMlp, FusedNorm
+from kvfleet.worker.model.linear.packed import Multiplier, PackedLinear
+from kvfleet.worker.model.optimise import optimise
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.model import kept_scan
+from kvfleet.worker.model import kept_scan
 
-STARTED = "from services.worker.model.kept_scan import keep_scan; keep_scan(); "
+STARTED = "from kvfleet.worker.model.kept_scan import keep_scan; keep_scan(); "
 NAMES = (
     "import transformers; print(sorted(dir(transformers)), sorted(dir(transformers.models)), transformers.LlamaConfig)"
 )

@@ -12,11 +12,11 @@ from tiny_configs import CONFIGS, CONTEXT
 from tiny_models import make_model
 from transformers import AutoConfig, FalconConfig, GPTBigCodeConfig, GPTNeoXConfig, OPTConfig, PreTrainedConfig
 
+from kvfleet.worker import kv_size_report
+from kvfleet.worker.kv_size import KvLayout
+from kvfleet.worker.model.kv_layout import from_fields, layout_of
+from kvfleet.worker.model.loader import adopt_model, load_model
 from kvproto.errors import UnsupportedModel
-from services.worker import kv_size_report
-from services.worker.kv_size import KvLayout
-from services.worker.model.kv_layout import from_fields, layout_of
-from services.worker.model.loader import adopt_model, load_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

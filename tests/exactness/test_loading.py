@@ -14,13 +14,13 @@ from tiny_configs import CONFIGS, CONTEXT
 from tiny_models import TOLERANCE, Rig, make_model, plain_logits
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.kv_pool import KvPool, KvShape, blocks_that_fit, free_bytes
+from kvfleet.worker.model.loader import adopt_model, load_model
+from kvfleet.worker.model.probe import probe
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model.support import supported_context
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.kv_pool import KvPool, KvShape, blocks_that_fit, free_bytes
-from services.worker.model.loader import adopt_model, load_model
-from services.worker.model.probe import probe
-from services.worker.model.runner import TorchRunner
-from services.worker.model.support import supported_context
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,

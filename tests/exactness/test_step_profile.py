@@ -8,17 +8,17 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from kvfleet.worker.engine_factory import _torch_runner
+from kvfleet.worker.model import kv_pool, step_profile
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.kv_pool import KvShape, blocks_that_fit, free_bytes, is_out_of_memory
+from kvfleet.worker.model.loader import adopt_model
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model.step_profile import meter_of, step_bytes
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import OutOfMemory
-from services.worker.engine_factory import _torch_runner
-from services.worker.model import kv_pool, step_profile
-from services.worker.model.base import Drawn
-from services.worker.model.kv_pool import KvShape, blocks_that_fit, free_bytes, is_out_of_memory
-from services.worker.model.loader import adopt_model
-from services.worker.model.runner import TorchRunner
-from services.worker.model.step_profile import meter_of, step_bytes
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.settings import WorkerSettings
-from services.worker.step_plan import Slice
 
 
 class CountingMeter:

@@ -15,30 +15,30 @@ import pytest
 import torch
 from tiny_models import ROOT, TOLERANCE, Rig, Turn
 
+from kvfleet.vault.disk import DiskStore
+from kvfleet.vault.disk_thread import DiskThread
+from kvfleet.vault.store import VaultStore
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.outputs import SequenceStarted, StepResult
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.tiers import restorer
+from kvfleet.worker.tiers.codecs.block_codec import warm_up
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.host_memory import host_memory
+from kvfleet.worker.tiers.lending import EngineLender
+from kvfleet.worker.tiers.peer_store import PeerStore
+from kvfleet.worker.tiers.prospect import Prospect, names_of
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.messages import Sampling, Tier
-from services.vault.disk import DiskStore
-from services.vault.disk_thread import DiskThread
-from services.vault.store import VaultStore
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.attention.base import AttentionBackend
-from services.worker.outputs import SequenceStarted, StepResult
-from services.worker.sequence import SequenceSpec
-from services.worker.tiers import restorer
-from services.worker.tiers.codecs.block_codec import warm_up
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.host_memory import host_memory
-from services.worker.tiers.lending import EngineLender
-from services.worker.tiers.peer_store import PeerStore
-from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress
-from services.worker.tiers.tiers import Tiers
 from tests.support.waiting import LIMIT_S, wait_until
 
 SIZE = 16

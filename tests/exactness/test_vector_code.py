@@ -13,12 +13,12 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from services.worker.model.vector import halves
-from services.worker.model.vector import memory as memory_module
-from services.worker.model.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
-from services.worker.model.vector.memory import HUGE_PAGE, PagesAhead, huge_pages
-from services.worker.model.vector.products import dots, pair_product, product, transpose
-from services.worker.model.vector.rows import (
+from kvfleet.worker.model.vector import halves
+from kvfleet.worker.model.vector import memory as memory_module
+from kvfleet.worker.model.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
+from kvfleet.worker.model.vector.memory import HUGE_PAGE, PagesAhead, huge_pages
+from kvfleet.worker.model.vector.products import dots, pair_product, product, transpose
+from kvfleet.worker.model.vector.rows import (
     narrow,
     row_act,
     row_cap,
@@ -29,7 +29,7 @@ from services.worker.model.vector.rows import (
     row_scale,
     widen,
 )
-from services.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
+from kvfleet.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
 
 Floats = NDArray[np.float32]
 NAN, INF = float("nan"), float("inf")

@@ -13,13 +13,13 @@ from tiny_models import TOLERANCE, make_model, plain_logits
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
 
-from services.worker.model.attention.base import AttentionBackend
-from services.worker.model.attention.interface import NAME, paged_attention
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.loader import adopt_model
-from services.worker.model.runner import TorchRunner
-from services.worker.step_plan import Slice
+from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import NAME, paged_attention
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.loader import adopt_model
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.step_plan import Slice
 
 BLOCK = 8
 ALL_WINDOWED = ("mistral-window", "starcoder2", "phi3", "mixtral")

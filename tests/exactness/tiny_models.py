@@ -13,23 +13,23 @@ from tiny_configs import CONFIGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.assembly import trial_logits
+from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.loader import adopt_model
+from kvfleet.worker.model.optimise import optimise
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model.sampler import sample
+from kvfleet.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.step_plan import Slice
 from kvproto.messages import Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.assembly import trial_logits
-from services.worker.model.attention.base import AttentionBackend
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.base import Drawn
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.loader import adopt_model
-from services.worker.model.optimise import optimise
-from services.worker.model.runner import TorchRunner
-from services.worker.model.sampler import sample
-from services.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import SequenceSpec
-from services.worker.step_plan import Slice
 
 TOLERANCE = 1e-4
 ROOT = b"tenant root 16 b"

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.placement.index.changes import read_changes
 from kvproto import codec
 from kvproto import messages as m
 from kvproto.errors import CodecError
-from services.placement.index.changes import read_changes
 from tests.fuzz.damage import damaged, some
 from tests.unit.kvproto.test_codec import READERS, frames, instances, read_or_refuse
 

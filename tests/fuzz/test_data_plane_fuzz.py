@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.vault.store import VaultStore
 from kvproto.block_hash import child, pack_ids
 from kvproto.dataplane import handshake
 from kvproto.dataplane.block import BlockCodec, BlockHeader
@@ -25,7 +26,6 @@ from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.server import DataPlaneServer, Limits
 from kvproto.dataplane.wire import Body, Echo, Erase, Get, Has, Put, Stop, frame
-from services.vault.store import VaultStore
 from tests.fuzz.damage import damaged, some
 
 SECRET = bytes(range(32))

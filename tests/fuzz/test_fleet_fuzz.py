@@ -16,6 +16,14 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvfleet.placement import intake
+from kvfleet.placement.actions import Fail
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import Event, Tick, WorkerAnswered
+from kvfleet.placement.hearing import Hearing
+from kvfleet.placement.index.changes import read_changes
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.prompts import HashedPrompts
 from kvproto import codec
 from kvproto import messages as m
 from kvproto.block_hash import digest_term
@@ -26,14 +34,6 @@ from kvproto.ids import model_token
 from kvproto.members import Members
 from kvproto.subjects import Subjects
 from kvservice.event_log import EventLog
-from services.placement import intake
-from services.placement.actions import Fail
-from services.placement.core import PlacementCore
-from services.placement.events import Event, Tick, WorkerAnswered
-from services.placement.hearing import Hearing
-from services.placement.index.changes import read_changes
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.prompts import HashedPrompts
 from tests.fuzz.damage import some, sometimes_damaged
 from tests.unit.kvproto.test_codec import frames, instances
 

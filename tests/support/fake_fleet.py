@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvfleet.worker.bundle import read_bundle, read_public_prefixes
+from kvfleet.worker.engine_factory import build_engine
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.loop import WorkerLoop
+from kvfleet.worker.main import assemble, worker_record
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tier_network import TierNetwork
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
-from services.worker.bundle import read_bundle, read_public_prefixes
-from services.worker.engine_factory import build_engine
-from services.worker.engine_thread import EngineThread
-from services.worker.loop import WorkerLoop
-from services.worker.main import assemble, worker_record
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.settings import WorkerSettings
-from services.worker.tier_network import TierNetwork
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from kvfleet.cli.secrets_folder import Wanted, fill
 from kvproto.testing.nats_server import NatsServer
-from services.cli.secrets_folder import Wanted, fill
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
 HOSTS = ("localhost", "127.0.0.1")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from kvfleet.placement.loop import PlacementLoop
 from kvproto.buckets import ensure_buckets
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
@@ -15,7 +16,6 @@ from kvproto.ids import new_process_id
 from kvproto.messages import Finished, Role, Sampling, Started, Tokens
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvservice.membership import member_record
-from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
 from tests.support.unfailed import unfailed
 from tests.support.waiting import LIMIT_S, until

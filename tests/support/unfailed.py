@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from functools import cache
 
-from services.worker.model.fake import FakeRunner, _value
-from services.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.model.fake import FakeRunner, _value
+from kvfleet.worker.model_folder import DEMO_FOLDER
 
 
 @cache

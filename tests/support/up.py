@@ -6,19 +6,20 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+
+from tests.support.processes import KVFLEET
 
 
 class Up:
     """One `kvfleet up`. `base` is the ready line's URL, `nats_url` the one from the hint on stderr."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, env: dict[str, str] | None = None, kvfleet: str = KVFLEET) -> None:
         self.stderr_lines: list[str] = []
         self.stdout_lines: list[str] = []
-        command = [str(Path(sys.executable).with_name("kvfleet")), "up", *flags]
+        command = [kvfleet, "up", *flags]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

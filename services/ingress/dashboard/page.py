@@ -10,9 +10,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
 
-from services.ingress.error_bodies import Headers
-from services.ingress.fleet_routes import no_such_route
-from services.ingress.http_exchange import Exchange
+from kvfleet.ingress.error_bodies import Headers
+from kvfleet.ingress.fleet_routes import no_such_route
+from kvfleet.ingress.http_exchange import Exchange
 
 INDEX = "index.html"
 TYPES = {  # of what a page is made of; nothing else is served
@@ -46,7 +46,7 @@ class Dashboard:
     """Its files stay as they were when the process began; a request's path is only ever looked up among them."""
 
     def __init__(self) -> None:
-        self._files = read_files(resources.files("services.ingress.dashboard"))
+        self._files = read_files(resources.files("kvfleet.ingress.dashboard"))
 
     async def index(self, exchange: Exchange) -> None:
         """GET /."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvfleet.placement.index import reading
+from kvfleet.placement.index.prefix_index import Hashes, pack
 from kvproto import codec
 from kvproto.block_hash import in_tier
 from kvproto.errors import CodecError
 from kvproto.messages import Tier
-from services.placement.index import reading
-from services.placement.index.prefix_index import Hashes, pack
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.VAULT)  # fastest first; the index numbers them so
 _NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from services.placement.compiled import inlined, kernel
-from services.placement.index.entry_kernels import (
+from kvfleet.placement.compiled import inlined, kernel
+from kvfleet.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,
     FEW_HOLD,

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvfleet.placement.index.changes import TIERS, Changes, digest_of
+from kvfleet.placement.index.prefix_index import PrefixIndex, unpack
 from kvproto.block_hash import in_tier
 from kvproto.messages import Snapshot
-from services.placement.index.changes import TIERS, Changes, digest_of
-from services.placement.index.prefix_index import PrefixIndex, unpack
 
 AHEAD_GRACE_S = 0.2  # an event may arrive after the heartbeat that counts it
 PULL_LIMIT_S = 5.0  # without a further part

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvfleet.placement.index.hash_kernel import chain as chain_kernel
+from kvfleet.placement.index.prefix_index import Hashes, pack
 from kvproto import block_hash
 from kvproto.block_hash import ForkedRoot, Root
-from services.placement.index.hash_kernel import chain as chain_kernel
-from services.placement.index.prefix_index import Hashes, pack
 
 LARGEST_BLOCK = 28  # tokens; with a parent of 16 bytes that fills the 128 bytes of one compression
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvfleet.placement.index.changes import TIERS, Changes, read_changes
+from kvfleet.placement.index.follower import Follower, Follows
+from kvfleet.placement.index.prefix_index import Depths, Hashes, PrefixIndex, unpack
 from kvproto.errors import CodecError
 from kvproto.messages import Heartbeat, Snapshot, Tier
-from services.placement.index.changes import TIERS, Changes, read_changes
-from services.placement.index.follower import Follower, Follows
-from services.placement.index.prefix_index import Depths, Hashes, PrefixIndex, unpack
 
 MAX_BLOCKS = 1_000_000
 MAX_WORKERS = 112

@@ -16,9 +16,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvfleet.placement.index import entry_kernels as kernels
+from kvfleet.placement.index import find_kernel, sole_kernel
 from kvproto.block_hash import HASH_BYTES
-from services.placement.index import entry_kernels as kernels
-from services.placement.index import find_kernel, sole_kernel
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 Depths: TypeAlias = npt.NDArray[np.int32]

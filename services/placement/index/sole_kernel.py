@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.placement.compiled import inlined, kernel
-from services.placement.index.entry_kernels import (
+from kvfleet.placement.compiled import inlined, kernel
+from kvfleet.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,
     FEW_HOLD,
@@ -25,7 +25,7 @@ from services.placement.index.entry_kernels import (
     place_of,
     wide_of,
 )
-from services.placement.index.find_kernel import BIT_NUMBER, DE_BRUIJN
+from kvfleet.placement.index.find_kernel import BIT_NUMBER, DE_BRUIJN
 
 SHARED = -1  # by several, or by nobody
 

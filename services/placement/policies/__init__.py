@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.placement.policies.base import Choice, Policy, Question
-from services.placement.policies.cost import Cost
-from services.placement.policies.direct import Direct
-from services.placement.policies.kv_load import KvLoad
-from services.placement.policies.random_choice import RandomChoice
-from services.placement.policies.ring import BoundedRing, Ring
-from services.placement.policies.round_robin import RoundRobin
+from kvfleet.placement.policies.base import Choice, Policy, Question
+from kvfleet.placement.policies.cost import Cost
+from kvfleet.placement.policies.direct import Direct
+from kvfleet.placement.policies.kv_load import KvLoad
+from kvfleet.placement.policies.random_choice import RandomChoice
+from kvfleet.placement.policies.ring import BoundedRing, Ring
+from kvfleet.placement.policies.round_robin import RoundRobin
 
 DEFAULT_POLICY = Cost.name
 DIRECT = Direct.name

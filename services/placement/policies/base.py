@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvfleet.placement.fleet import Worker
+from kvfleet.placement.index.prefix_index import Hashes
+from kvfleet.placement.price_kernel import HOST
+from kvfleet.placement.workloads import Floats, View
 from kvproto.hash_ring import HashRing
 from kvproto.messages import PlaceRequest
-from services.placement.fleet import Worker
-from services.placement.index.prefix_index import Hashes
-from services.placement.price_kernel import HOST
-from services.placement.workloads import Floats, View
 
 
 @dataclass(slots=True)  # not frozen, like Choice: one is made for every decision, and that would cost twice as much

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvfleet.placement.policies.base import Choice, Question
 from kvproto.errors import InvalidRequest, NotFound, Unavailable
 from kvproto.messages import State
-from services.placement.policies.base import Choice, Question
 
 
 class Direct:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.placement.policies.base import Choice, Question
+from kvfleet.placement.policies.base import Choice, Question
 
 
 class KvLoad:

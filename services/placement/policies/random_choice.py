@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.placement.policies.base import Choice, Question
+from kvfleet.placement.policies.base import Choice, Question
 
 
 class RandomChoice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.placement.policies.base import Choice, Question
+from kvfleet.placement.policies.base import Choice, Question
 
 
 class RoundRobin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.trace import Trace
 
 
 def attainable_tokens(trace: Trace, cache_blocks: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.placement.simulate.autoscaled import Autoscaled
-from services.placement.simulate.svg import FAINT, Axes, Picture, ticks
+from kvfleet.placement.simulate.autoscaled import Autoscaled
+from kvfleet.placement.simulate.svg import FAINT, Axes, Picture, ticks
 
 COLORS = {"cheapest": "#0072b2", "ordinal": "#d55e00"}
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.placement.simulate.figures import Figures, figures
-from services.placement.simulate.scaling import Moment, Scaled, worker_hours
-from services.placement.simulate.simulation import FleetShape, Run, Simulation
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.figures import Figures, figures
+from kvfleet.placement.simulate.scaling import Moment, Scaled, worker_hours
+from kvfleet.placement.simulate.simulation import FleetShape, Run, Simulation
+from kvfleet.placement.simulate.trace import Trace
 
 MINUTE_S = 60.0
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.trace import Trace
 
 PARTS = 4  # of a trace, each as long
 FASTEST = 1e9  # times: nothing that is to be done takes any time

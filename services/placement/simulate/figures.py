@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.placement.simulate.simulation import Run
-from services.placement.simulate.trace import Trace
-from services.placement.workloads import Floats
+from kvfleet.placement.simulate.simulation import Run
+from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.workloads import Floats
 
 SLO_TTFT_S = 5.0
 

@@ -15,19 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.plot import plot
+from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
+from kvfleet.placement.simulate.scaling import Autoscale, Victim
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.simulation import Delays, FleetShape
+from kvfleet.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
+from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.trace_file import read_trace
+from kvfleet.placement.warm_up import warm_up
 from kvproto.errors import InvalidRequest
 from kvservice.settings import die
-from services.placement.autoscale import Rules
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.plot import plot
-from services.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
-from services.placement.simulate.scaling import Autoscale, Victim
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.simulation import Delays, FleetShape
-from services.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
-from services.placement.simulate.trace import Trace
-from services.placement.simulate.trace_file import read_trace
-from services.placement.warm_up import warm_up
 
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096

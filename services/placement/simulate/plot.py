@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.autoscale_plot import draw_workers
-from services.placement.simulate.figures import minutes_of, ttfts
-from services.placement.simulate.report import headline, seconds
-from services.placement.simulate.study import POLICIES, Result, Study
-from services.placement.simulate.svg import FAINT, Axes, Picture, ticks
-from services.placement.workloads import Floats
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.autoscale_plot import draw_workers
+from kvfleet.placement.simulate.figures import minutes_of, ttfts
+from kvfleet.placement.simulate.report import headline, seconds
+from kvfleet.placement.simulate.study import POLICIES, Result, Study
+from kvfleet.placement.simulate.svg import FAINT, Axes, Picture, ticks
+from kvfleet.placement.workloads import Floats
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.autoscaled import as_values as autoscaled_values
-from services.placement.simulate.autoscaled import changes, held, rows
-from services.placement.simulate.figures import Figures
-from services.placement.simulate.study import Study
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.autoscaled import as_values as autoscaled_values
+from kvfleet.placement.simulate.autoscaled import changes, held, rows
+from kvfleet.placement.simulate.figures import Figures
+from kvfleet.placement.simulate.study import Study
 
 COLUMNS = (
     "policy", "hits", "of attainable", "TTFT p50", "p99", "load CoV", "max/mean", "goodput/s", "moved", "failed",

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from services.placement.autoscale import Rules
-from services.placement.core import PlacementCore
-from services.placement.simulate.attainable import LruCache
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.simulate.attainable import LruCache
 
 SCALE_S = 1.0  # between looks
 NOTE_S = 10.0

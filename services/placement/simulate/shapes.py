@@ -20,7 +20,7 @@ from itertools import accumulate
 from random import Random
 from typing import TypeAlias
 
-from services.placement.simulate.trace import Row, Trace, make_trace
+from kvfleet.placement.simulate.trace import Row, Trace, make_trace
 
 BLOCK_TOKENS = 512
 REQUESTS = 16_000

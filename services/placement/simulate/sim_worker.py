@@ -15,9 +15,9 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
+from kvfleet.placement.simulate.attainable import LruCache
+from kvfleet.placement.simulate.waiting import Job, Waiting
 from kvproto.messages import Load, Rates
-from services.placement.simulate.attainable import LruCache
-from services.placement.simulate.waiting import Job, Waiting
 
 ROUNDING = 1e-6  # of a step
 

@@ -17,19 +17,9 @@ from functools import partial
 
 import numpy as np
 
-from kvproto.messages import (
-    BookedBatch,
-    Heartbeat,
-    Milestone,
-    Milestones,
-    Passed,
-    PlaceRequest,
-    State,
-    WorkerRecord,
-)
-from services.placement.actions import Answer, Share
-from services.placement.core import PlacementCore
-from services.placement.events import (
+from kvfleet.placement.actions import Answer, Share
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
     BlocksChanged,
     BookingsShared,
     HeartbeatHeard,
@@ -40,15 +30,25 @@ from services.placement.events import (
     WorkerLeft,
     WorkerUpdated,
 )
-from services.placement.index.changes import Change, Changes
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import Hashes
-from services.placement.policies import Policy, build_policies
-from services.placement.prompts import AddressSpace
-from services.placement.simulate.scaling import SCALE_S, Autoscale, Scaled, Scaling, Victim
-from services.placement.simulate.sim_worker import Progress, SimWorker, Speed
-from services.placement.simulate.trace import Arrival, Trace
-from services.placement.simulate.waiting import Job
+from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.prefix_index import Hashes
+from kvfleet.placement.policies import Policy, build_policies
+from kvfleet.placement.prompts import AddressSpace
+from kvfleet.placement.simulate.scaling import SCALE_S, Autoscale, Scaled, Scaling, Victim
+from kvfleet.placement.simulate.sim_worker import Progress, SimWorker, Speed
+from kvfleet.placement.simulate.trace import Arrival, Trace
+from kvfleet.placement.simulate.waiting import Job
+from kvproto.messages import (
+    BookedBatch,
+    Heartbeat,
+    Milestone,
+    Milestones,
+    Passed,
+    PlaceRequest,
+    State,
+    WorkerRecord,
+)
 
 MODEL = "simulated"
 HEARTBEAT_S = 0.5

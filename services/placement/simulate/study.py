@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.placement.policies import build_policies
-from services.placement.simulate.attainable import attainable_tokens
-from services.placement.simulate.autoscaled import Autoscaled, run_autoscaled
-from services.placement.simulate.capacity import capacity_speed
-from services.placement.simulate.figures import SLO_TTFT_S, Figures, figures
-from services.placement.simulate.scaling import Autoscale
-from services.placement.simulate.simulation import FleetShape, Run, Simulation
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.policies import build_policies
+from kvfleet.placement.simulate.attainable import attainable_tokens
+from kvfleet.placement.simulate.autoscaled import Autoscaled, run_autoscaled
+from kvfleet.placement.simulate.capacity import capacity_speed
+from kvfleet.placement.simulate.figures import SLO_TTFT_S, Figures, figures
+from kvfleet.placement.simulate.scaling import Autoscale
+from kvfleet.placement.simulate.simulation import FleetShape, Run, Simulation
+from kvfleet.placement.simulate.trace import Trace
 
 # `direct` needs a worker that the request names, and no trace names one.
 POLICIES = tuple(name for name in build_policies(lambda: 0.0) if name != "direct")

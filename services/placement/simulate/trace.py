@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.placement.index.prefix_index import Hashes, unpack
+from kvfleet.placement.index.prefix_index import Hashes, unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvfleet.placement.simulate.trace import Row, Trace, make_trace
 from kvproto.errors import InvalidRequest
-from services.placement.simulate.trace import Row, Trace, make_trace
 
 MOONCAKE_BLOCK_TOKENS = 512
 

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.placement.simulate.attainable import LruCache
-from services.placement.simulate.trace import Arrival
+from kvfleet.placement.simulate.attainable import LruCache
+from kvfleet.placement.simulate.trace import Arrival
 
 
 @dataclass(slots=True, eq=False)

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfleet.worker.model import sampler
+from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.loader import LoadedModel
+from kvfleet.worker.model.optimise import optimise
+from kvfleet.worker.model.positions import trial_positions
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model.support import name_of
+from kvfleet.worker.model.vector.numbers import SCALE_BYTES
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import InvalidRequest, UnsupportedModel
-from services.worker.model import sampler
-from services.worker.model.attention.base import AttentionBackend
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.loader import LoadedModel
-from services.worker.model.optimise import optimise
-from services.worker.model.positions import trial_positions
-from services.worker.model.runner import TorchRunner
-from services.worker.model.support import name_of
-from services.worker.model.vector.numbers import SCALE_BYTES
-from services.worker.step_plan import Slice
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     on_cpu = attention != "reference" and loaded.device.type == "cpu"
     backend: AttentionBackend = ReferenceBackend()
     if on_cpu:
-        from services.worker.model.attention.cpu.backend import CpuBackend
+        from kvfleet.worker.model.attention.cpu.backend import CpuBackend
 
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvfleet.worker.model.abort import Abort
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import KvfleetError
 from kvproto.messages import TokenLogprobs
-from services.worker.model.abort import Abort
-from services.worker.step_plan import Slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.step_plan import Draw, Slice
+from kvfleet.worker.step_plan import Draw, Slice
 
 Ints = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Whole blocks of a KvPool as bytes, and host memory for them. See `services.worker.model.base.BlockMemory`."""
+"""Whole blocks of a KvPool as bytes, and host memory for them. See `kvfleet.worker.model.base.BlockMemory`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvfleet.worker.model.copy_stream import CopyStream, pinned_memory
+from kvfleet.worker.model.kv_pool import KvPool
+from kvfleet.worker.tiers.host_memory import host_memory
 from kvproto.dataplane.block import kv_format
-from services.worker.model.copy_stream import CopyStream, pinned_memory
-from services.worker.model.kv_pool import KvPool
-from services.worker.tiers.host_memory import host_memory
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

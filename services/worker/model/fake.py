@@ -17,13 +17,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvfleet.worker.model.abort import Abort, StepAborted
+from kvfleet.worker.model.base import Drawn, Scored
+from kvfleet.worker.model.vector.numbers import SCALE_BYTES
+from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.tiers.host_memory import host_memory
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
-from services.worker.model.abort import Abort, StepAborted
-from services.worker.model.base import Drawn, Scored
-from services.worker.model.vector.numbers import SCALE_BYTES
-from services.worker.step_plan import Draw, Slice
-from services.worker.tiers.host_memory import host_memory
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9

@@ -16,8 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from kvfleet.worker.model.vector.compiled import kept_in
 from kvservice.kernel_cache import keep, read_kept
-from services.worker.model.vector.compiled import kept_in
 
 MODULE, SCAN = "transformers.utils.import_utils", "create_import_structure_from_path"
 LEAST_FILES = 100  # a model's own folder is read sooner than what was kept of it

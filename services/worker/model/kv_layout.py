@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from kvfleet.worker.kv_size import KvLayout
+from kvfleet.worker.model.kv_pool import free_bytes
+from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import InvalidRequest, UnsupportedModel
-from services.worker.kv_size import KvLayout
-from services.worker.model.kv_pool import free_bytes
-from services.worker.model.support import name_of, own_attention, refusal
 
 NAME = "kvfleet_kv_layout"
 TOKENS = 2
@@ -33,7 +33,7 @@ def read_config(source: str) -> Any:
 
 
 def auto_dtype(config: Any, device: str) -> str:
-    """In what a worker with `--dtype auto` stores K and V: see `services.worker.model.loader`."""
+    """In what a worker with `--dtype auto` stores K and V: see `kvfleet.worker.model.loader`."""
     own = getattr(config, "dtype", None)
     if not isinstance(own, torch.dtype) or (own is torch.float16 and device == "cpu"):
         own = torch.float32

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfleet.worker.model.vector.memory import PagesAhead, huge_pages
+from kvfleet.worker.model.vector.numbers import LEVELS, SCALE_BYTES
 from kvproto.errors import OutOfMemory
 from kvservice.host import free_bytes as host_bytes_free
-from services.worker.model.vector.memory import PagesAhead, huge_pages
-from services.worker.model.vector.numbers import LEVELS, SCALE_BYTES
 
 _NO_MEMORY = (
     "DefaultCPUAllocator",

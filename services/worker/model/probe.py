@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvfleet.worker.model.kv_pool import KvShape
+from kvfleet.worker.model.support import own_attention, refusal
 from kvproto.errors import UnsupportedModel
-from services.worker.model.kv_pool import KvShape
-from services.worker.model.support import own_attention, refusal
 
 NAME = "kvfleet_probe"
 MASKLESS_NAME = "kvfleet_probe_maskless"

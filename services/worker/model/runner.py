@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfleet.worker.model.abort import Abort
+from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import ABORT, STEP
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.batch import Ints, RaggedBatch
+from kvfleet.worker.model.block_memory import PoolMemory
+from kvfleet.worker.model.copy_stream import stream_of
+from kvfleet.worker.model.kv_pool import KvPool, is_out_of_memory
+from kvfleet.worker.model.loader import LoadedModel
+from kvfleet.worker.model.sampler import sample
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import OutOfMemory
-from services.worker.model.abort import Abort
-from services.worker.model.attention.base import AttentionBackend
-from services.worker.model.attention.interface import ABORT, STEP
-from services.worker.model.base import Drawn
-from services.worker.model.batch import Ints, RaggedBatch
-from services.worker.model.block_memory import PoolMemory
-from services.worker.model.copy_stream import stream_of
-from services.worker.model.kv_pool import KvPool, is_out_of_memory
-from services.worker.model.loader import LoadedModel
-from services.worker.model.sampler import sample
-from services.worker.step_plan import Slice
 
 
 class TorchRunner:
-    """See `services.worker.model.base.ModelRunner`. Called from one thread."""
+    """See `kvfleet.worker.model.base.ModelRunner`. Called from one thread."""
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model

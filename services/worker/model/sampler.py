@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvfleet.worker.model.base import Drawn, Scored
+from kvfleet.worker.model.kv_pool import is_out_of_memory
+from kvfleet.worker.model.sampling.changes import Changes, apply, wants_changes
+from kvfleet.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
+from kvfleet.worker.step_plan import Draw
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
-from services.worker.model.base import Drawn, Scored
-from services.worker.model.kv_pool import is_out_of_memory
-from services.worker.model.sampling.changes import Changes, apply, wants_changes
-from services.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
-from services.worker.step_plan import Draw
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +158,9 @@ def _put(drawn: list[Drawn], rows: Sequence[int], found: Sequence[Drawn]) -> Non
 def _way(device: torch.device) -> _Way:
     # Imported where it is used: Numba is nothing that a GPU worker should wait for.
     if device.type == "cpu":
-        from services.worker.model.sampling import cpu
+        from kvfleet.worker.model.sampling import cpu
 
         return cpu
-    from services.worker.model.sampling import portable
+    from kvfleet.worker.model.sampling import portable
 
     return portable

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.loader import LoadedModel
+from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.loader import LoadedModel
-from services.worker.model.runner import TorchRunner
-from services.worker.step_plan import Draw, Slice
 
 log = logging.getLogger(__name__)
 

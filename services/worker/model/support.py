@@ -1,6 +1,6 @@
 """Which models the engine computes exactly, by their configuration. Pure: refuses by feature and model name.
 
-A model that is not named here is still probed after loading (`services.worker.model.loader`): what counts is that every
+A model that is not named here is still probed after loading (`kvfleet.worker.model.loader`): what counts is that every
 layer attends through transformers' AttentionInterface and asks for nothing that the backends do not compute.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvfleet.worker.model_folder import CONTEXT_KEYS, context_length_of
 from kvproto.errors import UnsupportedModel
-from services.worker.model_folder import CONTEXT_KEYS, context_length_of
 
 CHUNKED_ATTENTION = "chunked_attention"
 ATTENTION = {"full_attention", "sliding_attention", CHUNKED_ATTENTION, "attention"}

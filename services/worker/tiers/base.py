@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvfleet.worker.tiers.prospect import BlockName, Finding
+from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.dataplane.block import BlockHeader
 from kvproto.messages import Tier, TierLoad
-from services.worker.tiers.prospect import BlockName, Finding
-from services.worker.tiers.speed import LinkSpeed
 
 __all__ = ["BlockName", "Finding", "Landing", "LinkSpeed", "Remote"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec, BlockHeader
-from services.worker.tiers.base import BlockName
-from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 
 FOREIGN = "foreign"  # of a pool of another layout or dtype: workers of one model may differ in that
 

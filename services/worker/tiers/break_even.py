@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.messages import Tier
-from services.worker.tiers.speed import LinkSpeed
 
 SURE = 1.5  # predictions are taken for so much too good,
 HANDLING_S = 0.002  # and a restore takes so long beside: a step of few tokens takes hardly less than one of some more

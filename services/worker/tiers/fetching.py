@@ -14,6 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvfleet.worker.tiers.asking import asking
+from kvfleet.worker.tiers.base import BlockName, Landing
+from kvfleet.worker.tiers.block_check import FOREIGN, fault_of
+from kvfleet.worker.tiers.codecs.block_codec import decode
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.deadlines import Deadlines
+from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
+from kvfleet.worker.tiers.remote_counts import RemoteCounts
+from kvfleet.worker.tiers.source import Source
+from kvfleet.worker.tiers.vault_ring import Share
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
@@ -21,16 +31,6 @@ from kvproto.errors import CodecError
 from kvproto.messages import Tier
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.worker.tiers.asking import asking
-from services.worker.tiers.base import BlockName, Landing
-from services.worker.tiers.block_check import FOREIGN, fault_of
-from services.worker.tiers.codecs.block_codec import decode
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.deadlines import Deadlines
-from services.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
-from services.worker.tiers.remote_counts import RemoteCounts
-from services.worker.tiers.source import Source
-from services.worker.tiers.vault_ring import Share
 
 WATCH_S = 0.02  # how soon a closed landing is noticed while nothing arrives
 GRACE_S = 0.3  # for a part nobody wants any more to end in good order, keeping its connection

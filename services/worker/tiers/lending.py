@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.tiers.peer_store import LentBlock
+from kvfleet.worker.tiers.prospect import BlockName
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import pack_ids
-from services.worker.block_pool import BlockPool
-from services.worker.tiers.peer_store import LentBlock
-from services.worker.tiers.prospect import BlockName
-from services.worker.tiers.tiers import Tiers
 
 T = TypeVar("T")
 

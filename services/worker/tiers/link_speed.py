@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.worker.tiers.base import LinkSpeed
+from kvfleet.worker.tiers.base import LinkSpeed
 
 KEPT = 0.8  # of each measurement's weight when the next one comes
 SHRINK_WEIGHT = 0.3  # of the newest fetch

@@ -8,8 +8,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from kvfleet.worker.tiers.base import BlockName, Finding
 from kvproto.messages import Tier
-from services.worker.tiers.base import BlockName, Finding
 
 
 class Look:

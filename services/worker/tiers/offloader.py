@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.content_index import depth_of
+from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.sequence import Sequence as EngineSequence
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.copier import Copier, CopyJob
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.prospect import BlockName
+from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import Root, own_root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
-from services.worker.block_pool import BlockPool
-from services.worker.content_index import depth_of
-from services.worker.model.base import BlockMemory
-from services.worker.sequence import Sequence as EngineSequence
-from services.worker.tiers.base import Remote
-from services.worker.tiers.copier import Copier, CopyJob
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import BlockName
-from services.worker.tiers.reuse import ReuseWatch
 
 BATCH_BYTES = 32 * 1024 * 1024
 MOST_QUEUED = 1024  # chains

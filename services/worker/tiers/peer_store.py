@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvfleet.worker.tiers.base import BlockName
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.serving import BlockStore
-from services.worker.tiers.base import BlockName
 
 LENDINGS = 4  # each of a listener's batch at most
 PATIENCE_S = 0.5  # of a peer's connection for a lending to become free; then it is told that nothing is there

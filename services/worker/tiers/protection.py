@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.sequence import Sequence, State
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.break_even import SURE
+from kvfleet.worker.tiers.copier import Copier
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.offloader import Chain, Offloader
 from kvproto.messages import Tier
-from services.worker.block_pool import BlockPool
-from services.worker.sequence import Sequence, State
-from services.worker.tiers.base import Remote
-from services.worker.tiers.break_even import SURE
-from services.worker.tiers.copier import Copier
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.offloader import Chain, Offloader
 
 PERIOD_S = 1.0
 PROTECT_S = 0.25  # of computing

@@ -18,6 +18,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvfleet.worker.tiers.asking import asking
+from kvfleet.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.connection_thread import Connect
+from kvfleet.worker.tiers.deadlines import Deadlines
+from kvfleet.worker.tiers.fetching import Fetch, Intake
+from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, is_laggard, slowest
+from kvfleet.worker.tiers.looking import Look
+from kvfleet.worker.tiers.quarantine import Quarantine
+from kvfleet.worker.tiers.remote_counts import RemoteCounts
+from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source
+from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.vault_ring import Share, VaultRing, by_root
+from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
@@ -26,20 +40,6 @@ from kvproto.messages import Tier, TierLoad
 from kvproto.regions import split
 from kvservice import tracing
 from kvservice.tracing import Tracer
-from services.worker.tiers.asking import asking
-from services.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.connection_thread import Connect
-from services.worker.tiers.deadlines import Deadlines
-from services.worker.tiers.fetching import Fetch, Intake
-from services.worker.tiers.link_speed import LinkSpeedMeter, is_laggard, slowest
-from services.worker.tiers.looking import Look
-from services.worker.tiers.quarantine import Quarantine
-from services.worker.tiers.remote_counts import RemoteCounts
-from services.worker.tiers.source import LOOK_LIMIT_S, Source
-from services.worker.tiers.source_address import SourceAddress
-from services.worker.tiers.vault_ring import Share, VaultRing, by_root
-from services.worker.tiers.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 

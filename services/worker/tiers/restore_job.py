@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvfleet.worker.sequence import Sequence as EngineSequence
+from kvfleet.worker.tiers.base import Landing
+from kvfleet.worker.tiers.break_even import Part
+from kvfleet.worker.tiers.copier import CopyJob
 from kvproto.block_hash import Root
 from kvproto.messages import Tier
-from services.worker.sequence import Sequence as EngineSequence
-from services.worker.tiers.base import Landing
-from services.worker.tiers.break_even import Part
-from services.worker.tiers.copier import CopyJob
 
 
 class Arrived(NamedTuple):

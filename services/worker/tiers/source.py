@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvfleet.worker.tiers.base import LinkSpeed
+from kvfleet.worker.tiers.connection_thread import Connect, ConnectionThread, Job
+from kvfleet.worker.tiers.link_speed import LinkSpeedMeter
+from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.messages import Tier
-from services.worker.tiers.base import LinkSpeed
-from services.worker.tiers.connection_thread import Connect, ConnectionThread, Job
-from services.worker.tiers.link_speed import LinkSpeedMeter
-from services.worker.tiers.source_address import SourceAddress
 
 LOOK_LIMIT_S = 0.02
 LATE_LOOKS = 3  # in a row, before there is a pause: one alone says that somebody's cores were busy

@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvfleet.worker.block_pool import BlockPool, Match
+from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.pool_integrity import PoolAudit, check_integrity
+from kvfleet.worker.sequence import Sequence as EngineSequence
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.copier import Copier
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.offloader import Offloader
+from kvfleet.worker.tiers.prospect import BlockName, names_of
+from kvfleet.worker.tiers.protection import Protector
+from kvfleet.worker.tiers.restorer import Restorer
+from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
 from kvproto.messages import Tier, TierEvents, TierLoad
-from services.worker.block_pool import BlockPool, Match
-from services.worker.model.base import BlockMemory
-from services.worker.pool_integrity import PoolAudit, check_integrity
-from services.worker.sequence import Sequence as EngineSequence
-from services.worker.tiers.base import Remote
-from services.worker.tiers.copier import Copier
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.offloader import Offloader
-from services.worker.tiers.prospect import BlockName, names_of
-from services.worker.tiers.protection import Protector
-from services.worker.tiers.restorer import Restorer
-from services.worker.tiers.reuse import ReuseWatch
 
 PROBE_BLOCKS = 4
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way

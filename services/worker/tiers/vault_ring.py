@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from kvfleet.worker.tiers.base import BlockName
 from kvproto.hash_ring import HashRing
-from services.worker.tiers.base import BlockName
 
 KEEPERS = 2
 

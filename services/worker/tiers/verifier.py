@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 from enum import Enum, auto
 
+from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.tiers.restore_job import Sample
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory
-from services.worker.model.base import ModelRunner
-from services.worker.step_plan import Slice
-from services.worker.tiers.restore_job import Sample
-from services.worker.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 

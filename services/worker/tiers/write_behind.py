@@ -15,18 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.tiers.codecs.block_codec import choose
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+from kvfleet.worker.tiers.connection_thread import Connect, ConnectionThread
+from kvfleet.worker.tiers.deadlines import Deadlines
+from kvfleet.worker.tiers.offload_queue import Offload, OffloadQueue
+from kvfleet.worker.tiers.remote_counts import RemoteCounts
+from kvfleet.worker.tiers.vault_ring import by_root
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, PutStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.messages import Tier
-from services.worker.tiers.base import BlockName
-from services.worker.tiers.codecs.block_codec import choose
-from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
-from services.worker.tiers.connection_thread import Connect, ConnectionThread
-from services.worker.tiers.deadlines import Deadlines
-from services.worker.tiers.offload_queue import Offload, OffloadQueue
-from services.worker.tiers.remote_counts import RemoteCounts
-from services.worker.tiers.vault_ring import by_root
 
 OFFLOAD_LIMIT_S = 10.0
 ERASE_LIMIT_S = 5.0

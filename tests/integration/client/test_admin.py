@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from kvfleet.worker import admin
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest
 from kvproto.messages import AdminCommand, AdminRequest, Inspection, Sampling, Stray
-from services.worker import admin
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

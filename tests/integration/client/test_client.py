@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvfleet.worker import request_desk
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.errors import (
@@ -23,7 +24,6 @@ from kvproto.errors import (
     VersionMismatch,
 )
 from kvproto.messages import Finished, FinishReason, GenerateRequest, Sampling, Started, Tokens
-from services.worker import request_desk
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S, until
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.sequence import SequenceSpec
 from kvproto.block_hash import chain
 from kvproto.client import Client, Generation
 from kvproto.errors import KvfleetError
 from kvproto.messages import Sampling, Started
-from services.worker.engine import Engine
-from services.worker.sequence import SequenceSpec
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection, Message
@@ -30,7 +31,6 @@ from kvproto.messages import (
 from kvproto.stream import Stream
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvservice.membership import member_record
-from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from kvfleet.placement.loop import PlacementLoop
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
 from kvproto.ids import new_process_id
@@ -17,7 +18,6 @@ from kvproto.messages import Role, Sampling, Tokens
 from kvproto.stream import Stream
 from kvproto.subjects import PLACEMENT_INBOX, inbox_prefix
 from kvservice.membership import member_record
-from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from kvfleet.worker.model.fake import FakeRunner
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.messages import CancelRequest, Failed, Frame, GenerateRequest, Sampling, Started
-from services.worker.model.fake import FakeRunner
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

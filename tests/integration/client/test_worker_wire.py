@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvfleet.worker import prospector, request_desk
+from kvfleet.worker.main import prompt_encoder_of
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation
@@ -36,8 +38,6 @@ from kvproto.messages import (
     WorkerStats,
 )
 from kvproto.subjects import Subjects
-from services.worker import prospector, request_desk
-from services.worker.main import prompt_encoder_of
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

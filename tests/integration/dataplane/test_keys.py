@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvfleet.cli.init import create_buckets
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.dataplane.client import DataPlaneClient
@@ -21,7 +22,6 @@ from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import Unavailable
 from kvproto.subjects import ADMIN_INBOX, INGRESS_INBOX, VAULT_INBOX, WORKER_INBOX, Subjects
 from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory
-from services.cli.init import create_buckets
 from tests.integration.dataplane.conftest import soon
 from tests.integration.dataplane.stores import IDENTITY, MemoryStore
 from tests.support.waiting import LIMIT_S, until

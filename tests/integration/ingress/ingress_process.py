@@ -34,7 +34,7 @@ class IngressProcess:
         self._log = folder / "ingress.log"
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                launch.command("services.ingress.main", f"--parent-pid={os.getpid()}"),
+                launch.command("kvfleet.ingress.main", f"--parent-pid={os.getpid()}"),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

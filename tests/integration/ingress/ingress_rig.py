@@ -13,19 +13,19 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from kvfleet.ingress.api_keys import KeySet, parse_keys
+from kvfleet.ingress.app import create_app, for_browsers
+from kvfleet.ingress.audit import NO_AUDIT, Audit
+from kvfleet.ingress.config import IngressConfig
+from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.ids import new_epoch, new_process_id
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, Subjects, inbox_prefix
-from services.ingress.api_keys import KeySet, parse_keys
-from services.ingress.app import create_app, for_browsers
-from services.ingress.audit import NO_AUDIT, Audit
-from services.ingress.config import IngressConfig
-from services.ingress.ingress import Ingress
-from services.ingress.tenancy import Tenancy
-from services.placement.loop import PlacementLoop
 from tests.support.waiting import LIMIT_S
 from tests.support.waiting import until as until  # its tests take it from here
 

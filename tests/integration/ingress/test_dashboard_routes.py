@@ -6,11 +6,11 @@ from importlib import resources
 
 from ingress_rig import Serve, Served
 
-from services.ingress.api_keys import hash_key
-from services.ingress.dashboard.page import HEADERS, INDEX, TYPES, read_files, suffix
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.dashboard.page import HEADERS, INDEX, TYPES, read_files, suffix
 
 KEYS = f'[[keys]]\nname = "root"\nsha256 = "{hash_key("root")}"\nadmin = true\n'
-FILES = read_files(resources.files("services.ingress.dashboard"))
+FILES = read_files(resources.files("kvfleet.ingress.dashboard"))
 PATHS = {"/" if name == INDEX else f"/dashboard/{name}": name for name in FILES}
 
 

@@ -12,7 +12,7 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 from test_ingress_limits_http import COMPLETION, keys_of
 
-from services.ingress import body_reader, prompts
+from kvfleet.ingress import body_reader, prompts
 from tests.support.waiting import LIMIT_S
 
 LONG_IDS = [7] * 2_000_000  # about 4 MB of JSON

@@ -12,9 +12,9 @@ from cut_streams import read
 from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.audit import REFUSED_PER_ADDRESS, Audit
 from kvproto.ids import session_key
-from services.ingress.api_keys import hash_key
-from services.ingress.audit import REFUSED_PER_ADDRESS, Audit
 
 GENERATE, COMPLETION = "/generate", "/v1/completions"
 KEYS = json.dumps(

@@ -60,7 +60,7 @@ def start(nats_url: str, fleet_buckets: Subjects, worker: ScriptedWorker, tmp_pa
         told = [f"--nats-url={nats_url}", f"--namespace={fleet_buckets.namespace}", f"--port={port}", *flags]
         with (tmp_path / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *launch.command("services.ingress.main", *told), stdout=log, stderr=log, env=os.environ
+                *launch.command("kvfleet.ingress.main", *told), stdout=log, stderr=log, env=os.environ
             )
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S, trust_env=False) as http:
             running = Running(http, process)

@@ -14,15 +14,15 @@ from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
+from kvfleet.cli.commands import app
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.placement import long_questions
+from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.placement_metrics import readings
 from kvproto import explanations
 from kvproto.messages import Actual, Role
 from kvproto.subjects import Subjects
 from kvservice.metrics import LiveCollector
-from services.cli.commands import app
-from services.ingress.api_keys import hash_key
-from services.placement import long_questions
-from services.placement.loop import PlacementLoop
-from services.placement.placement_metrics import readings
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
 
@@ -183,7 +183,7 @@ async def test_others_do_not_learn_that_an_id_exists(fleet: Fleet) -> None:
 async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_decided(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.ingress.listings.KEPT_S", 0.0)
+    monkeypatch.setattr("kvfleet.ingress.listings.KEPT_S", 0.0)
     http = fleet.served.http
 
     async def newest(headers: dict[str, str], query: str = "") -> list[dict[str, Any]]:

@@ -7,10 +7,10 @@ import json
 from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.session_blocks import SessionBlocks
 from kvproto.messages import AdminCommand, TierLoad
 from kvproto.subjects import Subjects
-from services.ingress.api_keys import hash_key
-from services.ingress.session_blocks import SessionBlocks
 
 
 async def test_workers_and_sums(served: Served, worker: ScriptedWorker) -> None:

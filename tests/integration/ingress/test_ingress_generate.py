@@ -12,12 +12,12 @@ import pytest
 from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
+from kvfleet.ingress import session_blocks
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.config import SessionLimits
 from kvproto import codec
 from kvproto.messages import Accepted, AdminCommand, GenerateRequest, Sampling, SessionHead, Turn
 from kvproto.subjects import Subjects
-from services.ingress import session_blocks
-from services.ingress.api_keys import hash_key
-from services.ingress.config import SessionLimits
 from tests.support import sse
 
 

@@ -10,11 +10,11 @@ import pytest
 from ingress_rig import Serve, Served
 from scripted_worker import ScriptedWorker
 
+from kvfleet.ingress.api_keys import hash_key
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import Failed, PlaceRequest
 from kvproto.subjects import Subjects
-from services.ingress.api_keys import hash_key
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "demo", "messages": [{"role": "user", "content": "x"}]},

@@ -15,9 +15,9 @@ import pytest
 from ingress_process import IngressProcess, write_certificate
 from scripted_worker import ScriptedWorker
 
+from kvfleet.ingress.api_keys import hash_key
 from kvproto.subjects import Subjects
 from kvproto.testing.free_ports import free_port
-from services.ingress.api_keys import hash_key
 from tests.support.local_issuer import LocalIssuer, token
 from tests.support.waiting import LIMIT_S, until
 
@@ -238,9 +238,9 @@ async def test_no_key_is_in_anything_that_is_written(
     ],
 )
 async def test_an_ingress_does_not_start_half_guarded(settings: dict[str, str], named: str) -> None:
+    from kvfleet.ingress.access import Access
+    from kvfleet.ingress.settings import IngressSettings
     from kvproto.errors import InvalidRequest
-    from services.ingress.access import Access
-    from services.ingress.settings import IngressSettings
 
     with pytest.raises(InvalidRequest) as error:
         Access(IngressSettings(**settings), lambda: 0.0)  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from cut_streams import Event, read, steps, texts
 from ingress_rig import Serve, Served, serve, start_placement, until
 from scripted_worker import ScriptedWorker
 
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.config import RunLimits
 from kvproto.subjects import Subjects
-from services.ingress.api_keys import hash_key
-from services.ingress.config import RunLimits
 from tests.support import sse
 from tests.support.fake_fleet import FakeFleet
 

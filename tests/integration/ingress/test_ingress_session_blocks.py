@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from ingress_rig import Served, serve, until
 
+from kvfleet.ingress import strays
+from kvfleet.ingress.api_keys import hash_key
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.client import Generation
 from kvproto.messages import Sampling
 from kvproto.subjects import Subjects
-from services.ingress import strays
-from services.ingress.api_keys import hash_key
-from services.worker.engine import Engine
-from services.worker.tiers.reuse import ReuseWatch
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

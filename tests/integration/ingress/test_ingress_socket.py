@@ -20,7 +20,7 @@ async def start(nats_url: str, namespace: str, listener: socket.socket, log: Pat
     flags = [f"--nats-url={nats_url}", f"--namespace={namespace}", f"--port={port}"]
     with log.open("ab") as output:
         return await asyncio.create_subprocess_exec(
-            *launch.command("services.ingress.main", *flags, f"--listen-fd={listener.fileno()}"),
+            *launch.command("kvfleet.ingress.main", *flags, f"--listen-fd={listener.fileno()}"),
             stdout=output, stderr=output, env=os.environ, pass_fds=[listener.fileno()],
         )  # fmt: skip
 
@@ -48,7 +48,7 @@ async def test_what_is_no_socket_is_one_line(nats_url: str, fleet_buckets: Subje
         number = file.fileno()
         flags = [f"--nats-url={nats_url}", f"--namespace={fleet_buckets.namespace}", f"--listen-fd={number}"]
         process = await asyncio.create_subprocess_exec(
-            *launch.command("services.ingress.main", *flags, "--log-level=warning"),
+            *launch.command("kvfleet.ingress.main", *flags, "--log-level=warning"),
             stderr=asyncio.subprocess.PIPE, env=os.environ, pass_fds=[number],
         )  # fmt: skip
         _, said = await asyncio.wait_for(process.communicate(), LIMIT_S)

@@ -51,7 +51,7 @@ def write_certificate(folder: Path) -> tuple[Path, Path]:
 
 async def start(*flags: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *launch.command("services.ingress.main", *flags),
+        *launch.command("kvfleet.ingress.main", *flags),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, env=os.environ,
     )  # fmt: skip
 

@@ -21,9 +21,9 @@ import pytest
 from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from typer.testing import CliRunner
 
+from kvfleet.cli.commands import app
+from kvfleet.ingress.api_keys import hash_key
 from kvproto.subjects import Subjects
-from services.cli.commands import app
-from services.ingress.api_keys import hash_key
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
 
@@ -154,7 +154,7 @@ class Terminal:
 async def test_live_in_a_terminal(served: Served) -> None:
     """Both ends at once, since starting Python takes its time: q in one, SIGINT in the other."""
     await ask(served, 1)
-    command = [sys.executable, "-P", "-m", "services.cli.main", "top", f"--url={served.url}", "--api-key=root"]
+    command = [sys.executable, "-P", "-m", "kvfleet.cli.main", "top", f"--url={served.url}", "--api-key=root"]
     terminals = [Terminal([*command, "--interval=0.2"], 120, 24) for _ in range(2)]
     try:
         for terminal in terminals:

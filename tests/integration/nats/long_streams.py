@@ -20,8 +20,8 @@ from typing import Any
 import msgpack
 import nats
 
+from kvfleet.worker.model_folder import DEMO_FOLDER
 from kvproto.ids import new_request_id
-from services.worker.model_folder import DEMO_FOLDER
 from tests.support.processes import Deployment
 from tests.support.waiting import LIMIT_S
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvfleet.ingress.callers import Caller, Limits
+from kvfleet.ingress.limits import Limiter
+from kvfleet.ingress.shared_usage import SharedUsage
+from kvfleet.ingress.shared_usage_exchange import UsageExchange
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
-from services.ingress.callers import Caller, Limits
-from services.ingress.limits import Limiter
-from services.ingress.shared_usage import SharedUsage
-from services.ingress.shared_usage_exchange import UsageExchange
 from tests.support.waiting import LIMIT_S
 
 CALLER = Caller("k", "t", limits=Limits(requests_per_minute=600))

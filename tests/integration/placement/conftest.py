@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from fake_fleet import BareProducer, FakeWorker, StartPlacement, StartWorker, open_placement
 
+from kvfleet.placement.loop import PlacementLoop
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
-from services.placement.loop import PlacementLoop
 
 
 @pytest_asyncio.fixture

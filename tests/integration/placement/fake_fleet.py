@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import nats
 
+from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.connection import JSON_HEADER, Connection, Message, is_no_responders
@@ -38,7 +39,6 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import PLACEMENT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
-from services.placement.loop import PlacementLoop
 from tests.support.waiting import LIMIT_S
 
 MODEL = "demo"

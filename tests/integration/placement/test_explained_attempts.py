@@ -7,11 +7,11 @@ from typing import Any
 
 from fake_fleet import MODEL, StartPlacement, StartWorker
 
+from kvfleet.placement.ledger import ATTEMPTS_KEPT
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.messages import ExplainRequest, Explanation, PlaceRequest
 from kvproto.subjects import Subjects
-from services.placement.ledger import ATTEMPTS_KEPT
 from tests.support.waiting import LIMIT_S
 
 ATTEMPTS = 2_000  # of a decision of about half a kilobyte each: together more than a message may have

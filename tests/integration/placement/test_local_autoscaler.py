@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest_asyncio
 
+from kvfleet.cli.autoscaler import Known, LocalAutoscaler
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message
@@ -24,7 +25,6 @@ from kvproto.messages import (
 )
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
-from services.cli.autoscaler import Known, LocalAutoscaler
 
 MODEL = "demo"
 WORKERS = ("w0", "w1", "w2")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from fake_fleet import StartPlacement
 
+from kvfleet.placement import long_questions
+from kvfleet.placement.ledger import CANDIDATES_KEPT, Considered, Entry
+from kvfleet.placement.long_questions import MAX_WAITING
+from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.price_kernel import COST
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import ExplainRequest, Explanation, Placement
 from kvproto.subjects import Subjects
-from services.placement import long_questions
-from services.placement.ledger import CANDIDATES_KEPT, Considered, Entry
-from services.placement.long_questions import MAX_WAITING
-from services.placement.loop import PlacementLoop
-from services.placement.price_kernel import COST
 from tests.support.waiting import LIMIT_S, until
 
 ASKED = 150

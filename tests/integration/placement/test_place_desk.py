@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fake_fleet import MODEL, StartPlacement, StartWorker
 
+from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.place_desk import MAX_WAITING, MOST
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import WorkerLost
@@ -16,8 +18,6 @@ from kvproto.messages import PlaceRequest
 from kvproto.placement_answers import read_placement
 from kvproto.sealed_inbox import sealed_prefix
 from kvproto.subjects import Subjects
-from services.placement.loop import PlacementLoop
-from services.placement.place_desk import MAX_WAITING, MOST
 from tests.support.waiting import LIMIT_S, until
 
 KEY = b"the fleet's"

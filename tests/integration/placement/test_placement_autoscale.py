@@ -10,6 +10,11 @@ import pytest
 import pytest_asyncio
 from fake_fleet import MODEL, FakeWorker, StartWorker
 
+from kvfleet.cli.autoscaler import ask_all
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.hearing import Hearing
+from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.placement_metrics import readings
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.connection import Connection
@@ -18,11 +23,6 @@ from kvproto.ids import new_epoch, new_process_id
 from kvproto.messages import Load, MemberRecord, ModelSignals, PlacementStats, Rates, Role, State
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvservice.metrics import Reading
-from services.cli.autoscaler import ask_all
-from services.placement.autoscale import Rules
-from services.placement.hearing import Hearing
-from services.placement.loop import PlacementLoop
-from services.placement.placement_metrics import readings
 from tests.support.waiting import LIMIT_S, until
 
 RULES = Rules(minimum=0, maximum=8, up_s=1.8, down_s=1.8)

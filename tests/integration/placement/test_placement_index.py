@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 from fake_fleet import StartPlacement
 
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.loop import PlacementLoop
 from kvproto.client import Client
 from kvproto.codec import encode, encode_events
 from kvproto.generation import Generation
 from kvproto.messages import Finished, KvEvents, Sampling, Started
 from kvproto.subjects import Subjects
-from services.placement.index.follower import Follows
-from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S, until
 

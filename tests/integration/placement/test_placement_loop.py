@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from fake_fleet import MODEL, BareProducer, StartPlacement, StartWorker, fleet_on
 
+from kvfleet.placement import patience
+from kvfleet.placement.actions import Action
+from kvfleet.placement.events import Event, Tick
+from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.buckets import Bucket
@@ -21,10 +25,6 @@ from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFou
 from kvproto.messages import Load, PlacementStats, PlaceRequest
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
-from services.placement import patience
-from services.placement.actions import Action
-from services.placement.events import Event, Tick
-from services.placement.loop import PlacementLoop
 from tests.support.waiting import LIMIT_S, until
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_fleet import MODEL, BareProducer, FakeWorker, StartPlacement, StartWorker
 
+from kvfleet.placement.loop import QUEUE, PlacementLoop
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import (
@@ -23,7 +24,6 @@ from kvproto.messages import (
     State,
 )
 from kvproto.subjects import Subjects
-from services.placement.loop import QUEUE, PlacementLoop
 from tests.support.waiting import LIMIT_S, until
 
 

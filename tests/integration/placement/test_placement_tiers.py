@@ -14,6 +14,8 @@ import pytest
 import pytest_asyncio
 from fake_fleet import MODEL, StartPlacement
 
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.block_hash import chain, digest_term
 from kvproto.buckets import Bucket
@@ -51,8 +53,6 @@ from kvproto.messages import (
 )
 from kvproto.subjects import VAULT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
 from kvproto.tenant_roots import TenantRoots
-from services.placement.index.follower import Follows
-from services.placement.loop import PlacementLoop
 from tests.support.waiting import LIMIT_S, until
 
 KEY = b"secret"
@@ -271,7 +271,7 @@ async def test_the_victim_is_asked_for_and_garbage_is_not_answered(fleet: Tiered
 async def drain(subjects: Subjects, url: str, *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "services.cli.main", "drain", *arguments,
+        sys.executable, "-P", "-m", "kvfleet.cli.main", "drain", *arguments,
         "--nats-url", url, "--namespace", subjects.namespace,
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}", "COLUMNS": "200"},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

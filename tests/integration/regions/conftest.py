@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvfleet.cli.init import create_buckets
+from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.connection import Connection
@@ -20,8 +22,6 @@ from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_regions import NatsRegions
-from services.cli.init import create_buckets
-from services.placement.loop import PlacementLoop
 from tests.support.fake_fleet import FakeFleet
 
 FLEET_KEY = "secret of both regions"

@@ -45,7 +45,7 @@ async def finished(regions: TwoRegions, request: GenerateRequest) -> None:
 async def test_blocks_cross_where_that_is_quicker(
     regions: TwoRegions, tmp_path: Path, link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.tiers.source.PROBE_BYTES", 4096)  # the fake runner's blocks are as small
+    monkeypatch.setattr("kvfleet.worker.tiers.source.PROBE_BYTES", 4096)  # the fake runner's blocks are as small
     home = await regions.us.worker("w0", sockets=tmp_path, region="us", **PACE)
     far = await regions.eu.worker("w7", sockets=tmp_path, region="eu", **PACE)
     client = await regions.us.client()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvfleet.ingress import session_blocks
+from kvfleet.worker.engine import Engine
 from kvproto.client import Client, Generation
 from kvproto.messages import Sampling
 from kvproto.regions import qualify
-from services.ingress import session_blocks
-from services.worker.engine import Engine
 from tests.integration.ingress.ingress_rig import Served, serve
 from tests.integration.regions.conftest import TwoRegions
 from tests.support.waiting import LIMIT_S, until

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvfleet.cli.operator_login import Login
 from kvproto.connection import Connection
 from kvproto.subjects import inbox_prefix
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
 from kvservice.nats_connection import tls_context
 from kvservice.settings import ServiceSettings
-from services.cli.operator_login import Login
 from tests.support.secrets_rig import Secrets, production, tls_url
 from tests.support.waiting import LIMIT_S
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer, Limits
 from kvservice.data_plane import DataPlaneSettings, client_context, server_context
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, MemoryStore, made_many
 from tests.integration.worker_tiers.rig import FORMAT, HOST, KEYS, SHAPE, DictStore, Fetched, names_of, ready
 from tests.support.secrets_rig import Secrets

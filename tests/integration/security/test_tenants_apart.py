@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvfleet.vault.store import VaultStore
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection, Message
@@ -37,7 +38,6 @@ from kvproto.messages import (
 from kvproto.sealed_inbox import sealed_prefix
 from kvproto.subjects import INGRESS_INBOX, Subjects
 from kvproto.tenant_roots import TenantRoots
-from services.vault.store import VaultStore
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, chain, hashes
 from tests.support.waiting import LIMIT_S, until

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
+from kvfleet.vault.disk import DiskStore
+from kvfleet.vault.disk_thread import DiskThread
+from kvfleet.vault.store import VaultStore
+from kvfleet.worker.tiers.base import Landing
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvproto.dataplane import wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
@@ -20,11 +25,6 @@ from kvproto.messages import Tier
 from kvservice.block_spans import recorder_of
 from kvservice.tracing import NULL
 from kvservice.tracing_otel import OtelTracer
-from services.vault.disk import DiskStore
-from services.vault.disk_thread import DiskThread
-from services.vault.store import VaultStore
-from services.worker.tiers.base import Landing
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
 from tests.integration.vault.vault_rig import get, put, soon
 from tests.integration.worker_tiers import rig
 from tests.integration.worker_tiers.rig import KEYS, Vault, names_of, ready

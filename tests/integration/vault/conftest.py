@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from vault_rig import Fleet
 
+from kvfleet.placement.warm_up import warm_up
 from kvproto.subjects import Subjects
-from services.placement.warm_up import warm_up
 
 
 @pytest.fixture(scope="session")

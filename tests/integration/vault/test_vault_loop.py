@@ -13,6 +13,12 @@ import pytest
 import pytest_asyncio
 from vault_rig import Fleet, replayed, split
 
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.vault.block_table import bytes_for
+from kvfleet.vault.changes import BLOCKS_PER_EVENT
+from kvfleet.vault.loop import VaultLoop
+from kvfleet.vault.store import VaultStore
 from kvproto import codec
 from kvproto.block_hash import digest_term, in_tier
 from kvproto.buckets import Bucket
@@ -21,12 +27,6 @@ from kvproto.dataplane.server import DataPlaneServer
 from kvproto.members import Lease
 from kvproto.messages import KvEvents, Role, Snapshot, State, Tier
 from kvservice.membership import member_record
-from services.placement.index.follower import Follows
-from services.placement.index.kv_indexer import KvIndexer
-from services.vault.block_table import bytes_for
-from services.vault.changes import BLOCKS_PER_EVENT
-from services.vault.loop import VaultLoop
-from services.vault.store import VaultStore
 from tests.support.kv_blocks import ROOT, Block, chain, hashes
 from tests.support.waiting import LIMIT_S, until
 

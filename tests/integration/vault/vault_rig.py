@@ -110,7 +110,7 @@ class Vault:
         self.record: MemberRecord
         self._log = fleet.folder / f"{name}-{uuid.uuid4().hex}.log"
         self._clients: list[DataPlaneClient] = []
-        command = launch.command("services.vault.main", f"--id={name}", f"--nats-url={fleet.nats_url}")
+        command = launch.command("kvfleet.vault.main", f"--id={name}", f"--nats-url={fleet.nats_url}")
         command += [f"--namespace={fleet.subjects.namespace}", f"--log-level={log_level}", *flags]
         with self._log.open("wb") as errors:
             self.process = subprocess.Popen(

@@ -8,21 +8,21 @@ from __future__ import annotations
 import sys
 import time
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.prospect import Prospect, names_of
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.messages import Sampling, Tier
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import SequenceSpec
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress
-from services.worker.tiers.tiers import Tiers
 from tests.integration.worker_tiers.rig import BLOCK_SIZE, HOST, KEYS, ROOT
 
 BLOCKS = 128

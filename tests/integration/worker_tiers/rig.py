@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
+from kvfleet.worker.tiers.base import BlockName, Finding, Landing
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto.block_hash import Root, chain, pack_ids, parent_of
 from kvproto.dataplane.block import BlockCodec, BlockHeader, kv_format, runs_of
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.messages import Tier
-from services.worker.tiers.base import BlockName, Finding, Landing
-from services.worker.tiers.codecs.block_shape import BlockShape
-from services.worker.tiers.remote import RemoteSettings, RemoteTiers
-from services.worker.tiers.source_address import SourceAddress
 from tests.support.waiting import LIMIT_S, wait_until
 
 KEYS = KeyRing({"first": b"k" * 32})

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvfleet.worker.tiers.connection_thread import MAX_JOBS, ConnectionThread
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import PeerGone
-from services.worker.tiers.connection_thread import MAX_JOBS, ConnectionThread
 from tests.integration.worker_tiers.rig import KEYS, Vault
 from tests.support.waiting import LIMIT_S, wait_until
 

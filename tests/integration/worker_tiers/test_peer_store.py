@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.worker.tiers import peer_store
+from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.tiers.peer_store import LENDINGS, LentBlock, PeerStore
+from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.messages import Tier
-from services.worker.tiers import peer_store
-from services.worker.tiers.base import BlockName
-from services.worker.tiers.peer_store import LENDINGS, LentBlock, PeerStore
-from services.worker.tiers.source_address import SourceAddress
 from tests.integration.worker_tiers.conftest import MakeRemote
 from tests.integration.worker_tiers.rig import (
     FORMAT,

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.worker.peers import MOST_PEERS, Peers
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tier_network import TierNetwork
+from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
@@ -16,10 +20,6 @@ from kvproto.dataplane.keys import ensure_key
 from kvproto.members import Lease, Members
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import Subjects
-from services.worker.peers import MOST_PEERS, Peers
-from services.worker.settings import WorkerSettings
-from services.worker.tier_network import TierNetwork
-from services.worker.tiers.source_address import SourceAddress
 from tests.support.waiting import LIMIT_S
 
 ME = WorkerRecord("me", "e1", "", State.READY, "demo", "", "h", 1, codec.supported_versions(), kv_format=b"f" * 16)

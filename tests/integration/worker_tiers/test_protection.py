@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
+from kvfleet.worker.outputs import SequenceStarted, SequenceTokens
+from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S
 from kvproto.messages import Sampling
-from services.worker.outputs import SequenceStarted, SequenceTokens
-from services.worker.tiers.protection import PERIOD_S, PROTECT_S
 from tests.integration.worker_tiers.protected_worker import (
     PREFILL_TOKENS_PER_S,
     PROMPT,

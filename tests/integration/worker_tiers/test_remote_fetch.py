@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvfleet.worker.tiers.base import LinkSpeed
+from kvfleet.worker.tiers.link_speed import seconds_of
 from kvproto.dataplane import serving
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
 from kvproto.testing.slow_proxy import SlowProxy
-from services.worker.tiers.base import LinkSpeed
-from services.worker.tiers.link_speed import seconds_of
 from tests.integration.worker_tiers.conftest import MakeRemote, MakeVault
 from tests.integration.worker_tiers.rig import (
     SHAPE,
@@ -229,7 +229,7 @@ def test_an_engine_that_gives_up_is_free_at_once_though_the_vault_is_stalled(
 def test_a_fetch_that_nobody_gives_up_fails_by_itself(
     vault: Vault, make_remote: MakeRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.tiers.fetching.SLACK_S", 0.3)
+    monkeypatch.setattr("kvfleet.worker.tiers.fetching.SLACK_S", 0.3)
     names = names_of(4)
     vault.store.add(names)
     with SlowProxy(vault.tcp) as proxy:

@@ -86,7 +86,7 @@ def test_a_peer_that_nobody_asks_costs_no_connection_and_is_asked_again_when_nee
     remote.set_peers([peer.address])
     ready(remote, Tier.PEER)
     peer.store.add(names)
-    monkeypatch.setattr("services.worker.tiers.remote.IDLE_S", 0.05)
+    monkeypatch.setattr("kvfleet.worker.tiers.remote.IDLE_S", 0.05)
     time.sleep(0.1)  # longer than that
     wait_until(lambda: remote._peers["w2"]._fetches is None or remote._rest_idle())  # type: ignore[func-returns-value]
     wait_until(lambda: peer.server.counters.open_connections == 0)

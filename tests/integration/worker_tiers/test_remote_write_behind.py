@@ -11,13 +11,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvfleet.worker.tiers import write_behind
+from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
 from kvproto.testing.slow_proxy import SlowProxy
-from services.worker.tiers import write_behind
-from services.worker.tiers.base import BlockName
-from services.worker.tiers.codecs.block_codec import SNR_GATE_DB
-from services.worker.tiers.remote import RemoteTiers
 from tests.integration.worker_tiers.conftest import MakeRemote, MakeVault
 from tests.integration.worker_tiers.rig import (
     ROOT,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
-from services.worker.tiers.remote import RemoteTiers
-from services.worker.tiers.source_address import SourceAddress
 from tests.integration.worker_tiers.conftest import MakeRemote
 from tests.integration.worker_tiers.rig import HOST, SHAPE, Fetched, look, names_of, payload_of
 from tests.support.waiting import wait_until

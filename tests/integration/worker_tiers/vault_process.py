@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvfleet.vault.store import VaultStore
 from kvproto.dataplane.server import DataPlaneServer
-from services.vault.store import VaultStore
 from tests.integration.worker_tiers.rig import KEYS
 
 

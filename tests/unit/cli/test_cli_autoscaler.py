@@ -7,8 +7,8 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.cli.autoscaler import Limits, Wanted, merged, read_limits, steps
 from kvproto.messages import ModelSignals, PlacementStats
-from services.cli.autoscaler import Limits, Wanted, merged, read_limits, steps
 
 
 def a_replica(name: str, **desired: int) -> PlacementStats:

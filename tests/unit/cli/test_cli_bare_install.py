@@ -38,7 +38,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def said(python: str, *command: str, env: dict[str, str] | None = None) -> str:
     """The one line that it ends with."""
-    asked = [python, "-P", "-m", "services.cli.main", *command]
+    asked = [python, "-P", "-m", "kvfleet.cli.main", *command]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env or {})
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import app
+from kvfleet.cli.commands import app
 
 EVIL = "\x1b]0;taken\x07\r[/b][red]\x9b2J\x7f\ud800"
 SHOWN = "[/b][red]"

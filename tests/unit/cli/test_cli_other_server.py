@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import app
+from kvfleet.cli.commands import app
 
 COMMANDS = {
     "generate": ["generate", "x"],

@@ -14,21 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.cli.console import out
-from services.cli.plan import _show
-from services.cli.plan_rates import NoRates, of_file, read
-from services.cli.planning import Demand, Worker, erlang_c, fleet_of, lognormal, plan, ttft_share
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.simulation import FleetShape, Simulation
-from services.placement.simulate.trace import Row, make_trace
-from services.placement.warm_up import warm_up
+from kvfleet.cli.console import out
+from kvfleet.cli.plan import _show
+from kvfleet.cli.plan_rates import NoRates, of_file, read
+from kvfleet.cli.planning import Demand, Worker, erlang_c, fleet_of, lognormal, plan, ttft_share
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.simulation import FleetShape, Simulation
+from kvfleet.placement.simulate.trace import Row, make_trace
+from kvfleet.placement.warm_up import warm_up
 
 WORKER = Worker(prefill_tokens_per_s=8000.0, decode_s=0.015, decode_each_s=0.0003)
 DEMAND = Demand(requests_per_s=10.0, ttft_s=2.5, input_tokens=3000, output_tokens=100, input_cv=0.5, share=0.95)
 
 
 def kvfleet(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "services.cli.main", "plan", "demo", *flags]
+    command = [sys.executable, "-P", "-m", "kvfleet.cli.main", "plan", "demo", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import app
+from kvfleet.cli.commands import app
 
 HERE = "http://127.0.0.1:1"
 PLAN = ["plan", "demo", "--requests-per-second=1", "--ttft=1"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import app
+from kvfleet.cli.commands import app
 from tests.support.waiting import LIMIT_S
 
 DRAINS = """

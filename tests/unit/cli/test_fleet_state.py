@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.cli.fleet_state import fleet_key
 from kvproto.errors import InvalidRequest
-from services.cli.fleet_state import fleet_key
 
 
 def test_the_key_stays_the_same_and_is_this_users_alone(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.cli.autoscaler import LocalAutoscaler
-from services.cli.fleet import Fleet
-from services.cli.processes import Child, spawn
+from kvfleet.cli.autoscaler import LocalAutoscaler
+from kvfleet.cli.fleet import Fleet
+from kvfleet.cli.processes import Child, spawn
 
 STAYS = "exec sleep 600"
 FAILS = "exit 3"

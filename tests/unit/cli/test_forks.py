@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.cli.forks import Forked, Forks, of_services, of_workers
+from kvfleet.cli.processes import popen
 from kvservice import launch
-from services.cli.forks import Forked, Forks, of_services, of_workers
-from services.cli.processes import popen
 from tests.support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
@@ -132,8 +132,8 @@ def test_a_service_is_shown_as_what_would_be_started(forks_of: Callable[[], Fork
     """And the server of workers is a process of the other one, which ends with it."""
     services, workers = of_services(), of_workers()
     try:
-        child = forks_of().start("services.vault.main", ["--id=v0", "--nats-url=nats://127.0.0.1:1"], {})
-        shown = " ".join(launch.command("services.vault.main", "--id=v0", "--nats-url=nats://127.0.0.1:1"))
+        child = forks_of().start("kvfleet.vault.main", ["--id=v0", "--nats-url=nats://127.0.0.1:1"], {})
+        shown = " ".join(launch.command("kvfleet.vault.main", "--id=v0", "--nats-url=nats://127.0.0.1:1"))
         wait_until(lambda: child.poll() is None and child.pid)
         wait_until(lambda: Path(f"/proc/{child.pid}/cmdline").read_text().startswith(shown))
         child.send_signal(signal.SIGTERM)

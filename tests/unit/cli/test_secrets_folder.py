@@ -14,12 +14,12 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
+from kvfleet.cli.commands import app
+from kvfleet.cli.secrets_certificates import hosts_of, is_of, is_signed_by, pin, read_certificate, read_key
+from kvfleet.cli.secrets_folder import DEFAULT_HOSTS, ROLES, Report, Wanted, fill
+from kvfleet.ingress.api_keys import parse_keys
+from kvfleet.ingress.tenancy import Tenancy
 from kvproto.errors import InvalidRequest, Unavailable
-from services.cli.commands import app
-from services.cli.secrets_certificates import hosts_of, is_of, is_signed_by, pin, read_certificate, read_key
-from services.cli.secrets_folder import DEFAULT_HOSTS, ROLES, Report, Wanted, fill
-from services.ingress.api_keys import parse_keys
-from services.ingress.tenancy import Tenancy
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
 NOW = datetime.now(UTC)

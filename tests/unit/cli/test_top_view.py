@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvfleet.cli.console import printable
+from kvfleet.cli.top_view import Snapshot, milliseconds, page, rate, screen, share, size
 from kvproto.messages import Load, TierLoad
-from services.cli.console import printable
-from services.cli.top_view import Snapshot, milliseconds, page, rate, screen, share, size
 
 HOST = asdict(TierLoad(3, 300_000, 1_000_000, 48, 2, 600, 0.25, 7, 1, {"late": 2, "lost": 0}))
 

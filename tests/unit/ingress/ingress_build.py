@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import services.worker
+import kvfleet.worker
+from kvfleet.ingress.models import ServedModel
+from kvfleet.ingress.tokenizer import ModelTokenizer
 from kvproto.buckets import Entry, StaleRevision
 from kvproto.errors import Unavailable
 from kvproto.messages import Bundle
-from services.ingress.models import ServedModel
-from services.ingress.tokenizer import ModelTokenizer
 
-DEMO = Path(services.worker.__path__[0]) / "demo_model"
+DEMO = Path(kvfleet.worker.__path__[0]) / "demo_model"
 
 
 @cache

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.ingress.admission import FREE_RETURNS, Admission
+from kvfleet.ingress.callers import Caller, Limits
+from kvfleet.ingress.error_bodies import error_body, error_headers, loggable, status_of
 from kvproto.errors import Cancelled, Draining, InvalidRequest, KvfleetError, LimitExceeded, Unavailable
-from services.ingress.admission import FREE_RETURNS, Admission
-from services.ingress.callers import Caller, Limits
-from services.ingress.error_bodies import error_body, error_headers, loggable, status_of
 
 
 def admission_of(most: int = 100) -> Admission:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.ingress.audit import audit_line, open_audit_file
+from kvfleet.ingress.audit_file import AuditFile
 from kvproto.errors import InvalidRequest
-from services.ingress.audit import audit_line, open_audit_file
-from services.ingress.audit_file import AuditFile
 from tests.support.waiting import wait_until
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvfleet.ingress.audit import REFUSED_PER_MINUTE, Audit
+from kvfleet.ingress.callers import Caller
+from kvfleet.ingress.http_exchange import Exchange
 from kvproto.errors import AuthenticationFailed
-from services.ingress.audit import REFUSED_PER_MINUTE, Audit
-from services.ingress.callers import Caller
-from services.ingress.http_exchange import Exchange
 
 
 async def never(*_: Any) -> Any:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.ingress.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
+from kvfleet.ingress.event_writer import Form, Reader
+from kvfleet.ingress.native_events import NativeForm
+from kvfleet.ingress.openai_events import AnswerHead, OpenAiForm
+from kvfleet.ingress.repeats import key_secret, name_request, request_of_key
+from kvfleet.ingress.transcript import Transcript
 from kvproto.errors import InvalidRequest, PromptChanged
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, Tokens
-from services.ingress.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
-from services.ingress.event_writer import Form, Reader
-from services.ingress.native_events import NativeForm
-from services.ingress.openai_events import AnswerHead, OpenAiForm
-from services.ingress.repeats import key_secret, name_request, request_of_key
-from services.ingress.transcript import Transcript
 
 R = "a" * 26
 STARTED = Started(R, 0, "w1", 7, {})

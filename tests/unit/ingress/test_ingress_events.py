@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ingress_build import demo_tokenizer
 
+from kvfleet.ingress.event_ids import START, Position
+from kvfleet.ingress.event_writer import Form
+from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.jobs import Job
+from kvfleet.ingress.native_events import NativeForm
+from kvfleet.ingress.openai_events import AnswerHead, OpenAiForm, answer_body
+from kvfleet.ingress.run_memory import RunMemory
+from kvfleet.ingress.runs import Run
+from kvfleet.ingress.sse import complete, gather, relay
+from kvfleet.ingress.token_spelling import TokenSpelling
+from kvfleet.ingress.transcript import ChoiceTranscript, Transcript
+from kvfleet.ingress.turns import PlainTurn
 from kvproto.errors import KvfleetError, WorkerLost
 from kvproto.generation import Generation
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
-from services.ingress.event_ids import START, Position
-from services.ingress.event_writer import Form
-from services.ingress.http_exchange import Exchange
-from services.ingress.jobs import Job
-from services.ingress.native_events import NativeForm
-from services.ingress.openai_events import AnswerHead, OpenAiForm, answer_body
-from services.ingress.run_memory import RunMemory
-from services.ingress.runs import Run
-from services.ingress.sse import complete, gather, relay
-from services.ingress.token_spelling import TokenSpelling
-from services.ingress.transcript import ChoiceTranscript, Transcript
-from services.ingress.turns import PlainTurn
 
 HOSTILE = st.text() | st.sampled_from(['"}', "\\", "\n\ndata: [DONE]\n\n", "\x00text\x00", "\u2028", "🙂", "\r"])
 STARTED = Started("r", 0, "w1", 7, {"device": 5, "host": 1}, 0.25)

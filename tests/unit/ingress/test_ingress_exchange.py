@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvfleet.ingress import http_exchange
+from kvfleet.ingress.http_exchange import Exchange
 from kvproto.errors import Cancelled
-from services.ingress import http_exchange
-from services.ingress.http_exchange import Exchange
 from tests.support.waiting import LIMIT_S
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import orjson
 
+from kvfleet.ingress.fleet_report import stats_report, workers_report
 from kvproto import codec
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Heartbeat, Load, State, TierLoad, WorkerRecord
-from services.ingress.fleet_report import stats_report, workers_report
 
 HOST = TierLoad(3, 300, 1000, 48, 2, 600, 0.25, 7, 1, {"late": 2})
 VAULT = TierLoad(hit_tokens_total=16, failures_total={"timeout": 1})

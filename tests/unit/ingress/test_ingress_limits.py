@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.ingress import limits as limits_module
+from kvfleet.ingress.callers import Caller, Limits
+from kvfleet.ingress.error_bodies import error_headers
+from kvfleet.ingress.limit_headers import duration, limit_headers
+from kvfleet.ingress.limits import DAY_S, Limiter, Tab
 from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
-from services.ingress import limits as limits_module
-from services.ingress.callers import Caller, Limits
-from services.ingress.error_bodies import error_headers
-from services.ingress.limit_headers import duration, limit_headers
-from services.ingress.limits import DAY_S, Limiter, Tab
 
 MINUTELY = Caller("k", "t", limits=Limits(tokens_per_minute=600))
 

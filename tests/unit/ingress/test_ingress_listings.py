@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from kvfleet.ingress import listings as listings_module
+from kvfleet.ingress.listings import MOST, MOST_OF_ONE, Listings, Question
 from kvproto.errors import LimitExceeded, Unavailable
-from services.ingress import listings as listings_module
-from services.ingress.listings import MOST, MOST_OF_ONE, Listings, Question
 from tests.support.waiting import LIMIT_S
 
 

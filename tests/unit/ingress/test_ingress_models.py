@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from ingress_build import demo_bundle
 
+from kvfleet.ingress.fleet_report import models_report, stats_report, workers_report
+from kvfleet.ingress.models import KEPT_UNNAMED, Models
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, Heartbeat, Rates, State, WorkerRecord
-from services.ingress.fleet_report import models_report, stats_report, workers_report
-from services.ingress.models import KEPT_UNNAMED, Models
 
 
 class Source:

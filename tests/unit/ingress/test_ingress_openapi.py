@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from kvfleet.ingress.app import create_app
+from kvfleet.ingress.fields import fields_of, object_schema
+from kvfleet.ingress.metrics import IngressMetrics
+from kvfleet.ingress.native_schema import GenerateFields, read_generate
+from kvfleet.ingress.openai_schema import ChatFields, CompletionFields, read_chat, read_completion
+from kvfleet.ingress.openapi import OPERATIONS, openapi_document
+from kvfleet.ingress.openapi_answers import COMPONENTS
+from kvfleet.ingress.placement_report import newest_report, placements_report
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Actual, Candidate, Decision
-from services.ingress.app import create_app
-from services.ingress.fields import fields_of, object_schema
-from services.ingress.metrics import IngressMetrics
-from services.ingress.native_schema import GenerateFields, read_generate
-from services.ingress.openai_schema import ChatFields, CompletionFields, read_chat, read_completion
-from services.ingress.openapi import OPERATIONS, openapi_document
-from services.ingress.openapi_answers import COMPONENTS
-from services.ingress.placement_report import newest_report, placements_report
 
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: list[tuple[type, Any, dict[str, Any]]] = [

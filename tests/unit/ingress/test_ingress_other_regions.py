@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from ingress_build import demo_bundle
 
+from kvfleet.ingress.models import Models
+from kvfleet.ingress.other_regions import OtherRegions
 from kvproto import codec
 from kvproto.connection import Message
 from kvproto.errors import WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, RegionModel, RegionSummary, State, WorkerRecord
 from kvproto.subjects import Subjects
-from services.ingress.models import Models
-from services.ingress.other_regions import OtherRegions
 from tests.support.waiting import LIMIT_S
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from kvfleet.cli import explain
+from kvfleet.ingress.api_keys import hash_key, parse_keys
+from kvfleet.ingress.callers import OPEN, Caller, require_policy
+from kvfleet.ingress.native_schema import read_generate
+from kvfleet.ingress.openai_schema import read_chat, read_completion
+from kvfleet.ingress.placement_ask import ANYWHERE, PlacementAsk
+from kvfleet.ingress.placement_report import placements_report, read_request_id
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.messages import Actual, Candidate, Decision
-from services.cli import explain
-from services.ingress.api_keys import hash_key, parse_keys
-from services.ingress.callers import OPEN, Caller, require_policy
-from services.ingress.native_schema import read_generate
-from services.ingress.openai_schema import read_chat, read_completion
-from services.ingress.placement_ask import ANYWHERE, PlacementAsk
-from services.ingress.placement_report import placements_report, read_request_id
 
 REQUEST = "vppkeehnzs2676ab43zauajdmm"
 

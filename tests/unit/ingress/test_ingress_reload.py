@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.ingress import reload as reload_module
+from kvfleet.ingress.api_keys import hash_key, parse_keys
+from kvfleet.ingress.key_file import read_sources
+from kvfleet.ingress.reload import Reload
 from kvproto.errors import InvalidRequest, Unavailable
-from services.ingress import reload as reload_module
-from services.ingress.api_keys import hash_key, parse_keys
-from services.ingress.key_file import read_sources
-from services.ingress.reload import Reload
 from tests.support.waiting import LIMIT_S
 
 POLL_S = 0.03

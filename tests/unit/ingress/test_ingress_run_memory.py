@@ -10,14 +10,14 @@ import pytest
 from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
+from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.openai_events import AnswerHead, answer_body
+from kvfleet.ingress.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
+from kvfleet.ingress.runs import Run
+from kvfleet.ingress.transcript import BASE_BYTES, Transcript
 from kvproto import codec
 from kvproto.errors import PayloadTooLarge, Unavailable
 from kvproto.messages import Finished, FinishReason, Sampling, TokenLogprobs, Tokens
-from services.ingress.config import RunLimits
-from services.ingress.openai_events import AnswerHead, answer_body
-from services.ingress.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
-from services.ingress.runs import Run
-from services.ingress.transcript import BASE_BYTES, Transcript
 
 COUNT = 500
 
@@ -167,6 +167,6 @@ async def test_one_that_is_longer_than_all_that_is_kept_drives_nobody_out() -> N
 
 
 def _named(name: str) -> Any:
-    from services.ingress.repeats import RequestName
+    from kvfleet.ingress.repeats import RequestName
 
     return RequestName(name)

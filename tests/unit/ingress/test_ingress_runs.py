@@ -12,6 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.jobs import Job
+from kvfleet.ingress.native_events import NativeForm
+from kvfleet.ingress.repeats import RequestName
+from kvfleet.ingress.runs import Run, Runs
+from kvfleet.ingress.transcript import Transcript
 from kvproto.errors import (
     Cancelled,
     InvalidRequest,
@@ -23,12 +29,6 @@ from kvproto.errors import (
 )
 from kvproto.generation import Generation
 from kvproto.messages import Continuation, Finished, FinishReason, Sampling, Started, Tokens
-from services.ingress.config import RunLimits
-from services.ingress.jobs import Job
-from services.ingress.native_events import NativeForm
-from services.ingress.repeats import RequestName
-from services.ingress.runs import Run, Runs
-from services.ingress.transcript import Transcript
 
 STARTED = Started("r", 0, "w1", 1, {})
 TOTAL = 6

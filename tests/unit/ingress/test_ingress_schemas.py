@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.ingress.fields import MAX_DEPTH, parse_body
+from kvfleet.ingress.native_schema import read_generate
+from kvfleet.ingress.openai_schema import ChatMessage, check_vocabulary, read_chat, read_completion
+from kvfleet.ingress.repeats import digest_of
+from kvfleet.ingress.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk
+from kvfleet.ingress.sampling_plan import plan_sampling
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling
-from services.ingress.fields import MAX_DEPTH, parse_body
-from services.ingress.native_schema import read_generate
-from services.ingress.openai_schema import ChatMessage, check_vocabulary, read_chat, read_completion
-from services.ingress.repeats import digest_of
-from services.ingress.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk
-from services.ingress.sampling_plan import plan_sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

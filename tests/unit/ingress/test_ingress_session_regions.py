@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvfleet.ingress.sessions import Sessions
+from kvfleet.ingress.transcript import Transcript
 from kvproto import codec
 from kvproto.messages import (
     Finished,
@@ -13,8 +15,6 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.regions import MAX_REGIONS, Regions
-from services.ingress.sessions import Sessions
-from services.ingress.transcript import Transcript
 from tests.unit.ingress.test_ingress_sessions import Rig
 
 

@@ -12,6 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import MemoryBucket
 
+from kvfleet.ingress import sessions as module
+from kvfleet.ingress import turn_sightings
+from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.session_index import SessionIndex, SessionTable, auto_seq_id
+from kvfleet.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_expired
 from kvproto import codec
 from kvproto.errors import (
     InvalidRequest,
@@ -22,11 +27,6 @@ from kvproto.errors import (
     Unavailable,
 )
 from kvproto.messages import SessionHead, Turn
-from services.ingress import sessions as module
-from services.ingress import turn_sightings
-from services.ingress.config import SessionLimits
-from services.ingress.session_index import SessionIndex, SessionTable, auto_seq_id
-from services.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_expired
 
 LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15, commit_patience_s=0.0)
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.ingress import limits, shared_usage
+from kvfleet.ingress.callers import Caller, Limits
+from kvfleet.ingress.limit_headers import limit_headers
+from kvfleet.ingress.limits import DAY_S, Account, Limiter
+from kvfleet.ingress.shared_usage import FORGET_S, MOST_REPEATED, MOST_TOLD, SILENT_S, SharedUsage
+from kvfleet.ingress.shared_usage_exchange import PERIOD_S
 from kvproto import codec
 from kvproto.errors import LimitExceeded
 from kvproto.messages import AccountUsage, UsageReport
-from services.ingress import limits, shared_usage
-from services.ingress.callers import Caller, Limits
-from services.ingress.limit_headers import limit_headers
-from services.ingress.limits import DAY_S, Account, Limiter
-from services.ingress.shared_usage import FORGET_S, MOST_REPEATED, MOST_TOLD, SILENT_S, SharedUsage
-from services.ingress.shared_usage_exchange import PERIOD_S
 
 PAYLOAD = 1024 * 1024
 NOON = 20_000 * DAY_S + DAY_S / 2

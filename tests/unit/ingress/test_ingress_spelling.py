@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from ingress_build import demo_bundle, demo_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kvfleet.ingress.openai_logprobs import chat_logprobs, completion_logprobs
+from kvfleet.ingress.token_spelling import TokenSpelling, byte_of_character
+from kvfleet.ingress.tokenizer import ModelTokenizer
 from kvproto.messages import TokenLogprobs
-from services.ingress.openai_logprobs import chat_logprobs, completion_logprobs
-from services.ingress.token_spelling import TokenSpelling, byte_of_character
-from services.ingress.tokenizer import ModelTokenizer
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))

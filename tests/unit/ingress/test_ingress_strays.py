@@ -7,10 +7,10 @@ import random
 from ingress_build import MemoryBucket
 from test_ingress_sessions import Rig, locked
 
+from kvfleet.ingress import strays
+from kvfleet.ingress.sessions import Sessions
+from kvfleet.ingress.strays import agreeing, beside, bounded, moved, settled
 from kvproto.messages import SessionHead, Stray
-from services.ingress import strays
-from services.ingress.sessions import Sessions
-from services.ingress.strays import agreeing, beside, bounded, moved, settled
 
 Ids = tuple[int, ...]
 

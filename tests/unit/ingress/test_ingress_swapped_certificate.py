@@ -14,12 +14,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from kvfleet.ingress import reload as reload_module
+from kvfleet.ingress.access import Access
+from kvfleet.ingress.settings import IngressSettings
+from kvfleet.ingress.tls_files import use_pair
 from kvproto.errors import InvalidRequest
 from kvservice.lifecycle import Lifecycle
-from services.ingress import reload as reload_module
-from services.ingress.access import Access
-from services.ingress.settings import IngressSettings
-from services.ingress.tls_files import use_pair
 from tests.support.waiting import LIMIT_S
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvfleet.ingress.api_keys import ApiKey, KeySet, hash_key, parse_keys
+from kvfleet.ingress.callers import NO_LIMITS, OPEN, Caller, Limits, default_max_tokens, require_admin
+from kvfleet.ingress.tenancy import MAX_PRESENTED_CHARS, Tenancy
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
-from services.ingress.api_keys import ApiKey, KeySet, hash_key, parse_keys
-from services.ingress.callers import NO_LIMITS, OPEN, Caller, Limits, default_max_tokens, require_admin
-from services.ingress.tenancy import MAX_PRESENTED_CHARS, Tenancy
 
 HASH, OTHER = hash_key("secret"), hash_key("other")
 

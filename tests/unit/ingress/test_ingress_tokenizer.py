@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import DEMO, demo_bundle, demo_tokenizer
 
+from kvfleet.ingress.chat_template import ChatTemplate
+from kvfleet.ingress.tokenizer import ModelTokenizer
 from kvproto.errors import InvalidRequest, Unavailable
-from services.ingress.chat_template import ChatTemplate
-from services.ingress.tokenizer import ModelTokenizer
 
 TEXT = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n<|end|>'aé日🙂")), max_size=60)
 ROLE = st.sampled_from(["system", "user", "assistant"])

@@ -7,11 +7,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from kvfleet.cli.commands import app
+from kvfleet.ingress.api_keys import parse_keys
+from kvfleet.ingress.callers import Limits
+from kvfleet.ingress.tenancy import Tenancy
 from kvproto.errors import AuthenticationFailed
-from services.cli.commands import app
-from services.ingress.api_keys import parse_keys
-from services.ingress.callers import Limits
-from services.ingress.tenancy import Tenancy
 
 
 def new(*flags: str) -> tuple[str, str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 import nkeys
 import pytest
 
+from kvfleet.ingress.settings import IngressSettings
+from kvfleet.placement.settings import PlacementSettings
+from kvfleet.vault.settings import VaultSettings
+from kvfleet.worker.settings import WorkerSettings
 from kvproto.errors import InvalidRequest, Unavailable
 from kvservice.data_plane import DataPlaneSettings, client_context, server_context
 from kvservice.nats_connection import tls_context
 from kvservice.settings import ServiceSettings, load
-from services.ingress.settings import IngressSettings
-from services.placement.settings import PlacementSettings
-from services.vault.settings import VaultSettings
-from services.worker.settings import WorkerSettings
 
 
 class Sample(ServiceSettings):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import GenerateAsked, WorkerJoined
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.prompts import HashedPrompts
 from kvproto.messages import (
     Accepted,
     Encoding,
@@ -16,10 +20,6 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
-from services.placement.core import PlacementCore
-from services.placement.events import GenerateAsked, WorkerJoined
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.prompts import HashedPrompts
 
 MODEL = "demo"
 PREFIX = "_plc.p1"

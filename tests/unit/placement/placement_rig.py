@@ -9,6 +9,22 @@ from dataclasses import replace
 
 from placement_build import a_beat, a_record, an_ask
 
+from kvfleet.placement.actions import Answer, Share
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
+    BlocksChanged,
+    BookingsShared,
+    HeartbeatHeard,
+    MilestonesHeard,
+    PlaceAsked,
+    Tick,
+    VaultJoined,
+    WorkerJoined,
+)
+from kvfleet.placement.index.changes import TIERS, Change, Changes
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.prefix_index import Hashes
+from kvfleet.placement.prompts import HashedPrompts, address_space
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,
@@ -22,22 +38,6 @@ from kvproto.messages import (
     State,
     Tier,
 )
-from services.placement.actions import Answer, Share
-from services.placement.core import PlacementCore
-from services.placement.events import (
-    BlocksChanged,
-    BookingsShared,
-    HeartbeatHeard,
-    MilestonesHeard,
-    PlaceAsked,
-    Tick,
-    VaultJoined,
-    WorkerJoined,
-)
-from services.placement.index.changes import TIERS, Change, Changes
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import Hashes
-from services.placement.prompts import HashedPrompts, address_space
 
 FLEET_KEY = b"key"
 RATE = 8000.0  # prefill tokens/s of every worker

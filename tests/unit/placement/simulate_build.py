@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from services.placement.simulate.simulation import FleetShape, Run, Simulation
-from services.placement.simulate.trace import Arrival, Row, Trace, make_trace
-from services.placement.simulate.waiting import Job
+from kvfleet.placement.simulate.simulation import FleetShape, Run, Simulation
+from kvfleet.placement.simulate.trace import Arrival, Row, Trace, make_trace
+from kvfleet.placement.simulate.waiting import Job
 
 BLOCK = 16
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from placement_build import a_generate, accepted, an_ask, finished
 from placement_rig import RATE, Rig
 
+from kvfleet.placement.actions import Answer, Fail
+from kvfleet.placement.admission import MOST_RETRY_S, TurnedAway, limit_of
+from kvfleet.placement.events import HeartbeatHeard, PlaceAsked, WorkerAnswered
+from kvfleet.placement.levels import Levels
+from kvfleet.placement.workloads import Workloads
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State
-from services.placement.actions import Answer, Fail
-from services.placement.admission import MOST_RETRY_S, TurnedAway, limit_of
-from services.placement.events import HeartbeatHeard, PlaceAsked, WorkerAnswered
-from services.placement.levels import Levels
-from services.placement.workloads import Workloads
 
 PRIORITIES = st.integers(-100, 100)
 AMOUNTS = st.floats(0, 1e6)

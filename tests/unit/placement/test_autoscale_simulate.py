@@ -9,15 +9,15 @@ from xml.etree import ElementTree
 import pytest
 from simulate_build import BLOCK, a_row, a_trace, run
 
-from services.placement.autoscale import Rules
-from services.placement.simulate.autoscaled import Autoscaled, by_minute, held, run_autoscaled
-from services.placement.simulate.plot import plot
-from services.placement.simulate.report import as_values, autoscale_table
-from services.placement.simulate.scaling import Autoscale, Victim
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.simulation import FleetShape
-from services.placement.simulate.study import Study
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.simulate.autoscaled import Autoscaled, by_minute, held, run_autoscaled
+from kvfleet.placement.simulate.plot import plot
+from kvfleet.placement.simulate.report import as_values, autoscale_table
+from kvfleet.placement.simulate.scaling import Autoscale, Victim
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.study import Study
+from kvfleet.placement.simulate.trace import Trace
 
 RULES = Rules(minimum=1, maximum=4, up_s=18, down_s=30)
 SCALE = Autoscale(RULES, start_s=5.0)

@@ -8,16 +8,16 @@ import pytest
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
+from kvfleet.placement.actions import Fail, Share
+from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.autoscale_demand import Heard
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerJoined
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.settings import PlacementSettings
 from kvproto.errors import NoWorkers
 from kvproto.messages import BookedBatch, Heartbeat, Load, ModelSignals, Rates, State
-from services.placement.actions import Fail, Share
-from services.placement.autoscale import Rules
-from services.placement.autoscale_demand import Heard
-from services.placement.core import PlacementCore
-from services.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerJoined
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.prompts import HashedPrompts
-from services.placement.settings import PlacementSettings
 
 RATE = 1000.0
 

@@ -7,10 +7,9 @@ from collections import Counter
 from placement_build import a_record
 from placement_rig import RATE, Rig, spread, tokens
 
-from kvproto.messages import Passed, Snapshot, Tier
-from services.placement.actions import PullSnapshot
-from services.placement.core import PlacementCore
-from services.placement.events import (
+from kvfleet.placement.actions import PullSnapshot
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
     BlocksChanged,
     SnapshotHeard,
     Tick,
@@ -18,10 +17,11 @@ from services.placement.events import (
     WorkerLeft,
     WorkerNewEpoch,
 )
-from services.placement.index.changes import Change, Changes
-from services.placement.index.follower import Follows
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.prompts import HashedPrompts
+from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.prompts import HashedPrompts
+from kvproto.messages import Passed, Snapshot, Tier
 
 EIGHT = [f"w{number}" for number in range(8)]
 SYSTEM = tokens(0, 2000)

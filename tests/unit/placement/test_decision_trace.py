@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 from placement_build import a_core, a_generate, accepted, an_ask
 
+from kvfleet.placement.actions import Action, Fail, Forward
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.decision_trace import DecisionTraces
+from kvfleet.placement.events import CapsuleHeard, Event, PlaceAsked, WorkerAnswered
 from kvproto.messages import Capsule, GenerateRequest
 from kvservice.tracing import NULL
 from kvservice.tracing_otel import OtelTracer
-from services.placement.actions import Action, Fail, Forward
-from services.placement.core import PlacementCore
-from services.placement.decision_trace import DecisionTraces
-from services.placement.events import CapsuleHeard, Event, PlaceAsked, WorkerAnswered
 from tests.support.kept_spans import Kept
 
 CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

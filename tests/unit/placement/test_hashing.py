@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.placement.index.hashing import LARGEST_BLOCK, chain
 from kvproto import block_hash
 from kvproto.block_hash import ForkedRoot
-from services.placement.index.hashing import LARGEST_BLOCK, chain
 
 ROOT, OWN = b"r" * 16, bytes(range(16))
 roots = st.just(ROOT) | st.builds(ForkedRoot, st.just(ROOT), st.just(OWN), st.integers(0, 5))

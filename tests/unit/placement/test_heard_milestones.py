@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.placement.heard_milestones import GAPS_KEPT, HeardMilestones
 from kvproto.messages import Milestone, Milestones, Passed
-from services.placement.heard_milestones import GAPS_KEPT, HeardMilestones
 
 
 def said(first: int | None, *numbers: int) -> Milestones:

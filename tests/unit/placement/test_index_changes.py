@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvfleet.placement.index import changes
+from kvfleet.placement.index.changes import TIERS, Changes, read_changes
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.errors import CodecError
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
-from services.placement.index import changes
-from services.placement.index.changes import TIERS, Changes, read_changes
 
 HASH = st.binary(min_size=16, max_size=16)
 RUN = st.builds(BlockRun, st.one_of(st.just(b""), HASH), st.lists(HASH, max_size=40).map(tuple))

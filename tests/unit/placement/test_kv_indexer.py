@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.placement.index.follower import AHEAD_GRACE_S, KEPT_EVENTS, PULL_LIMIT_S, Follows
+from kvfleet.placement.index.kv_indexer import PULLS_AT_ONCE, KvIndexer, PullSnapshot
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, Snapshot, State, Tier, TierEvents
 from kvservice.event_log import EventLog
-from services.placement.index.follower import AHEAD_GRACE_S, KEPT_EVENTS, PULL_LIMIT_S, Follows
-from services.placement.index.kv_indexer import PULLS_AT_ONCE, KvIndexer, PullSnapshot
 
 PART = 50  # hashes of a snapshot's part
 

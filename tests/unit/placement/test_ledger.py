@@ -10,15 +10,15 @@ import pytest
 from placement_build import a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
+from kvfleet.placement.actions import Explain, Record
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import ExplainAsked, MilestonesHeard, PlaceAsked, WorkerJoined
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, Entry
+from kvfleet.placement.ledger_file import LedgerFile
+from kvfleet.placement.prompts import HashedPrompts
 from kvproto import codec
 from kvproto.messages import Decision, Explanation, Milestone, Milestones, Passed, Placement
-from services.placement.actions import Explain, Record
-from services.placement.core import PlacementCore
-from services.placement.events import ExplainAsked, MilestonesHeard, PlaceAsked, WorkerJoined
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, Entry
-from services.placement.ledger_file import LedgerFile
-from services.placement.prompts import HashedPrompts
 
 
 def explained(rig: Rig, request: str, tenant: str | None = None) -> tuple[Decision, ...]:

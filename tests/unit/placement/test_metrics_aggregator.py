@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_build import a_beat, a_core, a_record, an_ask
 
+from kvfleet.placement.events import HeartbeatHeard, PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
+from kvfleet.placement.metrics_aggregator import RECENT_S, SAMPLE_S, MetricsAggregator, WorkerMetrics
 from kvproto.messages import Heartbeat, Load, State
-from services.placement.events import HeartbeatHeard, PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
-from services.placement.metrics_aggregator import RECENT_S, SAMPLE_S, MetricsAggregator, WorkerMetrics
 
 
 def beat(**load: int) -> Heartbeat:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.placement.neighbours import FAR_SOONER, TRACE_S, Neighbours
 from kvproto.messages import RegionModel, RegionSummary, State, WorkerRecord
 from kvproto.regions import FRESH_S, Regions, qualify, seal, split
-from services.placement.neighbours import FAR_SOONER, TRACE_S, Neighbours
 
 
 def record(worker: str, model: str = "m", bundle: str = "b") -> WorkerRecord:

@@ -8,10 +8,10 @@ import pytest
 from placement_build import MODEL, a_generate, a_record
 from placement_rig import BLOCK_BYTES, RATE, Rig, tokens
 
+from kvfleet.placement.actions import Forward
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import WorkerLeft, WorkerUpdated
 from kvproto.messages import Placement, State, Tier
-from services.placement.actions import Forward
-from services.placement.core import PlacementCore
-from services.placement.events import WorkerLeft, WorkerUpdated
 
 RESTORE = {"peer": 2e9}
 PULL_S = BLOCK_BYTES / 2e9  # a block, that is computed in 2 ms

@@ -7,11 +7,10 @@ from dataclasses import replace
 from placement_build import a_beat, a_core, a_record, an_ask, load_of
 from placement_rig import Rig
 
-from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
-from services.placement.actions import Answer
-from services.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
-from services.placement.core import PlacementCore
-from services.placement.events import (
+from kvfleet.placement.actions import Answer
+from kvfleet.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
     BookingsShared,
     HeartbeatHeard,
     PlaceAsked,
@@ -20,7 +19,8 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from services.placement.workloads import Workloads
+from kvfleet.placement.workloads import Workloads
+from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
 
 
 def asked(ask: PlaceRequest, tenant: str = "public") -> PlaceAsked:

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
 
-from kvproto.ids import model_token
-from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
-from services.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
-from services.placement.core import SILENCE_LIMIT_S, PlacementCore
-from services.placement.events import (
+from kvfleet.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
+from kvfleet.placement.core import SILENCE_LIMIT_S, PlacementCore
+from kvfleet.placement.events import (
     HeartbeatHeard,
     MilestonesHeard,
     NobodyListens,
@@ -24,10 +22,12 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from services.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
-from services.placement.forwarding import LAST_CHANCE_S, TOKENISE_S
-from services.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
-from services.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S, SILENT_GRACE_S
+from kvfleet.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
+from kvfleet.placement.forwarding import LAST_CHANCE_S, TOKENISE_S
+from kvfleet.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
+from kvfleet.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S, SILENT_GRACE_S
+from kvproto.ids import model_token
+from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
 
 REPLY = f"{PREFIX}.r.r1"
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_build import an_ask, finished
 
+from kvfleet.placement.actions import Fail
+from kvfleet.placement.events import GenerateAsked, PlaceAsked
+from kvfleet.placement.intake import is_inbox, read_answer, read_disconnect, read_generate, read_place
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.ids import model_token
 from kvproto.messages import Accepted, Encoding
-from services.placement.actions import Fail
-from services.placement.events import GenerateAsked, PlaceAsked
-from services.placement.intake import is_inbox, read_answer, read_disconnect, read_generate, read_place
 
 PLACE = "kvf.place.acme.demo"
 GENERATE = "kvf.generate.acme.demo"

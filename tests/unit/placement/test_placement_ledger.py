@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from placement_build import FLEET_KEY, a_beat, a_core, a_record, an_ask
 
-from kvproto import codec
-from kvproto.block_hash import chain
-from kvproto.messages import BlockRun, Decision, KvEvents, Milestone, Milestones, Passed, Tier, TierEvents
-from kvproto.tenant_roots import TenantRoots
-from services.placement.actions import Answer, Explain
-from services.placement.core import PlacementCore
-from services.placement.events import (
+from kvfleet.placement.actions import Answer, Explain
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
     BlocksChanged,
     ExplainAsked,
     HeartbeatHeard,
     MilestonesHeard,
     PlaceAsked,
 )
-from services.placement.index.changes import read_changes
+from kvfleet.placement.index.changes import read_changes
+from kvproto import codec
+from kvproto.block_hash import chain
+from kvproto.messages import BlockRun, Decision, KvEvents, Milestone, Milestones, Passed, Tier, TierEvents
+from kvproto.tenant_roots import TenantRoots
 
 PROMPT = tuple(range(100))
 

@@ -11,23 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
-from kvproto.messages import (
-    Booked,
-    BookedBatch,
-    Capsule,
-    Milestone,
-    Milestones,
-    Passed,
-    PreloadRequest,
-    Progress,
-    Snapshot,
-    State,
-    Tier,
-    Watch,
-    Watches,
-)
-from services.placement.actions import Action, Answer, CarryOn, Fail, Forward, TakenOver
-from services.placement.events import (
+from kvfleet.placement.actions import Action, Answer, CarryOn, Fail, Forward, TakenOver
+from kvfleet.placement.events import (
     BlocksChanged,
     BookingsShared,
     CapsuleHeard,
@@ -50,8 +35,23 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from services.placement.index.changes import Change, Changes
-from services.placement.policies import build_policies
+from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.policies import build_policies
+from kvproto.messages import (
+    Booked,
+    BookedBatch,
+    Capsule,
+    Milestone,
+    Milestones,
+    Passed,
+    PreloadRequest,
+    Progress,
+    Snapshot,
+    State,
+    Tier,
+    Watch,
+    Watches,
+)
 
 PULLS = st.none() | st.integers(1, 4)
 VAULTS = st.sampled_from(["v1", "v2", "w4"])  # one is named as a worker

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import HeartbeatHeard, WorkerJoined, WorkerLeft, WorkerNewEpoch, WorkerUpdated
+from kvfleet.placement.policies import build_policies
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NotFound, NoWorkers, Unavailable
 from kvproto.fleet_view import FleetView
 from kvproto.hash_ring import HashRing
 from kvproto.messages import State
-from services.placement.core import PlacementCore
-from services.placement.events import HeartbeatHeard, WorkerJoined, WorkerLeft, WorkerNewEpoch, WorkerUpdated
-from services.placement.policies import build_policies
 
 ALL = list(build_policies(lambda: 0.0))
 CHOOSING = [name for name in ALL if name != "direct"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.index.prefix_index import PrefixIndex, pack, unpack
+from kvfleet.placement.index.prefix_index import PrefixIndex, pack, unpack
 
 TIERS = 3
 

@@ -9,14 +9,14 @@ import pytest
 from placement_build import MODEL, a_record
 from placement_rig import Rig, tokens
 
+from kvfleet.placement.events import WorkerJoined
+from kvfleet.placement.heat import Heat, Prefix
+from kvfleet.placement.index.prefix_index import pack
+from kvfleet.placement.prompts import AddressSpace
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, chain, root
 from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, State, Tier
 from kvproto.tenant_roots import TenantRoots, public_prefix
-from services.placement.events import WorkerJoined
-from services.placement.heat import Heat, Prefix
-from services.placement.index.prefix_index import pack
-from services.placement.prompts import AddressSpace
 
 RESTORE = {"peer": 2e9, "vault": 2e9}
 BLOCK = 16

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from placement_build import a_core, a_generate, failed
 from placement_rig import Rig, tokens
 
+from kvfleet.placement.actions import Forward
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import BookingsShared, WorkerAnswered
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.promises import EVENTS_S, LIMIT_S, BlockCounts, Promises
+from kvfleet.placement.prompts import HashedPrompts
 from kvproto.messages import Booked, BookedBatch, Passed
-from services.placement.actions import Forward
-from services.placement.core import PlacementCore
-from services.placement.events import BookingsShared, WorkerAnswered
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.promises import EVENTS_S, LIMIT_S, BlockCounts, Promises
-from services.placement.prompts import HashedPrompts
 
 
 def test_two_requests_with_one_new_prefix_meet_though_no_event_was_heard() -> None:

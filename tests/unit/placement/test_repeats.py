@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from placement_build import PREFIX, a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
-from kvproto.messages import Booked, BookedBatch, Milestone, Milestones, Passed, Placement
-from services.placement.actions import Action, Answer, AskStillRunning, Cancel, Fail, Forward
-from services.placement.core import PlacementCore
-from services.placement.events import (
+from kvfleet.placement.actions import Action, Answer, AskStillRunning, Cancel, Fail, Forward
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
     BookingsShared,
     HeartbeatHeard,
     MilestonesHeard,
@@ -22,9 +21,10 @@ from services.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from services.placement.forwarding import ATTACH_S
-from services.placement.repeats import ENDED_S, PLACED_S, Repeats
-from services.placement.watching import LOST_GRACE_S
+from kvfleet.placement.forwarding import ATTACH_S
+from kvfleet.placement.repeats import ENDED_S, PLACED_S, Repeats
+from kvfleet.placement.watching import LOST_GRACE_S
+from kvproto.messages import Booked, BookedBatch, Milestone, Milestones, Passed, Placement
 
 KEY = ("public", "r1")
 

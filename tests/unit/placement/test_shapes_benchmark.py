@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.trace_shapes import ABLATIONS, medians, missed
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.study import POLICIES
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.study import POLICIES
 
 GOOD = {"hit_of_attainable": 0.98, "ttft_p50_s": 1.0, "ttft_p99_s": 5.0, "load_cov": 0.05, "goodput_per_s": 10.0}
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_build import BLOCK, a_job, a_row, a_trace
 
-from services.placement.simulate.attainable import LruCache, attainable_tokens
-from services.placement.simulate.trace import Arrival
-from services.placement.simulate.waiting import Job, Waiting
+from kvfleet.placement.simulate.attainable import LruCache, attainable_tokens
+from kvfleet.placement.simulate.trace import Arrival
+from kvfleet.placement.simulate.waiting import Job, Waiting
 
 
 class NaiveCache:

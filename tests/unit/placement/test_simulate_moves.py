@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from simulate_build import BLOCK, a_row, a_trace
 
-from services.placement.policies import Choice, Policy, Question, build_policies
-from services.placement.policies.cost import Cost
-from services.placement.simulate.moves import Moves, Watched
-from services.placement.simulate.simulation import FleetShape, Simulation
-from services.placement.simulate.trace import Trace
+from kvfleet.placement.policies import Choice, Policy, Question, build_policies
+from kvfleet.placement.policies.cost import Cost
+from kvfleet.placement.simulate.moves import Moves, Watched
+from kvfleet.placement.simulate.simulation import FleetShape, Simulation
+from kvfleet.placement.simulate.trace import Trace
 
 
 class Elsewhere(Cost):

@@ -9,12 +9,12 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from simulate_build import a_row, a_trace, conversations
 
-from services.placement.policies import DEFAULT_POLICY
-from services.placement.simulate.plot import plot
-from services.placement.simulate.report import as_values, headline, loads_table, seconds, table
-from services.placement.simulate.simulation import FleetShape
-from services.placement.simulate.study import POLICIES, Study, make_study
-from services.placement.simulate.svg import ticks
+from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.plot import plot
+from kvfleet.placement.simulate.report import as_values, headline, loads_table, seconds, table
+from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.study import POLICIES, Study, make_study
+from kvfleet.placement.simulate.svg import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from simulate_build import BLOCK, a_row, a_trace, conversations, run
 
+from kvfleet.placement.simulate.attainable import attainable_by_request, attainable_tokens
+from kvfleet.placement.simulate.capacity import busiest_speed, capacity_speed
+from kvfleet.placement.simulate.figures import figures, load_cov, moved_per_change, moves, ttfts
+from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.simulation import Delays, FleetShape, Outcome, Run
+from kvfleet.placement.simulate.study import POLICIES, make_study
+from kvfleet.placement.simulate.trace import Trace
 from kvservice import launch
-from services.placement.simulate.attainable import attainable_by_request, attainable_tokens
-from services.placement.simulate.capacity import busiest_speed, capacity_speed
-from services.placement.simulate.figures import figures, load_cov, moved_per_change, moves, ttfts
-from services.placement.simulate.sim_worker import Speed
-from services.placement.simulate.simulation import Delays, FleetShape, Outcome, Run
-from services.placement.simulate.study import POLICIES, make_study
-from services.placement.simulate.trace import Trace
 
 TRACE = conversations()
 SLOW = Speed(prefill_tokens_per_s=2000.0, chunk_tokens=256)
@@ -73,7 +73,7 @@ def test_figures_do_not_depend_on_the_order_of_hashed_sets(tmp_path: Path) -> No
     ]
     trace.write_text("\n".join(lines))
     flags = ["--trace", str(trace), "--workers", "3", "--policy", "all", "--churn-s", "1", "--json"]
-    command = launch.command("services.placement.simulate.main", *flags)
+    command = launch.command("kvfleet.placement.simulate.main", *flags)
     outputs = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from services.placement.simulate.shapes import (
+from kvfleet.placement.simulate.shapes import (
     BLOCK_TOKENS,
     LEVELS,
     QUESTIONS,
@@ -19,7 +19,7 @@ from services.placement.simulate.shapes import (
     TREES,
     make_shape,
 )
-from services.placement.simulate.trace import Arrival, Trace
+from kvfleet.placement.simulate.trace import Arrival, Trace
 
 COUNT = 4000
 

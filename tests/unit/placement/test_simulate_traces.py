@@ -11,17 +11,17 @@ import pytest
 from placement_build import FLEET_KEY, MODEL, PREFIX, a_record
 from simulate_build import conversations
 
+from kvfleet.placement.actions import Answer, Record
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.ledger_file import LedgerFile
+from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.simulate.attainable import attainable_tokens
+from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.trace_file import parse_trace, read_trace
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Milestone, Milestones, Passed, PlaceRequest
-from services.placement.actions import Answer, Record
-from services.placement.core import PlacementCore
-from services.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.ledger_file import LedgerFile
-from services.placement.prompts import HashedPrompts
-from services.placement.simulate.attainable import attainable_tokens
-from services.placement.simulate.trace import Trace
-from services.placement.simulate.trace_file import parse_trace, read_trace
 
 LINE = {"timestamp": 1000, "input_length": 1100, "output_length": 7, "hash_ids": [4, 9, 2]}
 

@@ -7,6 +7,23 @@ from dataclasses import replace
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
+from kvfleet.placement import intake
+from kvfleet.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
+    CapsuleHeard,
+    MilestonesHeard,
+    NobodyListens,
+    Tick,
+    WatchesHeard,
+    WorkerAnswered,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerUpdated,
+)
+from kvfleet.placement.forwarding import CARRY_S, PARKED_S
+from kvfleet.placement.patience import ACKNOWLEDGE_S
+from kvfleet.placement.watching import LOST_GRACE_S
 from kvproto import codec
 from kvproto.errors import InvalidRequest
 from kvproto.messages import (
@@ -23,23 +40,6 @@ from kvproto.messages import (
     Watch,
     Watches,
 )
-from services.placement import intake
-from services.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
-from services.placement.core import PlacementCore
-from services.placement.events import (
-    CapsuleHeard,
-    MilestonesHeard,
-    NobodyListens,
-    Tick,
-    WatchesHeard,
-    WorkerAnswered,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerUpdated,
-)
-from services.placement.forwarding import CARRY_S, PARKED_S
-from services.placement.patience import ACKNOWLEDGE_S
-from services.placement.watching import LOST_GRACE_S
 
 REPLY = "_wrk.w1.x"
 PRODUCER = "_INBOX.p"

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 
+from kvfleet.placement.events import BlocksChanged, HeartbeatHeard, SnapshotHeard, Tick, VaultJoined, VaultLeft
+from kvfleet.placement.feedback import Belief
+from kvfleet.placement.index.changes import Changes, read_changes
+from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import MAX_VAULTS, KvIndexer, PullSnapshot
+from kvfleet.placement.index.prefix_index import PrefixIndex, pack
 from kvproto import codec
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, Passed, Snapshot, State, Tier, TierEvents
-from services.placement.events import BlocksChanged, HeartbeatHeard, SnapshotHeard, Tick, VaultJoined, VaultLeft
-from services.placement.feedback import Belief
-from services.placement.index.changes import Changes, read_changes
-from services.placement.index.follower import Follows
-from services.placement.index.kv_indexer import MAX_VAULTS, KvIndexer, PullSnapshot
-from services.placement.index.prefix_index import PrefixIndex, pack
 
 TIERS = 3
 RESTORE = {"host": 4e9, "vault": 2e9, "peer": 1e9}

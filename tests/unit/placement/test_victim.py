@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 from test_preload import demand
 
+from kvfleet.placement.events import WorkerLeft
+from kvfleet.placement.index.prefix_index import PrefixIndex, pack
+from kvfleet.placement.victim import Survey
 from kvproto.messages import State, Tier, VictimCost
-from services.placement.events import WorkerLeft
-from services.placement.index.prefix_index import PrefixIndex, pack
-from services.placement.victim import Survey
 
 RESTORE = {"peer": 2e9, "vault": 2e9}
 A, B, C = tokens(1, 1600), tokens(2, 800), tokens(3, 480)

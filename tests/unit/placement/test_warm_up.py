@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.prefix_index import pack
+from kvfleet.placement.warm_up import KERNELS, SOURCES
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Snapshot, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
-from services.placement.index.kv_indexer import KvIndexer
-from services.placement.index.prefix_index import pack
-from services.placement.warm_up import KERNELS, SOURCES
 
 PROGRAM = """
 import numba
 from numba.core import event
-from services.placement.warm_up import KERNELS, warm_up
+from kvfleet.placement.warm_up import KERNELS, warm_up
 before = numba.config.CACHE_DIR
 {code}
 with event.install_recorder("numba:compile") as compilations:
@@ -80,8 +80,8 @@ def test_where_nothing_can_be_kept_it_is_compiled_anew(tmp_path: Path) -> None:
     """As in a read-only image, under a user without a home: one kernel's worth, as all take their time."""
     code = """
 import tempfile
-from services.placement import warm_up as module
-from services.placement.index import reading
+from kvfleet.placement import warm_up as module
+from kvfleet.placement.index import reading
 tempfile.tempdir = "/proc"
 module.KERNELS = KERNELS = (reading.read,)
 module._call_all = lambda: module.read_changes(b"\\x01\\x93\\xa1e\\x01\\x90")

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from kvfleet.placement.heat import COOLS_S
+from kvfleet.placement.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
+from kvfleet.placement.workloads import Workloads
 from kvproto.messages import Load, Rates
-from services.placement.heat import COOLS_S
-from services.placement.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
-from services.placement.workloads import Workloads
 
 
 def at(*columns: int) -> np.ndarray:

@@ -12,9 +12,9 @@ import random
 import sys
 from pathlib import Path
 
+from kvfleet.vault.disk import DiskStore
 from kvproto.block_hash import child, pack_ids
 from kvproto.dataplane.block import BlockCodec, BlockHeader
-from services.vault.disk import DiskStore
 
 ROOT = b"root of a tenant"
 FORMAT = b"format of blocks"

@@ -20,10 +20,10 @@ from disk_blocks import ROOT, block, payload_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvfleet.vault import disk
+from kvfleet.vault.disk import DiskStore
+from kvfleet.vault.segments import MAGIC, PREFIX_BYTES, read_prefix, record_start
 from kvproto.dataplane.block import BlockCodec, BlockHeader
-from services.vault import disk
-from services.vault.disk import DiskStore
-from services.vault.segments import MAGIC, PREFIX_BYTES, read_prefix, record_start
 from tests.support.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]

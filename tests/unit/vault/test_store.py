@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvfleet.vault.block_table import bytes_for
+from kvfleet.vault.store import VaultStore
 from kvproto.dataplane.block import BlockHeader
-from services.vault.block_table import bytes_for
-from services.vault.store import VaultStore
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 
 ONE = bytes_for(chain(1)[0].header)  # what one block takes

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvfleet.vault.block_table import bytes_for
+from kvfleet.vault.changes import Change, net, tier_events
+from kvfleet.vault.store import ServedBlocks, VaultStore
 from kvproto.dataplane.block import BlockHeader
-from services.vault.block_table import bytes_for
-from services.vault.changes import Change, net, tier_events
-from services.vault.store import ServedBlocks, VaultStore
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 
 ONE = bytes_for(chain(1)[0].header)

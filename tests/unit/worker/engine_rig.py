@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import Detokenizer, IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.fake import FakeRunner, _value
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.errors import KvfleetError
 from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import Detokenizer, IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.fake import FakeRunner, _value
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import SequenceSpec
-from services.worker.step_plan import Draw, Slice
 
 ROOT = b"tenant root 16 b"
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other processes share the cores

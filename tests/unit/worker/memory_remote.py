@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from kvfleet.worker.tiers.base import Landing
+from kvfleet.worker.tiers.prospect import BlockName, Finding
+from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.messages import Tier, TierLoad
-from services.worker.tiers.base import Landing
-from services.worker.tiers.prospect import BlockName, Finding
-from services.worker.tiers.speed import LinkSpeed
 
 
 @dataclass

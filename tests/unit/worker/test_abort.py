@@ -11,14 +11,14 @@ import pytest
 from engine_rig import expected_tokens, make_engine, spec
 from test_engine_thread import Desk
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.abort import StepAborted
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import StepResult
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.errors import Cancelled
 from kvproto.messages import FinishReason, Sampling
-from services.worker.engine import Engine
-from services.worker.model.abort import StepAborted
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import StepResult
-from services.worker.step_plan import Draw, Slice
 from tests.support.waiting import LIMIT_S
 
 SHAPE = {"num_blocks": 64, "block_size": 4, "vocab_size": 1000, "context_length": 512}

@@ -11,9 +11,9 @@ from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.pool_integrity import check_integrity
 from kvproto import block_hash
-from services.worker.block_pool import BlockPool
-from services.worker.pool_integrity import check_integrity
 
 ROOT = b"r" * 16
 SIZE = 3

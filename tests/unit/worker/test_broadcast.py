@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
+from kvfleet.worker import broadcast
+from kvfleet.worker.broadcast import MILESTONE_PERIOD_S, Broadcast
+from kvfleet.worker.kv_publisher import KvPublisher
+from kvfleet.worker.milestones import PER_MESSAGE, MilestoneLog
+from kvfleet.worker.outputs import StepResult
 from kvproto import codec
 from kvproto.messages import KvEvents, Milestones
 from kvproto.subjects import Subjects
 from kvservice.event_log import IDLE_PERIOD_S
-from services.worker import broadcast
-from services.worker.broadcast import MILESTONE_PERIOD_S, Broadcast
-from services.worker.kv_publisher import KvPublisher
-from services.worker.milestones import PER_MESSAGE, MilestoneLog
-from services.worker.outputs import StepResult
 from tests.support.waiting import LIMIT_S
 
 S = Subjects()

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvfleet.worker.bundle import bundle_hash, model_revision, read_bundle, read_public_prefixes
+from kvfleet.worker.model.support import supported_context
+from kvfleet.worker.model_folder import DEMO_FOLDER, resolve_model, served_name
 from kvproto import codec
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from kvproto.messages import Bundle
-from services.worker.bundle import bundle_hash, model_revision, read_bundle, read_public_prefixes
-from services.worker.model.support import supported_context
-from services.worker.model_folder import DEMO_FOLDER, resolve_model, served_name
 
 
 def read(folder: Path, **changes: object) -> Bundle:

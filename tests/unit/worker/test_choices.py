@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
+from kvfleet.worker.detokenizer import IdDetokenizer, IdStream
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
-from services.worker.detokenizer import IdDetokenizer, IdStream
-from services.worker.engine import Engine
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.step_plan import Slice
 
 PROMPT = tuple(range(100, 121))
 

@@ -7,9 +7,9 @@ from engine_rig import relaxed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.worker.context_window import ContextWindow
 from kvproto.errors import ContextLengthExceeded
 from kvproto.messages import Overflow
-from services.worker.context_window import ContextWindow
 
 
 def of(prompt: int, max_tokens: int, overflow: Overflow, context: int = 10) -> ContextWindow:

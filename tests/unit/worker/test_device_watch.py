@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.model.device_watch import CpuWatch, GpuWatch, watch_device
+from kvfleet.worker.model.device_watch import CpuWatch, GpuWatch, watch_device
 
 
 class NVMLError(Exception):

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
+from kvfleet.worker.model.base import Drawn, Scored
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.messages import FinishReason, Sampling, TokenLogprobs
-from services.worker.model.base import Drawn, Scored
-from services.worker.model.fake import FakeRunner
-from services.worker.step_plan import Draw, Slice
 
 GREEDY8 = Sampling(8, temperature=0.0)
 

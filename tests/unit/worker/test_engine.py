@@ -8,6 +8,13 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import ROOT, Clock, Transcript, expected_tokens, make_engine, spec
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer, IdStream
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -17,13 +24,6 @@ from kvproto.errors import (
     OutOfMemory,
 )
 from kvproto.messages import FinishReason, Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer, IdStream
-from services.worker.engine import Engine
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.scheduler import Scheduler
-from services.worker.step_plan import Slice
 
 GREEDY8 = Sampling(8, temperature=0.0)
 

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine_thread import EngineThread
+from kvfleet.worker.kv_publisher import KvPublisher
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import StepResult
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
-from services.worker.engine import Engine
-from services.worker.engine_thread import EngineThread
-from services.worker.kv_publisher import KvPublisher
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import StepResult
-from services.worker.step_plan import Slice
 from tests.support.waiting import LIMIT_S
 
 

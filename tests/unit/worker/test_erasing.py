@@ -11,14 +11,14 @@ from engine_rig import ROOT, Transcript, make_engine, spec
 from memory_remote import MemoryRemote
 from test_tiered_schedules import TieredSchedule
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.prospect import BlockName
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import ForkedRoot, Root, chain
 from kvproto.messages import Sampling, Tier
-from services.worker.block_pool import BlockPool
-from services.worker.engine import Engine
-from services.worker.sequence import SequenceSpec
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import BlockName
-from services.worker.tiers.tiers import Tiers
 from tests.support.waiting import LIMIT_S
 
 SIZE = 4

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
+from kvfleet.worker.model.base import Scored
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.messages import Sampling
-from services.worker.model.base import Scored
-from services.worker.model.fake import FakeRunner
-from services.worker.step_plan import Draw, Slice
 
 GREEDY = Draw(Sampling(1, temperature=0.0), 0, 0)
 
@@ -99,7 +99,7 @@ def _timed(runner: FakeRunner, slices: list[Slice]) -> float:
 
 def test_engine_and_fake_import_neither_torch_nor_nats() -> None:
     code = (
-        "import sys; import services.worker.engine_thread, services.worker.model.fake, services.worker.kv_publisher; "
+        "import sys; import kvfleet.worker.engine_thread, kvfleet.worker.model.fake, kvfleet.worker.kv_publisher; "
         "sys.exit(bool({'torch', 'transformers', 'nats', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

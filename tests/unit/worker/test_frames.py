@@ -6,6 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from kvfleet.worker import frames
+from kvfleet.worker.frames import (
+    KEEP_FINISHED_S,
+    MAX_READERS,
+    PAUSED_LIMIT_S,
+    SCORED_PER_RESEND,
+    TOKENS_PER_RESEND,
+    FrameBook,
+)
+from kvfleet.worker.milestones import MilestoneLog
+from kvfleet.worker.outputs import (
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOutput,
+    SequenceStarted,
+    SequenceTokens,
+)
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import (
     ChoiceFinished,
@@ -23,23 +40,6 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.stream_assembly import StreamAssembly
-from services.worker import frames
-from services.worker.frames import (
-    KEEP_FINISHED_S,
-    MAX_READERS,
-    PAUSED_LIMIT_S,
-    SCORED_PER_RESEND,
-    TOKENS_PER_RESEND,
-    FrameBook,
-)
-from services.worker.milestones import MilestoneLog
-from services.worker.outputs import (
-    SequenceFailed,
-    SequenceFinished,
-    SequenceOutput,
-    SequenceStarted,
-    SequenceTokens,
-)
 
 
 def make_book() -> FrameBook:

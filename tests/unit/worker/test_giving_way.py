@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from engine_rig import make_engine, spec
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.giving_way import Departures
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished
+from kvfleet.worker.request_intake import check_capacity
 from kvproto.errors import Overloaded
 from kvproto.messages import GenerateRequest, Load, PriorityLoad, Rates, Sampling
-from services.worker.engine import Engine
-from services.worker.giving_way import Departures
-from services.worker.outputs import SequenceFailed, SequenceFinished
-from services.worker.request_intake import check_capacity
 
 PROMPT = tuple(range(20, 28))
 

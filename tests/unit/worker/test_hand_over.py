@@ -8,10 +8,10 @@ import pytest
 from engine_rig import ROOT, expected_tokens, spec
 from tier_rig import SIZE, TieredRig
 
+from kvfleet.worker.outputs import SequenceStarted, SequenceTokens
+from kvfleet.worker.tiers.prospect import Prospect, names_of
 from kvproto.block_hash import chain
 from kvproto.messages import Sampling, Tier
-from services.worker.outputs import SequenceStarted, SequenceTokens
-from services.worker.tiers.prospect import Prospect, names_of
 
 PROMPT = list(range(100, 109))  # two blocks and a token
 GREEDY = Sampling(24, temperature=0.0)

@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 from engine_rig import Transcript, make_engine, spec
 
+from kvfleet.worker.kv_publisher import KvPublisher
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import StepResult
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.event_log import HASHES_PER_PART, IDLE_PERIOD_S
-from services.worker.kv_publisher import KvPublisher
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import StepResult
-from services.worker.step_plan import Slice
 
 A, B, C, P = (bytes([letter]) * 16 for letter in b"abcp")
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.worker import long_questions
+from kvfleet.worker.long_questions import KEEP_S, MAX_QUESTIONS, LongQuestions
 from kvproto.errors import InvalidRequest, PayloadTooLarge
 from kvproto.messages import AdminCommand, AdminRequest
-from services.worker import long_questions
-from services.worker.long_questions import KEEP_S, MAX_QUESTIONS, LongQuestions
 
 ASK = AdminRequest(AdminCommand.INSPECT, "t")
 

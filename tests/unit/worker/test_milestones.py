@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvfleet.worker.frames import FrameBook
+from kvfleet.worker.milestones import KEPT, PER_MESSAGE, MilestoneLog
+from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
 from kvproto import codec
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, KvfleetError
 from kvproto.messages import (
@@ -17,9 +20,6 @@ from kvproto.messages import (
     Passed,
     Sampling,
 )
-from services.worker.frames import FrameBook
-from services.worker.milestones import KEPT, PER_MESSAGE, MilestoneLog
-from services.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
 
 ME = ("acme", "r", 3)
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from memory_remote import MemoryRemote
 from tier_rig import SIZE, TieredRig
 
+from kvfleet.worker.tiers import protection
+from kvfleet.worker.tiers.prospect import BlockName
+from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
+from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.messages import Sampling, Tier
-from services.worker.tiers import protection
-from services.worker.tiers.prospect import BlockName
-from services.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
-from services.worker.tiers.speed import LinkSpeed
 from tests.support.waiting import LIMIT_S
 
 RATE = 500.0  # prompt tokens a second, simulated: 125 of them are worth PROTECT_S

@@ -10,17 +10,17 @@ import pytest
 from engine_rig import Transcript, make_engine
 from tokenizers import Tokenizer
 
+from kvfleet.worker.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, read_bundle, read_public_prefixes
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.main import worker_record
+from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.errors import InvalidRequest
 from kvproto.messages import PublicPrefix, Sampling, WorkerRecord
 from kvproto.tenant_roots import TenantRoots, public_prefix
-from services.worker.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, read_bundle, read_public_prefixes
-from services.worker.engine import Engine
-from services.worker.main import worker_record
-from services.worker.model_folder import DEMO_FOLDER
-from services.worker.sequence import SequenceSpec
-from services.worker.settings import WorkerSettings
 
 SYSTEM = tuple(range(1, 9))  # two blocks of four
 TEXT = "Thou art a gentle and a courteous knight, and all the court doth love thee well, my lord of Gloucester."

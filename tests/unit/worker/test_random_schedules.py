@@ -14,13 +14,13 @@ from dataclasses import replace
 import pytest
 from engine_rig import ROOT, Clock, Transcript, WindowedRunner, expected_tokens, make_engine, spec
 
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import StepResult
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.step_plan import Slice
 from kvproto.errors import Cancelled, ContextLengthExceeded, DeadlineExceeded, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Overflow, Sampling
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import StepResult
-from services.worker.sequence import SequenceSpec
-from services.worker.step_plan import Slice
 
 SCHEDULES = 2000
 MOST_STEPS = 3000

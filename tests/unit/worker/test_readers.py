@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.worker.readers import AGAIN_S, GONE_S, RECEIPT_PERIOD_S, Leases, Reader
 from kvproto.messages import Encoding
-from services.worker.readers import AGAIN_S, GONE_S, RECEIPT_PERIOD_S, Leases, Reader
 
 BATCH = Reader("_ing.x.b", Encoding.FRAMES)
 PLAIN = Reader("_INBOX.y", Encoding.JSON)

@@ -12,11 +12,11 @@ from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.worker.model.sampler import sample
+from kvfleet.worker.model.sampling.chance import uniform
+from kvfleet.worker.step_plan import Draw
 from kvproto.errors import EngineFailure
 from kvproto.messages import Sampling
-from services.worker.model.sampler import sample
-from services.worker.model.sampling.chance import uniform
-from services.worker.step_plan import Draw
 
 
 @pytest.fixture(autouse=True, scope="module")

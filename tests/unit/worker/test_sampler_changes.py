@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfleet.worker.model.base import Scored
+from kvfleet.worker.model.sampler import sample
+from kvfleet.worker.model.sampling.changes import Changes, apply
+from kvfleet.worker.step_plan import Draw
 from kvproto.errors import EngineFailure, InvalidRequest
 from kvproto.messages import Sampling
-from services.worker.model.base import Scored
-from services.worker.model.sampler import sample
-from services.worker.model.sampling.changes import Changes, apply
-from services.worker.step_plan import Draw
 
 VOCAB = 60
 PROMPT = (3, 3, 7, 41)

@@ -24,12 +24,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from kvfleet.worker.model.sampler import sample, warm_up
+from kvfleet.worker.model.sampling import cpu, portable
+from kvfleet.worker.model.sampling.weights import DrawSettings, weight_bits
+from kvfleet.worker.model.vector.compiled import entry
+from kvfleet.worker.step_plan import Draw
 from kvproto.messages import Sampling
-from services.worker.model.sampler import sample, warm_up
-from services.worker.model.sampling import cpu, portable
-from services.worker.model.sampling.weights import DrawSettings, weight_bits
-from services.worker.model.vector.compiled import entry
-from services.worker.step_plan import Draw
 
 LIMITS = [
     {},
@@ -161,8 +161,8 @@ import resource
 import torch
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
-from services.worker.model.sampler import sample, warm_up
-from services.worker.step_plan import Draw
+from kvfleet.worker.model.sampler import sample, warm_up
+from kvfleet.worker.step_plan import Draw
 
 torch.set_num_threads(1)
 warm_up(torch.device("cpu"))

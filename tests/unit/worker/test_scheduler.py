@@ -8,16 +8,16 @@ from collections.abc import Sequence as Items
 import pytest
 from engine_rig import Clock, Transcript, expected_tokens, make_engine, spec
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.precedence import AGE_S
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.sequence import Sequence
+from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.waiting_queue import Group, ServiceOrder
 from kvproto.errors import DeadlineExceeded, OutOfMemory
 from kvproto.messages import FinishReason, Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.model.base import Drawn
-from services.worker.model.fake import FakeRunner
-from services.worker.precedence import AGE_S
-from services.worker.scheduler import Scheduler
-from services.worker.sequence import Sequence
-from services.worker.step_plan import Slice
-from services.worker.waiting_queue import Group, ServiceOrder
 
 
 def test_decodes_go_first_and_prompts_are_chunked() -> None:

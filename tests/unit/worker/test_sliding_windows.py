@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from engine_rig import ROOT, Transcript, WindowedRunner, expected_tokens, make_engine, spec
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.pool_integrity import check_integrity
+from kvfleet.worker.scheduler import Scheduler
 from kvproto import block_hash
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.fake import FakeRunner
-from services.worker.pool_integrity import check_integrity
-from services.worker.scheduler import Scheduler
 
 
 def windowed_engine(window: int, blocks: int, block_size: int = 4, budget: int = 64, slots: int = 8) -> Engine:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.step_memory import RECOVER_STEPS, TokenBudget, run_step
+from kvfleet.worker.step_plan import Draw, Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
-from services.worker.model.base import Drawn
-from services.worker.step_memory import RECOVER_STEPS, TokenBudget, run_step
-from services.worker.step_plan import Draw, Slice
 
 DRAW = Draw(Sampling(1), 0, 0)
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.worker.tiers.break_even import HANDLING_S, SURE, Offer, Part, cheapest, is_worth_going_on
+from kvfleet.worker.tiers.copier import Copier, CopyJob
+from kvfleet.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
+from kvfleet.worker.tiers.speed import LEAST_BYTES, CopySpeed, LinkSpeed
 from kvproto.messages import Tier
-from services.worker.tiers.break_even import HANDLING_S, SURE, Offer, Part, cheapest, is_worth_going_on
-from services.worker.tiers.copier import Copier, CopyJob
-from services.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
-from services.worker.tiers.speed import LEAST_BYTES, CopySpeed, LinkSpeed
 from tests.support.waiting import LIMIT_S
 
 ROOT = b"root of 16 bytes"

@@ -13,15 +13,15 @@ import pytest
 from memory_remote import Faults, MemoryRemote, Unaddressed
 from test_random_schedules import MOST_STEPS, Schedule
 
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.outputs import StepResult
+from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.tiers import protection
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.prospect import Prospect, names_of
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.messages import Tier
-from services.worker.engine import Engine
-from services.worker.outputs import StepResult
-from services.worker.sequence import SequenceSpec
-from services.worker.tiers import protection
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.tiers import Tiers
 from tests.support.waiting import LIMIT_S
 
 SCHEDULES = 480

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.model.positions import MOST, trial_positions
+from kvfleet.worker.model.positions import MOST, trial_positions
 
 
 class Config:

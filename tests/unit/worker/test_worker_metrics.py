@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvfleet.worker.model.device_watch import CpuWatch
+from kvfleet.worker.tenant_costs import TenantCosts
+from kvfleet.worker.tiers.remote_counts import RemoteCounts
+from kvfleet.worker.worker_metrics import readings
 from kvproto.messages import Heartbeat, Load, Rates, State, Tier, TierLoad
 from kvservice.distribution import Distribution
 from kvservice.metrics import LiveCollector
-from services.worker.model.device_watch import CpuWatch
-from services.worker.tenant_costs import TenantCosts
-from services.worker.tiers.remote_counts import RemoteCounts
-from services.worker.worker_metrics import readings
 
 HOST = TierLoad(3, 300, 1000, 48, 2, 600, 0.25, 7, 1, {"late": 2, "odd": 1})
 

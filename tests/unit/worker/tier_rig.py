@@ -10,17 +10,17 @@ from dataclasses import replace
 from engine_rig import ROOT, Transcript, spec
 from memory_remote import Faults, MemoryRemote
 
+from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.detokenizer import IdDetokenizer
+from kvfleet.worker.engine import Engine
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.outputs import SequenceStarted, StepResult
+from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.prospect import Prospect, names_of
+from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import Root, chain
 from kvproto.messages import Tier
-from services.worker.block_pool import BlockPool
-from services.worker.detokenizer import IdDetokenizer
-from services.worker.engine import Engine
-from services.worker.model.fake import FakeRunner
-from services.worker.outputs import SequenceStarted, StepResult
-from services.worker.scheduler import Scheduler
-from services.worker.tiers.host import HostTier
-from services.worker.tiers.prospect import Prospect, names_of
-from services.worker.tiers.tiers import Tiers
 from tests.support.waiting import LIMIT_S
 
 SIZE = 4

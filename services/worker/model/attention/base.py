@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.kv_pool import KvPool
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.kv_pool import KvPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
-from services.worker.model.abort import Abort
-from services.worker.model.attention.base import AttentionForm, AttentionStep
+from kvfleet.worker.model.abort import Abort
+from kvfleet.worker.model.attention.base import AttentionForm, AttentionStep
 
 NAME = "kvfleet_paged"
 STEP = "kvfleet_step"  # the keyword that carries the AttentionStep

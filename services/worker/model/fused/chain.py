@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.model.attention.cpu import call as a
-from services.worker.model.attention.cpu.backend import CpuBackend, CpuStep
-from services.worker.model.fused import call as f
-from services.worker.model.fused.layer import Buffers, FusedLayer, Rotation
-from services.worker.model.linear import call as c
-from services.worker.model.vector.program import Program
+from kvfleet.worker.model.attention.cpu import call as a
+from kvfleet.worker.model.attention.cpu.backend import CpuBackend, CpuStep
+from kvfleet.worker.model.fused import call as f
+from kvfleet.worker.model.fused.layer import Buffers, FusedLayer, Rotation
+from kvfleet.worker.model.linear import call as c
+from kvfleet.worker.model.vector.program import Program
 
 MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
 

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.worker.model.attention.base import AttentionForm
-from services.worker.model.attention.interface import attending
-from services.worker.model.attention.reference import ReferenceBackend
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.fused.chain import Chain
-from services.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
-from services.worker.model.fused.likeness import signature
-from services.worker.model.fused.modules import ROTATED, FusedMlp, FusedNorm, Rotary
-from services.worker.model.fused.trial import TRIALS, same
-from services.worker.model.kv_pool import KvPool, KvShape
-from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
-from services.worker.step_plan import Slice
+from kvfleet.worker.model.attention.base import AttentionForm
+from kvfleet.worker.model.attention.interface import attending
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.fused.chain import Chain
+from kvfleet.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
+from kvfleet.worker.model.fused.likeness import signature
+from kvfleet.worker.model.fused.modules import ROTATED, FusedMlp, FusedNorm, Rotary
+from kvfleet.worker.model.fused.trial import TRIALS, same
+from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
+from kvfleet.worker.step_plan import Slice
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from services.worker.model.fused import call as c
-from services.worker.model.vector.cells import read_float, take_ticket
-from services.worker.model.vector.conversion import from_floats, to_floats
-from services.worker.model.vector.numbers import FLOAT32, ITEM_BYTES
-from services.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
+from kvfleet.worker.model.fused import call as c
+from kvfleet.worker.model.vector.cells import read_float, take_ticket
+from kvfleet.worker.model.vector.conversion import from_floats, to_floats
+from kvfleet.worker.model.vector.numbers import FLOAT32, ITEM_BYTES
+from kvfleet.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)

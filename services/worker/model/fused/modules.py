@@ -10,16 +10,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from services.worker.model.batch import Ints
-from services.worker.model.fused import call as c
-from services.worker.model.linear.call import SILU, SILU_GATE, TANH, TANH_GATE
-from services.worker.model.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
-from services.worker.model.vector import team
-from services.worker.model.vector.compiled import entry
-from services.worker.model.vector.kinds import MULTIPLIED
-from services.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.batch import Ints
+from kvfleet.worker.model.fused import call as c
+from kvfleet.worker.model.linear.call import SILU, SILU_GATE, TANH, TANH_GATE
+from kvfleet.worker.model.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
+from kvfleet.worker.model.vector import team
+from kvfleet.worker.model.vector.compiled import entry
+from kvfleet.worker.model.vector.kinds import MULTIPLIED
+from kvfleet.worker.model.vector.numbers import LANES
 
-KERNELS = "services.worker.model.fused.kernels"
+KERNELS = "kvfleet.worker.model.fused.kernels"
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
 GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from services.worker.model.fused.likeness import signature
-from services.worker.model.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
-from services.worker.model.fused.trial import TRIALS, same
-from services.worker.model.linear.packed import Multiplier, can_pack, plain_weight
-from services.worker.model.vector.kinds import MULTIPLIED
-from services.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.fused.likeness import signature
+from kvfleet.worker.model.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
+from kvfleet.worker.model.fused.trial import TRIALS, same
+from kvfleet.worker.model.linear.packed import Multiplier, can_pack, plain_weight
+from kvfleet.worker.model.vector.kinds import MULTIPLIED
+from kvfleet.worker.model.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
 

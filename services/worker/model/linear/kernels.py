@@ -14,12 +14,12 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from services.worker.model.linear import call as c
-from services.worker.model.vector.cells import copy_bytes, take_ticket
-from services.worker.model.vector.conversion import from_floats, to_floats
-from services.worker.model.vector.numbers import BFLOAT16, FLOAT32, ITEM_BYTES
-from services.worker.model.vector.products import pair_product, product
-from services.worker.model.vector.rows import line_to_halves, row_act, row_add, row_fill, row_gate
+from kvfleet.worker.model.linear import call as c
+from kvfleet.worker.model.vector.cells import copy_bytes, take_ticket
+from kvfleet.worker.model.vector.conversion import from_floats, to_floats
+from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT32, ITEM_BYTES
+from kvfleet.worker.model.vector.products import pair_product, product
+from kvfleet.worker.model.vector.rows import line_to_halves, row_act, row_add, row_fill, row_gate
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)

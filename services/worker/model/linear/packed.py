@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.worker.model.batch import Ints
-from services.worker.model.linear import call as c
-from services.worker.model.vector import team
-from services.worker.model.vector.compiled import entry
-from services.worker.model.vector.kinds import MULTIPLIED
-from services.worker.model.vector.memory import huge_pages
+from kvfleet.worker.model.batch import Ints
+from kvfleet.worker.model.linear import call as c
+from kvfleet.worker.model.vector import team
+from kvfleet.worker.model.vector.compiled import entry
+from kvfleet.worker.model.vector.kinds import MULTIPLIED
+from kvfleet.worker.model.vector.memory import huge_pages
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Multiplier:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.entry = entry("services.worker.model.linear.kernels", "multiply_share")
+        self.entry = entry("kvfleet.worker.model.linear.kernels", "multiply_share")
         self.scratch = np.zeros(threads * c.SCRATCH_FLOATS, dtype=np.float32)
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvfleet.worker.step_plan import Draw
 from kvproto.errors import InvalidRequest
-from services.worker.step_plan import Draw
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from services.worker.model.sampling.call import (
+from kvfleet.worker.model.sampling.call import (
     BEST,
     BITS,
     COUNT,
@@ -33,8 +33,8 @@ from services.worker.model.sampling.call import (
     TOP_P,
     VOCAB,
 )
-from services.worker.model.sampling.weights import DEEPEST, MANTISSA_BITS, POWERS_OF_2
-from services.worker.model.vector.cells import pointer, take_ticket
+from kvfleet.worker.model.sampling.weights import DEEPEST, MANTISSA_BITS, POWERS_OF_2
+from kvfleet.worker.model.vector.cells import pointer, take_ticket
 
 Floats32 = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.model.sampling.weights import (
+from kvfleet.worker.model.sampling.weights import (
     DEEPEST,
     MANTISSA_BITS,
     NATURAL,

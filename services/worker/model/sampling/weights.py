@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvfleet.worker.model.sampling.chance import uniform
+from kvfleet.worker.step_plan import Draw
 from kvproto.messages import Sampling
-from services.worker.model.sampling.chance import uniform
-from services.worker.step_plan import Draw
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

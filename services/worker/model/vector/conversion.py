@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from services.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, LANES
-from services.worker.model.vector.rows import narrow, row_fill, widen
+from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, LANES
+from kvfleet.worker.model.vector.rows import narrow, row_fill, widen
 
 
 @njit(nogil=True, error_model="numpy")

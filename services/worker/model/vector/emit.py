@@ -14,7 +14,7 @@ from functools import cache
 from llvmlite import binding, ir
 from numba.core import types
 
-from services.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.numbers import LANES
 
 CACHE_LINE = 64  # bytes
 

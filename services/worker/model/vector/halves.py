@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from services.worker.model.vector.compiled import multiplies_pairs
-from services.worker.model.vector.emit import I16, I32, LANES, VECTOR, constant, fma
+from kvfleet.worker.model.vector.compiled import multiplies_pairs
+from kvfleet.worker.model.vector.emit import I16, I32, LANES, VECTOR, constant, fma
 
 
 class _BFloat(ir.types.Type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32
+from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32
 
 STORED = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 MULTIPLIED = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # by products and fused operations

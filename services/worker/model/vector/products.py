@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from services.worker.model.vector.emit import (
+from kvfleet.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
     F32,
@@ -30,7 +30,7 @@ from services.worker.model.vector.emit import (
     store,
     transposed,
 )
-from services.worker.model.vector.halves import add_pairs
+from kvfleet.worker.model.vector.halves import add_pairs
 
 
 @intrinsic

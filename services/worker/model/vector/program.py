@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.model.vector import team
-from services.worker.model.vector.compiled import Entry, entry
+from kvfleet.worker.model.vector import team
+from kvfleet.worker.model.vector.compiled import Entry, entry
 
 # Fields of the call block; the table has two columns: address of the function, address of its call block.
 COUNT, TABLE, BARRIER, FIELDS = range(4)
@@ -20,7 +20,7 @@ class Program:
     """`operations`: functions and the addresses of their call blocks, which the caller keeps and may change."""
 
     def __init__(self, operations: Sequence[tuple[Entry, int]], threads: int) -> None:
-        self._entry = entry("services.worker.model.vector.program_kernel", "run_all")
+        self._entry = entry("kvfleet.worker.model.vector.program_kernel", "run_all")
         self._threads = threads if team.barrier() else 1
         self._table = np.array([(one.address, block) for one, block in operations], dtype=np.int64)
         barrier = team.barrier() if self._threads > 1 else 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from services.worker.model.vector.cells import call_at, read_int
-from services.worker.model.vector.program import BARRIER, COUNT, FIELDS, TABLE
+from kvfleet.worker.model.vector.cells import call_at, read_int
+from kvfleet.worker.model.vector.program import BARRIER, COUNT, FIELDS, TABLE
 
 
 def run_all(block):

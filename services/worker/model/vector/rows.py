@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from services.worker.model.vector import halves
-from services.worker.model.vector.emit import (
+from kvfleet.worker.model.vector import halves
+from kvfleet.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
     F16,

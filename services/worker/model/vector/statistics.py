@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from services.worker.model.vector.emit import (
+from kvfleet.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
     F32,

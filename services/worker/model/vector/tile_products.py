@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from services.worker.model.vector.cells import ask_for
-from services.worker.model.vector.emit import (
+from kvfleet.worker.model.vector.cells import ask_for
+from kvfleet.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
     F32,
@@ -32,7 +32,7 @@ from services.worker.model.vector.emit import (
     splat,
     store,
 )
-from services.worker.model.vector.products import accumulate, add_floats, add_pairs
+from kvfleet.worker.model.vector.products import accumulate, add_floats, add_pairs
 
 MOST_ROWS = 8
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kvfleet.worker.model.vector.compiled import entry
+from kvfleet.worker.model.vector.numbers import INT8
+from kvfleet.worker.tiers.codecs.block_shape import KINDS, BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec
 from kvproto.errors import CodecError
-from services.worker.model.vector.compiled import entry
-from services.worker.model.vector.numbers import INT8
-from services.worker.tiers.codecs.block_shape import KINDS, BlockShape, encoded_bytes
 
 SNR_GATE_DB = 35.0
 LOSSLESS_DB = 200.0  # what a block is said to have of which nothing was lost
@@ -103,7 +103,7 @@ def warm_up() -> None:
         decode(BlockCodec.INT8, shape, memoryview(small), memoryview(raw))
 
 
-KERNELS = "services.worker.tiers.codecs.kernels"
+KERNELS = "kvfleet.worker.tiers.codecs.kernels"
 _Kernel = Callable[[Any], None]
 _Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 

@@ -1,4 +1,4 @@
-"""Whole blocks to int8 and back, as C functions. Numba, compiled by `services.worker.model.vector.compiled`.
+"""Whole blocks to int8 and back, as C functions. Numba, compiled by `kvfleet.worker.model.vector.compiled`.
 
 One call is one thread's work, because transfer threads are ordinary threads beside the engine's team: two cores are
 used by two calls. A call through ctypes lets go of the interpreter.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from services.worker.model.vector.numbers import BFLOAT16, FLOAT32
-from services.worker.tiers.codecs.rows import quantise, restore
+from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT32
+from kvfleet.worker.tiers.codecs.rows import quantise, restore
 
 # Fields of the call block. SUMS: address of the three doubles that `quantise` and `restore` tell.
 KIND, FLOATS, NUMBERS, SCALES, RUNS, HEAD_DIM, SUMS, FIELDS = range(8)

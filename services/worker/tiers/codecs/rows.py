@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from services.worker.model.vector.emit import (
+from kvfleet.worker.model.vector.emit import (
     ADDRESS,
     COUNT,
     F16,
@@ -36,7 +36,7 @@ from services.worker.model.vector.emit import (
     splat,
     store,
 )
-from services.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, LEVELS, SCALE_BYTES
+from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, LEVELS, SCALE_BYTES
 
 F64 = ir.DoubleType()
 DOUBLES = ir.VectorType(F64, LANES)

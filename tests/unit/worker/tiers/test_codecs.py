@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from kvproto.dataplane.block import BlockCodec
-from kvproto.errors import CodecError
-from services.worker.tiers.codecs.block_codec import (
+from kvfleet.worker.tiers.codecs.block_codec import (
     LOSSLESS_DB,
     SNR_GATE_DB,
     Encoded,
@@ -28,7 +26,9 @@ from services.worker.tiers.codecs.block_codec import (
     encode,
     warm_up,
 )
-from services.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+from kvproto.dataplane.block import BlockCodec
+from kvproto.errors import CodecError
 
 RAW, INT8 = BlockCodec.RAW, BlockCodec.INT8
 DTYPES = ("float32", "bfloat16", "float16")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.tiers.base import LinkSpeed
-from services.worker.tiers.link_speed import (
+from kvfleet.worker.tiers.base import LinkSpeed
+from kvfleet.worker.tiers.link_speed import (
     PROBE_AFTER_S,
     PROBE_SOON_S,
     LinkSpeedMeter,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from kvfleet.worker.tiers.base import BlockName, Finding
+from kvfleet.worker.tiers.looking import Look
 from kvproto.messages import Tier
-from services.worker.tiers.base import BlockName, Finding
-from services.worker.tiers.looking import Look
 
 NAMES = [BlockName(b"r" * 16, bytes([at]) * 16, b"p" * 16, b"\0" * 4) for at in range(10)]
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.tiers.base import BlockName
-from services.worker.tiers.offload_queue import BATCH_BLOCKS, BATCH_BYTES, Offload, OffloadQueue
+from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.tiers.offload_queue import BATCH_BLOCKS, BATCH_BYTES, Offload, OffloadQueue
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 

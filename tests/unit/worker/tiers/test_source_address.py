@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvfleet.worker.tiers.source_address import SourceAddress, peers_of, vaults_of
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
-from services.worker.tiers.source_address import SourceAddress, peers_of, vaults_of
 
 AT = ("unix:/run/kvf/x.sock", "tcp:10.0.0.1:7000")
 ME = WorkerRecord(

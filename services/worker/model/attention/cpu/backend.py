@@ -11,22 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.model.attention.base import AttentionForm
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import (
+from kvfleet.worker.model.attention.base import AttentionForm
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.chunks import (
     DECODE_BYTES,
     DECODE_CHUNK,
     PREFILL_CHUNK,
     record_floats,
     whole_lines,
 )
-from services.worker.model.attention.cpu.plan import TILE_ROWS, Items, cut
-from services.worker.model.batch import RaggedBatch
-from services.worker.model.kv_pool import KvPool
-from services.worker.model.vector import team
-from services.worker.model.vector.compiled import Entry, entry, multiplies_pairs
-from services.worker.model.vector.kinds import STORED
-from services.worker.model.vector.numbers import BFLOAT16, FLOAT32, INT8, LANES
+from kvfleet.worker.model.attention.cpu.plan import TILE_ROWS, Items, cut
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.kv_pool import KvPool
+from kvfleet.worker.model.vector import team
+from kvfleet.worker.model.vector.compiled import Entry, entry, multiplies_pairs
+from kvfleet.worker.model.vector.kinds import STORED
+from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT32, INT8, LANES
 
 SERIAL_TOKENS = 64  # up to here one thread stores K and V faster than a team is woken
 
@@ -40,7 +40,7 @@ class CpuBackend:
         self.pairs = multiplies_pairs()
         self.threads = threads or torch.get_num_threads()
         self.store, self.attend, self.combine = (
-            entry("services.worker.model.attention.cpu.kernels", name)
+            entry("kvfleet.worker.model.attention.cpu.kernels", name)
             for name in ("store_share", "attend_share", "combine_all")
         )
         self.block = np.zeros(c.FIELDS, dtype=np.int64)

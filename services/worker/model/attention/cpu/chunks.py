@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.numbers import LANES
 
 DECODE_CHUNK = 64  # tokens whose scores a decode keeps at a time: few, so that K and V are read nearly as they lie
 DECODE_BYTES = 256 * 1024  # of K in a chunk at most, over all heads of an item: K and V stay in the cache of a core

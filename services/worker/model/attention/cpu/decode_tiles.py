@@ -7,16 +7,16 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import DECODE_CHUNK, SPREAD
-from services.worker.model.attention.cpu.pool_rows import row_of, tile_bytes, tile_of
-from services.worker.model.attention.cpu.tiles import multiply
-from services.worker.model.vector.cells import copy_bytes, prefetch
-from services.worker.model.vector.emit import CACHE_LINE
-from services.worker.model.vector.numbers import ITEM_BYTES, LANES
-from services.worker.model.vector.products import dots
-from services.worker.model.vector.rows import row_fill
-from services.worker.model.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.chunks import DECODE_CHUNK, SPREAD
+from kvfleet.worker.model.attention.cpu.pool_rows import row_of, tile_bytes, tile_of
+from kvfleet.worker.model.attention.cpu.tiles import multiply
+from kvfleet.worker.model.vector.cells import copy_bytes, prefetch
+from kvfleet.worker.model.vector.emit import CACHE_LINE
+from kvfleet.worker.model.vector.numbers import ITEM_BYTES, LANES
+from kvfleet.worker.model.vector.products import dots
+from kvfleet.worker.model.vector.rows import row_fill
+from kvfleet.worker.model.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
 
 
 @njit(nogil=True, error_model="numpy")

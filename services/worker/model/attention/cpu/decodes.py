@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import DECODE_CHUNK
-from services.worker.model.attention.cpu.decode_tiles import score_tile, weigh_tile
-from services.worker.model.attention.cpu.pool_rows import ahead_of
-from services.worker.model.attention.cpu.softmax import (
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.chunks import DECODE_CHUNK
+from kvfleet.worker.model.attention.cpu.decode_tiles import score_tile, weigh_tile
+from kvfleet.worker.model.attention.cpu.pool_rows import ahead_of
+from kvfleet.worker.model.attention.cpu.softmax import (
     MINUS_INFINITY,
     ONE,
     accumulators_of,
@@ -27,9 +27,9 @@ from services.worker.model.attention.cpu.softmax import (
     totals_of,
     write_rows,
 )
-from services.worker.model.vector.cells import read_float, read_int
-from services.worker.model.vector.numbers import LANES
-from services.worker.model.vector.rows import row_cap, row_fill, row_scale
+from kvfleet.worker.model.vector.cells import read_float, read_int
+from kvfleet.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.rows import row_cap, row_fill, row_scale
 
 
 @njit(nogil=True, error_model="numpy")

@@ -22,12 +22,12 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import PREFILL_CHUNK
-from services.worker.model.attention.cpu.decodes import decode
-from services.worker.model.attention.cpu.pairs import attend_pairs
-from services.worker.model.attention.cpu.pool_rows import stage, tile_of
-from services.worker.model.attention.cpu.softmax import (
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.chunks import PREFILL_CHUNK
+from kvfleet.worker.model.attention.cpu.decodes import decode
+from kvfleet.worker.model.attention.cpu.pairs import attend_pairs
+from kvfleet.worker.model.attention.cpu.pool_rows import stage, tile_of
+from kvfleet.worker.model.attention.cpu.softmax import (
     MINUS_INFINITY,
     ONE,
     accumulators_of,
@@ -38,13 +38,13 @@ from services.worker.model.attention.cpu.softmax import (
     totals_of,
     write_rows,
 )
-from services.worker.model.attention.cpu.splits import combine_splits
-from services.worker.model.attention.cpu.storing import store_tokens
-from services.worker.model.attention.cpu.tiles import multiply, score_rows
-from services.worker.model.vector.cells import read_float, read_int, take_ticket
-from services.worker.model.vector.numbers import LANES
-from services.worker.model.vector.products import transpose
-from services.worker.model.vector.rows import row_cap, row_fill
+from kvfleet.worker.model.attention.cpu.splits import combine_splits
+from kvfleet.worker.model.attention.cpu.storing import store_tokens
+from kvfleet.worker.model.attention.cpu.tiles import multiply, score_rows
+from kvfleet.worker.model.vector.cells import read_float, read_int, take_ticket
+from kvfleet.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.products import transpose
+from kvfleet.worker.model.vector.rows import row_cap, row_fill
 
 
 @njit(nogil=True, error_model="numpy")

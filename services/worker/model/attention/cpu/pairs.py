@@ -7,14 +7,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import PREFILL_CHUNK
-from services.worker.model.attention.cpu.pool_rows import row_of
-from services.worker.model.attention.cpu.softmax import MINUS_INFINITY, ONE, accumulators_of, copy_rows, fold, totals_of
-from services.worker.model.vector.cells import prefetch, read_float
-from services.worker.model.vector.numbers import LANES
-from services.worker.model.vector.products import pair_product, transpose
-from services.worker.model.vector.rows import interleave, row_cap, row_fill, row_scale
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.chunks import PREFILL_CHUNK
+from kvfleet.worker.model.attention.cpu.pool_rows import row_of
+from kvfleet.worker.model.attention.cpu.softmax import MINUS_INFINITY, ONE, accumulators_of, copy_rows, fold, totals_of
+from kvfleet.worker.model.vector.cells import prefetch, read_float
+from kvfleet.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.products import pair_product, transpose
+from kvfleet.worker.model.vector.rows import interleave, row_cap, row_fill, row_scale
 
 
 def _pair_products(fresh):

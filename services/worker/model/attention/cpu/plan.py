@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.model.attention.cpu.call import (
+from kvfleet.worker.model.attention.cpu.call import (
     DECODE,
     ITEM_FIELDS,
     ITEM_HEAD,
@@ -27,7 +27,7 @@ from services.worker.model.attention.cpu.call import (
     SLICE_TABLE,
     SPLIT_FIELDS,
 )
-from services.worker.model.batch import Ints, RaggedBatch
+from kvfleet.worker.model.batch import Ints, RaggedBatch
 
 TILE_ROWS = 128  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
 SHORTEST_PART = 256  # tokens of a split decode

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.softmax import ONE
-from services.worker.model.vector.cells import read_float, read_int
-from services.worker.model.vector.conversion import to_floats
-from services.worker.model.vector.numbers import INT8, ITEM_BYTES, LANES
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.softmax import ONE
+from kvfleet.worker.model.vector.cells import read_float, read_int
+from kvfleet.worker.model.vector.conversion import to_floats
+from kvfleet.worker.model.vector.numbers import INT8, ITEM_BYTES, LANES
 
 
 @njit(nogil=True, error_model="numpy")

@@ -9,13 +9,13 @@ import math
 import numpy as np
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.chunks import whole_lines
-from services.worker.model.vector.cells import copy_bytes, read_float, write_float
-from services.worker.model.vector.conversion import from_floats, to_floats
-from services.worker.model.vector.numbers import ITEM_BYTES
-from services.worker.model.vector.rows import row_exp, row_exp_halves, row_fill, row_max, row_scale
-from services.worker.model.vector.statistics import row_sum
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.chunks import whole_lines
+from kvfleet.worker.model.vector.cells import copy_bytes, read_float, write_float
+from kvfleet.worker.model.vector.conversion import from_floats, to_floats
+from kvfleet.worker.model.vector.numbers import ITEM_BYTES
+from kvfleet.worker.model.vector.rows import row_exp, row_exp_halves, row_fill, row_max, row_scale
+from kvfleet.worker.model.vector.statistics import row_sum
 
 MINUS_INFINITY = np.float32(-math.inf)
 ONE = np.float32(1.0)

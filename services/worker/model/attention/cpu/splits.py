@@ -9,18 +9,18 @@ import math
 import numpy as np
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.softmax import (
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.softmax import (
     MINUS_INFINITY,
     accumulators_of,
     record_bytes,
     totals_of,
     write_rows,
 )
-from services.worker.model.attention.cpu.tiles import multiply
-from services.worker.model.vector.cells import read_float, read_int, write_float
-from services.worker.model.vector.numbers import LANES
-from services.worker.model.vector.rows import row_scale
+from kvfleet.worker.model.attention.cpu.tiles import multiply
+from kvfleet.worker.model.vector.cells import read_float, read_int, write_float
+from kvfleet.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.rows import row_scale
 
 
 @njit(nogil=True, error_model="numpy")

@@ -7,11 +7,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from services.worker.model.attention.cpu import call as c
-from services.worker.model.attention.cpu.softmax import ONE
-from services.worker.model.vector.cells import copy_bytes, read_float, read_int, write_byte, write_float
-from services.worker.model.vector.conversion import to_floats
-from services.worker.model.vector.numbers import INT8, ITEM_BYTES, LEVELS
+from kvfleet.worker.model.attention.cpu import call as c
+from kvfleet.worker.model.attention.cpu.softmax import ONE
+from kvfleet.worker.model.vector.cells import copy_bytes, read_float, read_int, write_byte, write_float
+from kvfleet.worker.model.vector.conversion import to_floats
+from kvfleet.worker.model.vector.numbers import INT8, ITEM_BYTES, LEVELS
 
 
 @njit(nogil=True, error_model="numpy")

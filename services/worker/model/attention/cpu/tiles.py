@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from services.worker.model.vector.numbers import LANES
-from services.worker.model.vector.products import product
+from kvfleet.worker.model.vector.numbers import LANES
+from kvfleet.worker.model.vector.products import product
 
 
 def _strip(rows, wide):
