@@ -1,0 +1,1 @@
+"""The ingress: HTTP in, requests to workers over NATS, server-sent events out."""

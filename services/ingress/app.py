@@ -14,13 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvfleet.ingress.audit import Audit
 from kvfleet.ingress.dashboard.page import Dashboard
-from kvfleet.ingress.fleet_routes import no_such_method, no_such_route
-from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.fleet.routes import no_such_method, no_such_route
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.ingress import Ingress
-from kvfleet.ingress.metrics import IngressMetrics
-from kvfleet.ingress.web_guard import WebGuard
+from kvfleet.ingress.telemetry.audit import Audit
+from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_request_id
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfleet.ingress.run_memory import DEFAULT_BYTES
+from kvfleet.ingress.limits.run_memory import DEFAULT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

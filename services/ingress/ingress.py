@@ -11,27 +11,27 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvfleet.ingress.admission import Admission
-from kvfleet.ingress.audit import NO_AUDIT, Audit
-from kvfleet.ingress.body_reader import BodyReader
-from kvfleet.ingress.chat_splice import SpliceIndex
+from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.config import IngressConfig
-from kvfleet.ingress.fleet_routes import FleetRoutes
-from kvfleet.ingress.metrics import IngressMetrics, Reading
-from kvfleet.ingress.models import Models
-from kvfleet.ingress.other_regions import OtherRegions
-from kvfleet.ingress.prompts import Prompts
+from kvfleet.ingress.fleet.other_regions import OtherRegions
+from kvfleet.ingress.fleet.routes import FleetRoutes
+from kvfleet.ingress.http.body_reader import BodyReader
+from kvfleet.ingress.http.web_guard import WebGuard
+from kvfleet.ingress.limits.admission import Admission
+from kvfleet.ingress.limits.service_levels import Targets
+from kvfleet.ingress.limits.shared_usage import SharedUsage
+from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
+from kvfleet.ingress.prompts.chat_splice import SpliceIndex
+from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.request_flow import RequestFlow
 from kvfleet.ingress.request_reader import RequestReader
-from kvfleet.ingress.runs import Runs
-from kvfleet.ingress.service_levels import Targets
-from kvfleet.ingress.session_blocks import SessionBlocks
-from kvfleet.ingress.session_index import SessionIndex
-from kvfleet.ingress.sessions import Sessions
-from kvfleet.ingress.shared_usage import SharedUsage
-from kvfleet.ingress.shared_usage_exchange import UsageExchange
-from kvfleet.ingress.tenancy import Tenancy
-from kvfleet.ingress.web_guard import WebGuard
+from kvfleet.ingress.runs.runs import Runs
+from kvfleet.ingress.sessions.session_blocks import SessionBlocks
+from kvfleet.ingress.sessions.session_index import SessionIndex
+from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
+from kvfleet.ingress.telemetry.metrics import IngressMetrics, Reading
 from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import KvfleetError

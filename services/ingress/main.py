@@ -12,8 +12,8 @@ import sys
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from kvfleet.ingress.access import Access
 from kvfleet.ingress.app import create_app, for_browsers
+from kvfleet.ingress.auth.access import Access
 from kvfleet.ingress.config import IngressConfig, RunLimits, SessionLimits, WebRules
 from kvfleet.ingress.ingress import Ingress
 from kvfleet.ingress.probes import IngressProbes

@@ -19,33 +19,33 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from kvfleet.ingress.admission import Admission
-from kvfleet.ingress.callers import default_max_tokens
+from kvfleet.ingress.answers.native_events import NativeForm
+from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
 from kvfleet.ingress.config import IngressConfig
-from kvfleet.ingress.error_bodies import loggable
-from kvfleet.ingress.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
-from kvfleet.ingress.http_exchange import Exchange
-from kvfleet.ingress.jobs import Job, Prepare
-from kvfleet.ingress.limits import Tab
-from kvfleet.ingress.metrics import IngressMetrics
-from kvfleet.ingress.models import Models, ServedModel
-from kvfleet.ingress.native_events import NativeForm
-from kvfleet.ingress.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
-from kvfleet.ingress.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
-from kvfleet.ingress.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
-from kvfleet.ingress.prompts import Prompts, conversation_of
-from kvfleet.ingress.repeats import RequestName
+from kvfleet.ingress.http.error_bodies import loggable
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
+from kvfleet.ingress.limits.admission import Admission
+from kvfleet.ingress.limits.callers import default_max_tokens
+from kvfleet.ingress.limits.limiter import Tab
+from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, TokenCosts
+from kvfleet.ingress.limits.service_levels import ServiceLevel
+from kvfleet.ingress.prompts.models import Models, ServedModel
+from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
+from kvfleet.ingress.prompts.token_spelling import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, standing
-from kvfleet.ingress.request_trace import RequestTrace
-from kvfleet.ingress.run_memory import STREAMED, WHOLE, TokenCosts
-from kvfleet.ingress.runs import Run, Runs
-from kvfleet.ingress.sampling_plan import plan_sampling, prompt_must_fit
-from kvfleet.ingress.service_levels import ServiceLevel
-from kvfleet.ingress.session_index import SessionIndex, auto_seq_id
-from kvfleet.ingress.sessions import Session, Sessions
-from kvfleet.ingress.sse import complete, gather, placement_headers, relay
-from kvfleet.ingress.token_spelling import TokenSpelling
-from kvfleet.ingress.turns import ChatTurn, PlainTurn, SessionTurn
+from kvfleet.ingress.requests.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
+from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
+from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
+from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
+from kvfleet.ingress.runs.jobs import Job, Prepare
+from kvfleet.ingress.runs.repeats import RequestName
+from kvfleet.ingress.runs.runs import Run, Runs
+from kvfleet.ingress.sessions.session_index import SessionIndex, auto_seq_id
+from kvfleet.ingress.sessions.sessions import Session, Sessions
+from kvfleet.ingress.sessions.turns import ChatTurn, PlainTurn, SessionTurn
+from kvfleet.ingress.telemetry.metrics import IngressMetrics
+from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
 from kvproto.messages import Continuation, Sampling

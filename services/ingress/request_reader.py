@@ -14,22 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from kvfleet.ingress import request_trace
-from kvfleet.ingress.admission import Admission
-from kvfleet.ingress.audit import Audit
-from kvfleet.ingress.body_reader import BodyReader
-from kvfleet.ingress.callers import Caller, priority_of, require_policy
-from kvfleet.ingress.event_ids import LAST_EVENT_ID, START
-from kvfleet.ingress.fields import Body
-from kvfleet.ingress.http_exchange import Exchange
-from kvfleet.ingress.limit_headers import limit_headers
-from kvfleet.ingress.models import Models
-from kvfleet.ingress.native_schema import GenerateAsk
-from kvfleet.ingress.openai_schema import ChatAsk, CompletionAsk
-from kvfleet.ingress.repeats import RequestName, key_secret, name_request
-from kvfleet.ingress.request_trace import RequestTrace
-from kvfleet.ingress.runs import Run, Runs
-from kvfleet.ingress.tenancy import Tenancy, identify
+from kvfleet.ingress.auth.tenancy import Tenancy, identify
+from kvfleet.ingress.http.body_reader import BodyReader
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.http.limit_headers import limit_headers
+from kvfleet.ingress.limits.admission import Admission
+from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
+from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.requests.fields import Body
+from kvfleet.ingress.requests.native_schema import GenerateAsk
+from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk
+from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START
+from kvfleet.ingress.runs.repeats import RequestName, key_secret, name_request
+from kvfleet.ingress.runs.runs import Run, Runs
+from kvfleet.ingress.telemetry import request_trace
+from kvfleet.ingress.telemetry.audit import Audit
+from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_request_id
 from kvservice import tracing

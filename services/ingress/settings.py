@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvfleet.ingress.run_memory import DEFAULT_BYTES
+from kvfleet.ingress.limits.run_memory import DEFAULT_BYTES
 from kvservice.settings import ServiceSettings
 
 

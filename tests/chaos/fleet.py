@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.client import Client
 from kvproto.connection import Connection

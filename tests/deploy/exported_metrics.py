@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from kvfleet.ingress.access import Access
+from kvfleet.ingress.auth.access import Access
 from kvfleet.ingress.ingress import Ingress
-from kvfleet.ingress.metrics import IngressMetrics
+from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.placement_metrics import readings as placement_readings
 from kvfleet.placement.prompts import HashedPrompts

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.dashboard.page import INDEX, read_files
 from kvfleet.placement.loop import PlacementLoop
 from kvproto.connection import Connection

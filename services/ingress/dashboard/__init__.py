@@ -1,0 +1,1 @@
+"""The page at `/`: the files that a browser loads, as they are."""

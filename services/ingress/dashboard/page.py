@@ -10,9 +10,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
 
-from kvfleet.ingress.error_bodies import Headers
-from kvfleet.ingress.fleet_routes import no_such_route
-from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.fleet.routes import no_such_route
+from kvfleet.ingress.http.error_bodies import Headers
+from kvfleet.ingress.http.exchange import Exchange
 
 INDEX = "index.html"
 TYPES = {  # of what a page is made of; nothing else is served

@@ -13,12 +13,12 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from kvfleet.ingress.api_keys import KeySet, parse_keys
 from kvfleet.ingress.app import create_app, for_browsers
-from kvfleet.ingress.audit import NO_AUDIT, Audit
+from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
+from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.ingress import Ingress
-from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client

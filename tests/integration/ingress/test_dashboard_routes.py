@@ -6,7 +6,7 @@ from importlib import resources
 
 from ingress_rig import Serve, Served
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.dashboard.page import HEADERS, INDEX, TYPES, read_files, suffix
 
 KEYS = f'[[keys]]\nname = "root"\nsha256 = "{hash_key("root")}"\nadmin = true\n'

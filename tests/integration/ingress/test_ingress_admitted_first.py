@@ -12,7 +12,8 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 from test_ingress_limits_http import COMPLETION, keys_of
 
-from kvfleet.ingress import body_reader, prompts
+from kvfleet.ingress.http import body_reader
+from kvfleet.ingress.prompts import prompts
 from tests.support.waiting import LIMIT_S
 
 LONG_IDS = [7] * 2_000_000  # about 4 MB of JSON

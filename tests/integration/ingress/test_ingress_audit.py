@@ -12,8 +12,8 @@ from cut_streams import read
 from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
-from kvfleet.ingress.audit import REFUSED_PER_ADDRESS, Audit
+from kvfleet.ingress.auth.api_keys import hash_key
+from kvfleet.ingress.telemetry.audit import REFUSED_PER_ADDRESS, Audit
 from kvproto.ids import session_key
 
 GENERATE, COMPLETION = "/generate", "/v1/completions"

@@ -13,11 +13,11 @@ import pytest
 from ingress_rig import Serve, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key, parse_keys
-from kvfleet.ingress.jwks import IssuerKeys
-from kvfleet.ingress.jwks_fetch import fetch_key_set
-from kvfleet.ingress.oidc import OidcRules
-from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
+from kvfleet.ingress.auth.jwks import IssuerKeys
+from kvfleet.ingress.auth.jwks_fetch import fetch_key_set
+from kvfleet.ingress.auth.oidc import OidcRules
+from kvfleet.ingress.auth.tenancy import Tenancy
 from tests.support.local_issuer import AUDIENCE, LocalIssuer, hmac_token, public_jwk, public_pem, token
 
 GENERATE = "/generate"
@@ -125,7 +125,7 @@ async def test_rotated_keys_and_an_issuer_that_is_away(
 ) -> None:
     served = await serving(tenancy=trusting(issuer))
     assert (await served.http.get("/v1/models", headers=bearer(token(issuer.url)))).status_code == 200
-    monkeypatch.setattr("kvfleet.ingress.jwks.COOLDOWN_S", 0.0)
+    monkeypatch.setattr("kvfleet.ingress.auth.jwks.COOLDOWN_S", 0.0)
     issuer.keys = [public_jwk("EdDSA", "k2")]
     rotated = bearer(token(issuer.url, algorithm="EdDSA", kid="k2"))
     assert (await served.http.get("/v1/models", headers=rotated)).status_code == 200

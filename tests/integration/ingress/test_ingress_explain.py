@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.placement import long_questions
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
@@ -183,7 +183,7 @@ async def test_others_do_not_learn_that_an_id_exists(fleet: Fleet) -> None:
 async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_decided(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvfleet.ingress.listings.KEPT_S", 0.0)
+    monkeypatch.setattr("kvfleet.ingress.fleet.listings.KEPT_S", 0.0)
     http = fleet.served.http
 
     async def newest(headers: dict[str, str], query: str = "") -> list[dict[str, Any]]:

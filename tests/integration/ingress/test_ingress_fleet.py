@@ -7,8 +7,8 @@ import json
 from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
-from kvfleet.ingress.session_blocks import SessionBlocks
+from kvfleet.ingress.auth.api_keys import hash_key
+from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvproto.messages import AdminCommand, TierLoad
 from kvproto.subjects import Subjects
 

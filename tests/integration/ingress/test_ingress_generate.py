@@ -12,9 +12,9 @@ import pytest
 from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
-from kvfleet.ingress import session_blocks
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.sessions import session_blocks
 from kvproto import codec
 from kvproto.messages import Accepted, AdminCommand, GenerateRequest, Sampling, SessionHead, Turn
 from kvproto.subjects import Subjects

@@ -11,9 +11,9 @@ from cut_streams import read, steps, texts
 from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.config import RunLimits
-from kvfleet.ingress.repeats import request_of_key
+from kvfleet.ingress.runs.repeats import request_of_key
 from tests.support import sse
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -17,7 +17,7 @@ from cut_streams import read, texts
 from ingress_rig import FLEET_KEY, Serve, Served, start_placement, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto.ids import new_request_id
 from kvproto.subjects import Subjects
 
@@ -160,7 +160,7 @@ async def test_placements_are_listed_to_their_own_tenant_alone(
     nats_url: str, placed: None, serving: Serve, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every spelling of the question, with the words of the wire among them."""
-    monkeypatch.setattr("kvfleet.ingress.listings.KEPT_S", 0.0)
+    monkeypatch.setattr("kvfleet.ingress.fleet.listings.KEPT_S", 0.0)
     served = await serving(keys=KEYS, fleet_key=FLEET_KEY.encode())
     request = (await served.http.post(GENERATE, json=BODY, headers=OWNER)).headers["x-request-id"]
     own = (await served.http.get("/v1/placements", headers=OWNER)).json()["placements"]

@@ -12,7 +12,7 @@ from cut_streams import read
 from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key, parse_keys
+from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
 from kvfleet.ingress.config import RunLimits
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -10,7 +10,7 @@ import pytest
 from ingress_rig import Serve, Served
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import Failed, PlaceRequest

@@ -15,7 +15,7 @@ import pytest
 from ingress_process import IngressProcess, write_certificate
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto.subjects import Subjects
 from kvproto.testing.free_ports import free_port
 from tests.support.local_issuer import LocalIssuer, token
@@ -238,7 +238,7 @@ async def test_no_key_is_in_anything_that_is_written(
     ],
 )
 async def test_an_ingress_does_not_start_half_guarded(settings: dict[str, str], named: str) -> None:
-    from kvfleet.ingress.access import Access
+    from kvfleet.ingress.auth.access import Access
     from kvfleet.ingress.settings import IngressSettings
     from kvproto.errors import InvalidRequest
 

@@ -13,7 +13,7 @@ import pytest
 from ingress_rig import Serve, Served, until
 from scripted_worker import CONTEXT, ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from tests.support.waiting import LIMIT_S
 
 MESSAGE = [{"role": "user", "content": "x"}]

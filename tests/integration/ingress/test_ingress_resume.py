@@ -13,7 +13,7 @@ from cut_streams import Event, read, steps, texts
 from ingress_rig import Serve, Served, serve, start_placement, until
 from scripted_worker import ScriptedWorker
 
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.config import RunLimits
 from kvproto.subjects import Subjects
 from tests.support import sse

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ingress_rig import Served, serve, until
 
-from kvfleet.ingress import strays
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
+from kvfleet.ingress.runs import strays
 from kvfleet.worker.engine import Engine
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.client import Generation

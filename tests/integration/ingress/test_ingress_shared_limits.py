@@ -14,8 +14,8 @@ from ingress_rig import Serve, Served, serve, until
 from scripted_worker import ScriptedWorker
 from test_ingress_limits_http import BODY, COMPLETION, ask, keys_of
 
-from kvfleet.ingress import shared_usage
-from kvfleet.ingress.limits import Account
+from kvfleet.ingress.limits import shared_usage
+from kvfleet.ingress.limits.limiter import Account
 from kvproto.connection import Connection, Message
 from kvproto.subjects import Subjects
 from kvproto.testing.free_ports import free_ports

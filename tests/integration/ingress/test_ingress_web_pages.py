@@ -12,7 +12,7 @@ from scripted_worker import ScriptedWorker
 from test_ingress_limits_http import keys_of
 
 from kvfleet.ingress.config import WebRules
-from kvfleet.ingress.web_guard import name_of
+from kvfleet.ingress.http.web_guard import name_of
 
 ASK = json.dumps({"prompt": "x", "max_tokens": 2})
 FORM = "application/x-www-form-urlencoded"  # what curl says of -d

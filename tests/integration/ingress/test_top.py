@@ -22,7 +22,7 @@ from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
 from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
-from kvfleet.ingress.api_keys import hash_key
+from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S

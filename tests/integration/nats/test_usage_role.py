@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvfleet.ingress.callers import Caller, Limits
-from kvfleet.ingress.limits import Limiter
-from kvfleet.ingress.shared_usage import SharedUsage
-from kvfleet.ingress.shared_usage_exchange import UsageExchange
+from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.limiter import Limiter
+from kvfleet.ingress.limits.shared_usage import SharedUsage
+from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from tests.support.waiting import LIMIT_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.ingress import session_blocks
+from kvfleet.ingress.sessions import session_blocks
 from kvfleet.worker.engine import Engine
 from kvproto.client import Client, Generation
 from kvproto.messages import Sampling

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import kvfleet.worker
-from kvfleet.ingress.models import ServedModel
-from kvfleet.ingress.tokenizer import ModelTokenizer
+from kvfleet.ingress.prompts.models import ServedModel
+from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 from kvproto.buckets import Entry, StaleRevision
 from kvproto.errors import Unavailable
 from kvproto.messages import Bundle

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.ingress.admission import FREE_RETURNS, Admission
-from kvfleet.ingress.callers import Caller, Limits
-from kvfleet.ingress.error_bodies import error_body, error_headers, loggable, status_of
+from kvfleet.ingress.http.error_bodies import error_body, error_headers, loggable, status_of
+from kvfleet.ingress.limits.admission import FREE_RETURNS, Admission
+from kvfleet.ingress.limits.callers import Caller, Limits
 from kvproto.errors import Cancelled, Draining, InvalidRequest, KvfleetError, LimitExceeded, Unavailable
 
 

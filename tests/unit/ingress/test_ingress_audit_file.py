@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.ingress.audit import audit_line, open_audit_file
-from kvfleet.ingress.audit_file import AuditFile
+from kvfleet.ingress.telemetry.audit import audit_line, open_audit_file
+from kvfleet.ingress.telemetry.audit_file import AuditFile
 from kvproto.errors import InvalidRequest
 from tests.support.waiting import wait_until
 

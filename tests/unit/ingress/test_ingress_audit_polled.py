@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvfleet.ingress.audit import REFUSED_PER_MINUTE, Audit
-from kvfleet.ingress.callers import Caller
-from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.limits.callers import Caller
+from kvfleet.ingress.telemetry.audit import REFUSED_PER_MINUTE, Audit
 from kvproto.errors import AuthenticationFailed
 
 

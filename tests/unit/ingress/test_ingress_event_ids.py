@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.ingress.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
-from kvfleet.ingress.event_writer import Form, Reader
-from kvfleet.ingress.native_events import NativeForm
-from kvfleet.ingress.openai_events import AnswerHead, OpenAiForm
-from kvfleet.ingress.repeats import key_secret, name_request, request_of_key
-from kvfleet.ingress.transcript import Transcript
+from kvfleet.ingress.answers.native_events import NativeForm
+from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm
+from kvfleet.ingress.runs.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
+from kvfleet.ingress.runs.event_writer import Form, Reader
+from kvfleet.ingress.runs.repeats import key_secret, name_request, request_of_key
+from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import InvalidRequest, PromptChanged
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started, Tokens
 

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ingress_build import demo_tokenizer
 
-from kvfleet.ingress.event_ids import START, Position
-from kvfleet.ingress.event_writer import Form
-from kvfleet.ingress.http_exchange import Exchange
-from kvfleet.ingress.jobs import Job
-from kvfleet.ingress.native_events import NativeForm
-from kvfleet.ingress.openai_events import AnswerHead, OpenAiForm, answer_body
-from kvfleet.ingress.run_memory import RunMemory
-from kvfleet.ingress.runs import Run
-from kvfleet.ingress.sse import complete, gather, relay
-from kvfleet.ingress.token_spelling import TokenSpelling
-from kvfleet.ingress.transcript import ChoiceTranscript, Transcript
-from kvfleet.ingress.turns import PlainTurn
+from kvfleet.ingress.answers.native_events import NativeForm
+from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.http.sse import complete, gather, relay
+from kvfleet.ingress.limits.run_memory import RunMemory
+from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.runs.event_ids import START, Position
+from kvfleet.ingress.runs.event_writer import Form
+from kvfleet.ingress.runs.jobs import Job
+from kvfleet.ingress.runs.runs import Run
+from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
+from kvfleet.ingress.sessions.turns import PlainTurn
 from kvproto.errors import KvfleetError, WorkerLost
 from kvproto.generation import Generation
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvfleet.ingress import http_exchange
-from kvfleet.ingress.http_exchange import Exchange
+from kvfleet.ingress.http import exchange as http_exchange
+from kvfleet.ingress.http.exchange import Exchange
 from kvproto.errors import Cancelled
 from tests.support.waiting import LIMIT_S
 

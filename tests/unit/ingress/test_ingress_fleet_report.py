@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from kvfleet.ingress.fleet_report import stats_report, workers_report
+from kvfleet.ingress.fleet.report import stats_report, workers_report
 from kvproto import codec
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Heartbeat, Load, State, TierLoad, WorkerRecord

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.ingress import limits as limits_module
-from kvfleet.ingress.callers import Caller, Limits
-from kvfleet.ingress.error_bodies import error_headers
-from kvfleet.ingress.limit_headers import duration, limit_headers
-from kvfleet.ingress.limits import DAY_S, Limiter, Tab
+from kvfleet.ingress.http.error_bodies import error_headers
+from kvfleet.ingress.http.limit_headers import duration, limit_headers
+from kvfleet.ingress.limits import limiter as limits_module
+from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.limiter import DAY_S, Limiter, Tab
 from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 
 MINUTELY = Caller("k", "t", limits=Limits(tokens_per_minute=600))

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvfleet.ingress import listings as listings_module
-from kvfleet.ingress.listings import MOST, MOST_OF_ONE, Listings, Question
+from kvfleet.ingress.fleet import listings as listings_module
+from kvfleet.ingress.fleet.listings import MOST, MOST_OF_ONE, Listings, Question
 from kvproto.errors import LimitExceeded, Unavailable
 from tests.support.waiting import LIMIT_S
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from ingress_build import demo_bundle
 
-from kvfleet.ingress.fleet_report import models_report, stats_report, workers_report
-from kvfleet.ingress.models import KEPT_UNNAMED, Models
+from kvfleet.ingress.fleet.report import models_report, stats_report, workers_report
+from kvfleet.ingress.prompts.models import KEPT_UNNAMED, Models
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, Heartbeat, Rates, State, WorkerRecord

@@ -15,12 +15,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from kvfleet.ingress.api_keys import hash_key, parse_keys
-from kvfleet.ingress.callers import Limits
-from kvfleet.ingress.jwks import COOLDOWN_S, KEPT_S, IssuerKeys, read_key_set
-from kvfleet.ingress.jwks_fetch import check_url, fetch_key_set, read_key_file
-from kvfleet.ingress.oidc import OidcRules, caller_of, claim_at, read_algorithms
-from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
+from kvfleet.ingress.auth.jwks import COOLDOWN_S, KEPT_S, IssuerKeys, read_key_set
+from kvfleet.ingress.auth.jwks_fetch import check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.oidc import OidcRules, caller_of, claim_at, read_algorithms
+from kvfleet.ingress.auth.tenancy import Tenancy
+from kvfleet.ingress.limits.callers import Limits
 from kvproto.errors import AuthenticationFailed, InvalidRequest, KvfleetError, PermissionDenied, Unavailable
 from tests.support.local_issuer import AUDIENCE, LocalIssuer, hmac_token, private_key, public_jwk, public_pem, token
 from tests.support.waiting import LIMIT_S

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.app import create_app
-from kvfleet.ingress.fields import fields_of, object_schema
-from kvfleet.ingress.metrics import IngressMetrics
-from kvfleet.ingress.native_schema import GenerateFields, read_generate
-from kvfleet.ingress.openai_schema import ChatFields, CompletionFields, read_chat, read_completion
-from kvfleet.ingress.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.openapi_answers import COMPONENTS
-from kvfleet.ingress.placement_report import newest_report, placements_report
+from kvfleet.ingress.fleet.placement_report import newest_report, placements_report
+from kvfleet.ingress.http.openapi import OPERATIONS, openapi_document
+from kvfleet.ingress.http.openapi_answers import COMPONENTS
+from kvfleet.ingress.requests.fields import fields_of, object_schema
+from kvfleet.ingress.requests.native_schema import GenerateFields, read_generate
+from kvfleet.ingress.requests.openai_schema import ChatFields, CompletionFields, read_chat, read_completion
+from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Actual, Candidate, Decision
 

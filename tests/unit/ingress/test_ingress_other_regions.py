@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ingress_build import demo_bundle
 
-from kvfleet.ingress.models import Models
-from kvfleet.ingress.other_regions import OtherRegions
+from kvfleet.ingress.fleet.other_regions import OtherRegions
+from kvfleet.ingress.prompts.models import Models
 from kvproto import codec
 from kvproto.connection import Message
 from kvproto.errors import WorkerLost

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvfleet.cli import explain
-from kvfleet.ingress.api_keys import hash_key, parse_keys
-from kvfleet.ingress.callers import OPEN, Caller, require_policy
-from kvfleet.ingress.native_schema import read_generate
-from kvfleet.ingress.openai_schema import read_chat, read_completion
-from kvfleet.ingress.placement_ask import ANYWHERE, PlacementAsk
-from kvfleet.ingress.placement_report import placements_report, read_request_id
+from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
+from kvfleet.ingress.fleet.placement_report import placements_report, read_request_id
+from kvfleet.ingress.limits.callers import OPEN, Caller, require_policy
+from kvfleet.ingress.requests.native_schema import read_generate
+from kvfleet.ingress.requests.openai_schema import read_chat, read_completion
+from kvfleet.ingress.requests.placement_ask import ANYWHERE, PlacementAsk
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.messages import Actual, Candidate, Decision
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.ingress import reload as reload_module
-from kvfleet.ingress.api_keys import hash_key, parse_keys
-from kvfleet.ingress.key_file import read_sources
-from kvfleet.ingress.reload import Reload
+from kvfleet.ingress.auth import reload as reload_module
+from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
+from kvfleet.ingress.auth.key_file import read_sources
+from kvfleet.ingress.auth.reload import Reload
 from kvproto.errors import InvalidRequest, Unavailable
 from tests.support.waiting import LIMIT_S
 

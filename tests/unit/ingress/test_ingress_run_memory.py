@@ -10,11 +10,11 @@ import pytest
 from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
+from kvfleet.ingress.answers.openai_events import AnswerHead, answer_body
 from kvfleet.ingress.config import RunLimits
-from kvfleet.ingress.openai_events import AnswerHead, answer_body
-from kvfleet.ingress.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
-from kvfleet.ingress.runs import Run
-from kvfleet.ingress.transcript import BASE_BYTES, Transcript
+from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
+from kvfleet.ingress.runs.runs import Run
+from kvfleet.ingress.runs.transcript import BASE_BYTES, Transcript
 from kvproto import codec
 from kvproto.errors import PayloadTooLarge, Unavailable
 from kvproto.messages import Finished, FinishReason, Sampling, TokenLogprobs, Tokens
@@ -167,6 +167,6 @@ async def test_one_that_is_longer_than_all_that_is_kept_drives_nobody_out() -> N
 
 
 def _named(name: str) -> Any:
-    from kvfleet.ingress.repeats import RequestName
+    from kvfleet.ingress.runs.repeats import RequestName
 
     return RequestName(name)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.config import RunLimits
-from kvfleet.ingress.jobs import Job
-from kvfleet.ingress.native_events import NativeForm
-from kvfleet.ingress.repeats import RequestName
-from kvfleet.ingress.runs import Run, Runs
-from kvfleet.ingress.transcript import Transcript
+from kvfleet.ingress.runs.jobs import Job
+from kvfleet.ingress.runs.repeats import RequestName
+from kvfleet.ingress.runs.runs import Run, Runs
+from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import (
     Cancelled,
     InvalidRequest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.ingress.service_levels import MOST_MODELS, OTHER, ServiceLevel, ServiceLevels, Targets
+from kvfleet.ingress.limits.service_levels import MOST_MODELS, OTHER, ServiceLevel, ServiceLevels, Targets
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvfleet.ingress.sessions import Sessions
-from kvfleet.ingress.transcript import Transcript
+from kvfleet.ingress.runs.transcript import Transcript
+from kvfleet.ingress.sessions.sessions import Sessions
 from kvproto import codec
 from kvproto.messages import (
     Finished,

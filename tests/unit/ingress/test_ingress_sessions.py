@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import MemoryBucket
 
-from kvfleet.ingress import sessions as module
-from kvfleet.ingress import turn_sightings
 from kvfleet.ingress.config import SessionLimits
-from kvfleet.ingress.session_index import SessionIndex, SessionTable, auto_seq_id
-from kvfleet.ingress.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_expired
+from kvfleet.ingress.sessions import sessions as module
+from kvfleet.ingress.sessions import turn_sightings
+from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
+from kvfleet.ingress.sessions.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_expired
 from kvproto import codec
 from kvproto.errors import (
     InvalidRequest,

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet.ingress import limits, shared_usage
-from kvfleet.ingress.callers import Caller, Limits
-from kvfleet.ingress.limit_headers import limit_headers
-from kvfleet.ingress.limits import DAY_S, Account, Limiter
-from kvfleet.ingress.shared_usage import FORGET_S, MOST_REPEATED, MOST_TOLD, SILENT_S, SharedUsage
-from kvfleet.ingress.shared_usage_exchange import PERIOD_S
+from kvfleet.ingress.http.limit_headers import limit_headers
+from kvfleet.ingress.limits import limiter as limits
+from kvfleet.ingress.limits import shared_usage
+from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.limiter import DAY_S, Account, Limiter
+from kvfleet.ingress.limits.shared_usage import FORGET_S, MOST_REPEATED, MOST_TOLD, SILENT_S, SharedUsage
+from kvfleet.ingress.limits.shared_usage_exchange import PERIOD_S
 from kvproto import codec
 from kvproto.errors import LimitExceeded
 from kvproto.messages import AccountUsage, UsageReport

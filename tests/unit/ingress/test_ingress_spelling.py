@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ingress_build import demo_bundle, demo_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvfleet.ingress.openai_logprobs import chat_logprobs, completion_logprobs
-from kvfleet.ingress.token_spelling import TokenSpelling, byte_of_character
-from kvfleet.ingress.tokenizer import ModelTokenizer
+from kvfleet.ingress.answers.openai_logprobs import chat_logprobs, completion_logprobs
+from kvfleet.ingress.prompts.token_spelling import TokenSpelling, byte_of_character
+from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 from kvproto.messages import TokenLogprobs
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import demo_model, demo_tokenizer
 
-from kvfleet.ingress.chat_splice import STRIDE, SpliceIndex, join, match_history
-from kvfleet.ingress.openai_schema import ChatMessage
-from kvfleet.ingress.prompts import conversation_of, scope_of
+from kvfleet.ingress.prompts.chat_splice import STRIDE, SpliceIndex, join, match_history
+from kvfleet.ingress.prompts.prompts import conversation_of, scope_of
+from kvfleet.ingress.requests.openai_schema import ChatMessage
 
 TOKENIZER = demo_tokenizer()
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]

@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvfleet.ingress import reload as reload_module
-from kvfleet.ingress.access import Access
+from kvfleet.ingress.auth import reload as reload_module
+from kvfleet.ingress.auth.access import Access
+from kvfleet.ingress.auth.tls_files import use_pair
 from kvfleet.ingress.settings import IngressSettings
-from kvfleet.ingress.tls_files import use_pair
 from kvproto.errors import InvalidRequest
 from kvservice.lifecycle import Lifecycle
 from tests.support.waiting import LIMIT_S

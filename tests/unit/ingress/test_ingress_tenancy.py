@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvfleet.ingress.api_keys import ApiKey, KeySet, hash_key, parse_keys
-from kvfleet.ingress.callers import NO_LIMITS, OPEN, Caller, Limits, default_max_tokens, require_admin
-from kvfleet.ingress.tenancy import MAX_PRESENTED_CHARS, Tenancy
+from kvfleet.ingress.auth.api_keys import ApiKey, KeySet, hash_key, parse_keys
+from kvfleet.ingress.auth.tenancy import MAX_PRESENTED_CHARS, Tenancy
+from kvfleet.ingress.limits.callers import NO_LIMITS, OPEN, Caller, Limits, default_max_tokens, require_admin
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 
 HASH, OTHER = hash_key("secret"), hash_key("other")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import DEMO, demo_bundle, demo_tokenizer
 
-from kvfleet.ingress.chat_template import ChatTemplate
-from kvfleet.ingress.tokenizer import ModelTokenizer
+from kvfleet.ingress.prompts.chat_template import ChatTemplate
+from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 from kvproto.errors import InvalidRequest, Unavailable
 
 TEXT = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n<|end|>'aé日🙂")), max_size=60)

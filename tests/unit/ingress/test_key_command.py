@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
-from kvfleet.ingress.api_keys import parse_keys
-from kvfleet.ingress.callers import Limits
-from kvfleet.ingress.tenancy import Tenancy
+from kvfleet.ingress.auth.api_keys import parse_keys
+from kvfleet.ingress.auth.tenancy import Tenancy
+from kvfleet.ingress.limits.callers import Limits
 from kvproto.errors import AuthenticationFailed
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 RECORDERS = [
-    "libs/kvservice/tracing_otel.py", "libs/kvservice/block_spans.py", "services/ingress/request_trace.py",
+    "libs/kvservice/tracing_otel.py", "libs/kvservice/block_spans.py", "services/ingress/telemetry/request_trace.py",
     "services/placement/decision_trace.py", "services/worker/request_trace.py", "services/worker/tiers/asking.py",
     "services/worker/tiers/fetching.py",
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""The events that a stream writes: OpenAI's forms and our own. Pure."""

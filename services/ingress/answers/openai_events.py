@@ -1,0 +1,261 @@
+"""OpenAI's answers as bytes: chunks of a stream and whole bodies, for chat and for completions. Pure.
+
+Chunks are built once per request and choice, as the bytes before and after the piece of text; a token then costs one
+escaped string and a few appends. With log probabilities every token is a chunk of its own, made anew. What the fleet
+knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore: `event_id` in every chunk, so that a client
+can go on after it whether or not it asked for `id:` lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from kvfleet.ingress.answers.openai_logprobs import chat_logprobs, completion_logprobs
+from kvfleet.ingress.http.error_bodies import error_body
+from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.runs.event_ids import START, EventIds, Position
+from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
+from kvproto.errors import KvfleetError
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
+
+DONE = b"data: [DONE]\n\n"
+_MARK = "\x00text\x00"  # stands for the text while a template is cut
+_MARK_JSON = orjson.dumps(_MARK)
+_PLACE = b"\x00place\x00"  # and for the event's id
+_PLACE_JSON = orjson.dumps(_PLACE.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk and body of one answer repeats. `id` is `chatcmpl-<request>` or `cmpl-<request>`.
+
+    `spelling` is that of the model's tokens where the request asks for log probabilities, else None.
+    """
+
+    request: str
+    model: str
+    created: int
+    fingerprint: str
+    chat: bool
+    choices: int = 1
+    spelling: TokenSpelling | None = None
+    prompt_digest: str = ""  # of event ids
+
+    def as_map(self, *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        prefix = "chatcmpl-" if self.chat else "cmpl-"
+        return {
+            "id": prefix + self.request,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def usage_map(finished: Finished, cached_tokens: int) -> dict[str, Any]:
+    """The prompt's tokens once, the generated ones of all choices."""
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.output_tokens,
+        "total_tokens": finished.prompt_tokens + finished.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def cached_tokens(transcript: Transcript) -> int:
+    """What the first attempt found: a later one, after a lost worker, says nothing about reuse."""
+    if transcript.started is not None:
+        return transcript.started.cached_tokens
+    return transcript.finished.cached_tokens if transcript.finished is not None else 0
+
+
+def fleet_map(request: str, finished: Finished, transcript: Transcript) -> dict[str, Any]:
+    return {
+        "request_id": request,
+        "worker_id": finished.worker or (transcript.started.worker if transcript.started else ""),
+        "cached_tokens": cached_tokens(transcript),
+        "queue_s": round(transcript.started.queue_s, 6) if transcript.started else None,
+    }
+
+
+def answer_body(head: AnswerHead, transcript: Transcript) -> bytes:
+    """The whole answer of a request that does not stream."""
+    finished = transcript.finished
+    assert finished is not None
+    return orjson.dumps(
+        {
+            **head.as_map(chunk=False),
+            "choices": [_choice(head, at, choice) for at, choice in enumerate(transcript.choices)],
+            "usage": usage_map(finished, cached_tokens(transcript)),
+            "kvfleet": fleet_map(head.request, finished, transcript),
+        }
+    )
+
+
+def _choice(head: AnswerHead, index: int, choice: ChoiceTranscript) -> dict[str, Any]:
+    assert choice.reason is not None
+    text = choice.text
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+    logprobs = None
+    if head.spelling is not None and choice.is_scored:
+        if head.chat:
+            logprobs = chat_logprobs(head.spelling, choice.ids, choice.logprobs)
+        else:
+            logprobs = completion_logprobs(head.spelling, choice.ids, choice.pieces, choice.logprobs)
+    return {
+        "index": index,
+        **(content if head.chat else {"text": text}),
+        "logprobs": logprobs,
+        "finish_reason": choice.reason.value,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiForm:
+    """What every reader of one streamed answer gets. With `include_usage` every chunk has `usage: null`; a last one,
+    without choices, has it."""
+
+    head: AnswerHead
+    include_usage: bool
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def writer(self, at: Position = START, *, id_lines: bool = False) -> OpenAiEvents:
+        """Raises InvalidRequest for a position that this answer cannot have."""
+        return OpenAiEvents(self, at, id_lines)
+
+
+class OpenAiEvents:
+    """Writer for one reader.
+
+    Each choice ends in a chunk with its `finish_reason`; the one that ends the answer says which worker gave it.
+    """
+
+    def __init__(self, form: OpenAiForm, at: Position, id_lines: bool) -> None:
+        self._head = head = form.head
+        self._include_usage = form.include_usage
+        self.ids = EventIds(
+            head.request, head.choices, at, announced=head.chat, prompt=head.prompt_digest, lines=id_lines
+        )
+        self._around = [self._template(choice) for choice in range(head.choices)]
+        self._running = head.choices - len(self.ids.ended)
+        self._last: ChoiceFinished | None = None  # of several choices the one that ended last
+        self._offsets: dict[int, int] = {}  # characters of each choice that has had scored tokens
+
+    def _template(self, choice: int) -> tuple[bytes, bytes, bytes]:
+        """What stands before a piece of text, between it and the event's id, and behind that."""
+        template = _data(self._chunk(choice, self._text(_MARK), _PLACE))
+        before, _, rest = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
+        middle, _, after = rest.partition(_PLACE_JSON)
+        return before, middle + b'"', b'"' + after
+
+    def _text(self, text: str) -> Any:
+        return {"content": text} if self._head.chat else text
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Any,
+        event_id: bytes,
+        *,
+        logprobs: Any = None,
+        finish: FinishReason | None = None,
+        fleet: Mapping[str, Any] = {},
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta" if self._head.chat else "text": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
+        usage = {"usage": None} if self._include_usage else {}
+        about = {**fleet, "event_id": event_id.decode()}
+        return {**self._head.as_map(chunk=True), "choices": [choice], **usage, "kvfleet": about}
+
+    def _event(self, event_id: bytes, chunk: dict[str, Any]) -> bytes:
+        return self.ids.line(event_id) + _data(chunk)
+
+    def started(self, started: Started, out: list[bytes]) -> None:
+        for at in range(self.ids.begun, self._head.choices):
+            event_id = self.ids.begin()
+            out.append(self._event(event_id, self._chunk(at, {"role": "assistant", "content": ""}, event_id)))
+
+    def tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
+    ) -> None:
+        if self._head.spelling is not None and said.is_scored:
+            self._scored_tokens(choice, said, begin, self._head.spelling, out)
+            return
+        before, middle, after = self._around[choice]
+        id_before, id_after = self.ids.around(choice)
+        middle, after = middle + id_before, id_after + after
+        line, _, line_end = self.ids.line(id_before + _PLACE + id_after).partition(_PLACE)
+        before = line_end + before
+        number = begin
+        for piece in said.pieces[begin:] if begin else said.pieces:
+            number += 1
+            if piece:  # empty: held back, it comes with a later token
+                place = b"%d" % number
+                if line:
+                    out += (line, place)
+                out += (before, dumps(piece), middle, place, after)
+
+    def _scored_tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
+    ) -> None:
+        """A chunk each, also for one whose text is held back: its probability is not."""
+        before, after = self.ids.around(choice)
+        offset = self._offsets.get(choice)
+        if offset is None:
+            offset = sum(map(len, said.pieces[:begin]))
+        for at in range(begin, len(said.ids)):
+            token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
+            if self._head.chat:
+                logprobs = chat_logprobs(spelling, (token,), (scores,))
+            else:
+                logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
+            offset += len(piece)
+            event_id = before + b"%d" % (at + 1) + after
+            out.append(self._event(event_id, self._chunk(choice, self._text(piece), event_id, logprobs=logprobs)))
+        self._offsets[choice] = offset
+
+    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
+        self._running -= 1
+        if self._running:
+            self.ids.ended.add(ended.choice)
+            out.append(self._end(self.ids.here(), ended.choice, ended.reason))
+        else:
+            self._last = ended  # its chunk ends the answer
+
+    def _end(self, event_id: bytes, index: int, reason: FinishReason, fleet: Mapping[str, Any] = {}) -> bytes:
+        delta = {} if self._head.chat else ""
+        return self._event(event_id, self._chunk(index, delta, event_id, finish=reason, fleet=fleet))
+
+    def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
+        fleet = fleet_map(self._head.request, finished, transcript)
+        index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
+        out.append(self._end(self.ids.next_end(), index, reason, fleet))
+        if self._include_usage:
+            event_id = self.ids.next_end()
+            usage = usage_map(finished, cached_tokens(transcript))
+            about = {**fleet, "event_id": event_id.decode()}
+            out.append(
+                self._event(
+                    event_id, {**self._head.as_map(chunk=True), "choices": [], "usage": usage, "kvfleet": about}
+                )
+            )
+        out.append(self.ids.line(self.ids.next_end()) + DONE)
+
+    def failed(self, error: KvfleetError) -> bytes:
+        return self.ids.line(self.ids.here()) + b"data: " + error_body(error) + b"\n\n"
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -1,0 +1,164 @@
+"""Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log, and their reloads.
+
+SIGHUP ─▶ `hang_up`: keys and certificates are read at once, the audit log is opened anew
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
+from kvfleet.ingress.auth.jwks import REFRESH_S, Fetch, IssuerKeys
+from kvfleet.ingress.auth.jwks_fetch import check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.key_file import read_sources
+from kvfleet.ingress.auth.oidc import OidcRules, read_algorithms
+from kvfleet.ingress.auth.reload import Reload
+from kvfleet.ingress.auth.tenancy import Tenancy
+from kvfleet.ingress.auth.tls_files import check_tls, read_pair, use_pair
+from kvfleet.ingress.settings import IngressSettings
+from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, open_audit_file
+from kvfleet.ingress.telemetry.audit_file import AuditFile
+from kvfleet.ingress.telemetry.metrics import Reading
+from kvproto.errors import InvalidRequest, KvfleetError
+from kvservice.lifecycle import Lifecycle
+
+log = logging.getLogger(__name__)
+
+FILE_REFRESH_S = 1.0  # of an issuer's keys in a file
+
+
+class Access:
+    """Owned by the process's main coroutine."""
+
+    def __init__(self, settings: IngressSettings, now: Callable[[], float]) -> None:
+        """Raises InvalidRequest naming the setting: an ingress must not start half guarded."""
+        check_tls(settings.tls_cert, settings.tls_key)
+        self._settings = settings
+        self._reloads: list[Reload[Any]] = []
+        self._audit_file: AuditFile | None = None
+        self.audit = NO_AUDIT
+        if settings.audit_log is not None:
+            self._audit_file = open_audit_file(settings.audit_log)
+            self.audit = Audit(self._audit_file.write, time.time)
+        self._issuer = _issuer_of(settings, now)
+        path = settings.api_keys_file
+        texts: tuple[str, ...] = ()
+        if path is not None:
+            texts = read_sources(path, "api_keys_file")
+        keys = self._parse(texts)
+        if path is not None and not keys.keys and self._issuer is None:
+            raise InvalidRequest(f"{path} holds no key", field="api_keys_file")
+        self.tenancy = Tenancy(keys, time.time, issuer=self._issuer, reloads=path is not None)
+        self._keys_reload: Reload[Any] | None = None
+        if path is not None:
+            self._keys_reload = self._reload(
+                "API keys",
+                lambda: read_sources(path, "api_keys_file"),
+                lambda said: self.tenancy.use(self._parse(said)),
+                texts,
+            )
+
+    def _parse(self, texts: tuple[str, ...]) -> KeySet:
+        """What the setting and the files say together."""
+        said = self._settings.api_keys
+        return parse_keys(*((said,) if said and said.strip() else ()), *texts)
+
+    def _reload(self, what: str, read: Callable[[], Any], take: Callable[[Any], None], seen: Any) -> Reload[Any]:
+        reload: Reload[Any] = Reload(what, read, take, seen=seen, on_reload=self.audit.reloaded)
+        self._reloads.append(reload)
+        return reload
+
+    def serve_tls(self, context: ssl.SSLContext, life: Lifecycle) -> None:
+        """Certificates that are renewed serve the connections from then on."""
+        cert, key = self._settings.tls_cert, self._settings.tls_key
+        assert cert is not None
+        assert key is not None
+
+        def take(said: tuple[bytes, bytes]) -> None:
+            use_pair(context, *said)
+
+        reload = self._reload("TLS certificate", lambda: read_pair(cert, key), take, read_pair(cert, key))
+        life.spawn(reload.run(), "reload")
+
+    def start(self, life: Lifecycle) -> None:
+        """What keeps all this up to date, until the process ends."""
+        if self._audit_file is not None:
+            audit_file = self._audit_file
+
+            async def close() -> None:
+                await asyncio.to_thread(audit_file.close)
+
+            life.closing("audit log", close)
+        if self._issuer is not None:
+            life.spawn(self._issuer.run(), "issuer")
+        for reload in self._reloads:
+            life.spawn(reload.run(), "reload")
+        if self.tenancy.is_open and self._settings.host not in ("127.0.0.1", "::1", "localhost"):
+            log.warning("no API keys and no issuer: everybody who reaches this port may do what an admin may")
+
+    def hang_up(self) -> None:
+        for reload in self._reloads:
+            reload.now()
+
+    def readings(self) -> tuple[Reading, ...]:
+        """What metrics show of it; 0 of what there is not."""
+        keys, issuer, audit = self._keys_reload, self._issuer, self._audit_file
+
+        def of(part: Any, name: str) -> Callable[[], float]:
+            return lambda: getattr(part, name) if part is not None else 0
+
+        return (
+            Reading("api_key_reloads", "API key files taken up.", "counter", of(keys, "reloads_total")),
+            Reading(
+                "api_key_reload_failures",
+                "API key files that could not be used: the old keys stay.",
+                "counter",
+                of(keys, "failures_total"),
+            ),
+            Reading("issuer_keys", "Keys of the OIDC issuer.", "gauge", of(issuer, "key_count")),
+            Reading("issuer_fetches", "Times that they were asked for.", "counter", of(issuer, "fetches_total")),
+            Reading("issuer_fetch_failures", "Times in vain.", "counter", of(issuer, "failures_total")),
+            Reading("audit_lines", "Lines of the audit log.", "counter", of(audit, "written_total")),
+            Reading("audit_dropped_lines", "Lines that were lost.", "counter", of(audit, "dropped_total")),
+        )
+
+
+def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKeys | None:
+    issuer, audience = settings.oidc_issuer, settings.oidc_audience
+    if issuer is None:
+        if settings.oidc_jwks is not None or audience is not None:
+            raise InvalidRequest("missing: who signs the tokens", field="oidc_issuer")
+        return None
+    if not audience:
+        raise InvalidRequest("missing: tokens for other services must not be good here", field="oidc_audience")
+    rules = OidcRules(
+        issuer=issuer,
+        audience=audience,
+        algorithms=read_algorithms(settings.oidc_algorithms),
+        tenant_claim=settings.oidc_tenant_claim,
+        admin_claim=settings.oidc_admin_claim,
+        admin_value=settings.oidc_admin_value,
+        limits_claim=settings.oidc_limits_claim,
+        leeway_s=settings.oidc_leeway_s,
+    )
+    fetch, refresh_s = _fetch_of(issuer, settings.oidc_jwks)
+    return IssuerKeys(rules, fetch, now, refresh_s=refresh_s)
+
+
+def _fetch_of(issuer: str, said: str | None) -> tuple[Fetch, float]:
+    """From a URL, a file, or wherever the issuer's description says."""
+    if said is not None and "://" not in said:
+        path = Path(said)
+        try:
+            read_key_file(path)  # a file that is not there is a mistake; an issuer may come later
+        except KvfleetError as error:
+            raise InvalidRequest(error.message, field="oidc_jwks") from None
+        return lambda: read_key_file(path), FILE_REFRESH_S
+    check_url(said if said is not None else issuer, "oidc_jwks" if said is not None else "oidc_issuer")
+    return lambda: fetch_key_set(issuer, said), REFRESH_S

@@ -1,0 +1,197 @@
+"""Configured API keys, and what they and their tenants may use. Pure: text in, entries out.
+
+Keys are configured by their SHA-256 (hex), so that neither file nor environment holds a usable one. The text is TOML
+or JSON:
+
+    [[keys]]                                 {"keys": [{"name": "search", "sha256": "9f86d0...", "tenant": "search"}]}
+    name = "search"
+    sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]    several: old and new at once
+    tenant = "search"
+    admin = false
+    disabled = false
+    not_after = 2027-01-01T00:00:00Z
+    policies = ["ring", "direct"]
+    max_priority = 10
+    max_concurrent = 64                      and the other `callers.LIMITS`
+
+    [tenants.search]                         limits of all its keys together
+    tokens_per_minute = 200000
+
+    [tenants."*"]                            of each tenant that has no table of its own
+
+No message repeats what stands in the text but names of fields: somebody may have put a key there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from kvfleet.ingress.limits.callers import LIMITS, NO_LIMITS, Caller, Limits, read_limits
+from kvfleet.ingress.requests.placement_ask import MAX_PRIORITY
+from kvproto.errors import InvalidRequest
+from kvproto.ids import DEFAULT_TENANT, is_token
+
+ANY_TENANT = "*"
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.@/-]{0,63}\Z")
+_FIELD = re.compile(r"[a-z_]{1,24}\Z")
+_PLACE = re.compile(r"\(at [a-z0-9, ]*\)\Z")
+_KNOWN = {"name", "sha256", "tenant", "admin", "disabled", "not_after", "policies", "max_priority", *LIMITS}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One configured key: whoever presents what has one of these hashes is `caller`, unless it is too late."""
+
+    sha256: tuple[str, ...]
+    caller: Caller
+    disabled: bool = False
+    not_after: float | None = None  # unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class KeySet:
+    """All that the sources say at one time."""
+
+    keys: tuple[ApiKey, ...] = ()
+    tenants: Mapping[str, Limits] = field(default_factory=dict)
+
+    def limits_of(self, tenant: str) -> Limits:
+        """Of all callers of a tenant together."""
+        return self.tenants.get(tenant) or self.tenants.get(ANY_TENANT) or NO_LIMITS
+
+
+def hash_key(key: str) -> str:
+    """What a configuration holds instead of the key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def parse_keys(*sources: str) -> KeySet:
+    """What texts of TOML or JSON say together. Raises InvalidRequest naming the entry: a service must not start half
+    guarded, and a file that is being written must not count as one without keys."""
+    entries: list[Any] = []
+    tenants: dict[str, Limits] = {}
+    for source in sources:
+        value = _parse(source)
+        if isinstance(value, list):
+            value = {"keys": value}
+        if not isinstance(value, dict) or not value.keys() & {"keys", "tenants"}:
+            raise InvalidRequest("must hold a list of tables named keys", field="api_keys")
+        for unknown in value.keys() - {"keys", "tenants"}:
+            raise InvalidRequest("unknown", field=f"api_keys: {_field(unknown)}")
+        if not isinstance(listed := value.get("keys", []), list):
+            raise InvalidRequest("must be a list of tables named keys", field="api_keys")
+        entries += listed
+        tenants |= _read_tenants(value.get("tenants", {}))
+    read = KeySet(tuple(_read_key(entry, f"api_keys[{i}]") for i, entry in enumerate(entries)), tenants)
+    _must_differ("name", (key.caller.name for key in read.keys))
+    _must_differ("sha256", (one for key in read.keys for one in key.sha256))
+    return KeySet(tuple(_of_tenant(key, read) for key in read.keys), tenants)
+
+
+def _must_differ(what: str, values: Iterable[str]) -> None:
+    seen = list(values)
+    if len(set(seen)) != len(seen):
+        raise InvalidRequest(f"two keys have the same {what}", field="api_keys")
+
+
+def _of_tenant(key: ApiKey, keys: KeySet) -> ApiKey:
+    return replace(key, caller=replace(key.caller, tenant_limits=keys.limits_of(key.caller.tenant)))
+
+
+def _parse(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except ValueError:
+        pass
+    try:
+        return tomllib.loads(source)
+    except tomllib.TOMLDecodeError as error:
+        place = _PLACE.search(str(error))
+        raise InvalidRequest(
+            f"neither JSON nor TOML {place.group() if place else ''}".rstrip(), field="api_keys"
+        ) from None
+
+
+def _field(name: Any) -> str:
+    """A field's name as messages may show it."""
+    return name if isinstance(name, str) and _FIELD.match(name) else "(not shown)"
+
+
+def _read_tenants(value: Any) -> dict[str, Limits]:
+    if not isinstance(value, dict):
+        raise InvalidRequest("must be a table of tables", field="tenants")
+    out: dict[str, Limits] = {}
+    for at, (tenant, entry) in enumerate(value.items()):
+        if tenant != ANY_TENANT and not is_token(tenant):
+            raise InvalidRequest("must be named with 1 to 64 of A-Z a-z 0-9 _ -, or *", field=f"tenants[{at}]")
+        if not isinstance(entry, dict):
+            raise InvalidRequest("must be a table", field=f"tenants.{tenant}")
+        for unknown in entry.keys() - set(LIMITS):
+            raise InvalidRequest("unknown", field=f"tenants.{tenant}.{_field(unknown)}")
+        out[tenant] = read_limits(entry, f"tenants.{tenant}")
+    return out
+
+
+def _read_key(entry: Any, field: str) -> ApiKey:
+    if not isinstance(entry, dict):
+        raise InvalidRequest("must be a table", field=field)
+    for unknown in entry.keys() - _KNOWN:
+        raise InvalidRequest("unknown", field=f"{field}.{_field(unknown)}")
+    sha256 = entry.get("sha256")
+    hashes = [sha256] if isinstance(sha256, str) else sha256
+    if not isinstance(hashes, list) or not hashes or not all(isinstance(h, str) and _SHA256.match(h) for h in hashes):
+        raise InvalidRequest("must be the key's SHA-256 as 64 lower-case hex digits", field=f"{field}.sha256")
+    name = entry.get("name", hashes[0][:8])
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ . @ / - and space", field=f"{field}.name")
+    tenant = entry.get("tenant", DEFAULT_TENANT)
+    if not isinstance(tenant, str) or not is_token(tenant):
+        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field=f"{field}.tenant")
+    for flag in ("admin", "disabled"):
+        if not isinstance(entry.get(flag, False), bool):
+            raise InvalidRequest("must be a boolean", field=f"{field}.{flag}")
+    max_priority = entry.get("max_priority", 0)
+    if type(max_priority) is not int or not -MAX_PRIORITY <= max_priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"must be an integer within [{-MAX_PRIORITY}, {MAX_PRIORITY}]", field=f"{field}.max_priority"
+        )
+    caller = Caller(
+        name=name,
+        tenant=tenant,
+        admin=entry.get("admin", False),
+        limits=read_limits(entry, field),
+        policies=_read_policies(entry.get("policies", []), f"{field}.policies"),
+        max_priority=max_priority,
+    )
+    not_after = _read_moment(entry.get("not_after"), f"{field}.not_after")
+    return ApiKey(tuple(hashes), caller, entry.get("disabled", False), not_after)
+
+
+def _read_policies(value: Any, field: str) -> tuple[str, ...]:
+    """Names as placement has them; which there are only placement knows."""
+    if not isinstance(value, list) or not all(isinstance(name, str) and is_token(name) for name in value):
+        raise InvalidRequest("must be a list of names", field=field)
+    return tuple(value)
+
+
+def _read_moment(value: Any, field: str) -> float | None:
+    """A date-time with an offset: TOML's own, or a string."""
+    if value is None:
+        return None
+    moment = value
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            moment = None
+    if not isinstance(moment, datetime) or moment.tzinfo is None:
+        raise InvalidRequest("must be a date and time with an offset, as 2027-01-01T00:00:00Z", field=field)
+    return moment.timestamp()

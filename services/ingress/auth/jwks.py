@@ -1,0 +1,153 @@
+"""Loop: the keys of an issuer, kept up to date.
+
+They are fetched at the start, every few minutes, and when a token names one that is not here, though not more often
+than once in `COOLDOWN_S`, whoever asks: all wait for the same fetch. While the issuer does not answer, the last keys
+serve for a day; a token whose key is not among them is refused with 503, since nobody can tell whether it is good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvfleet.ingress.auth.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head
+from kvfleet.ingress.limits.callers import Caller
+from kvproto.errors import AuthenticationFailed, KvfleetError, Unavailable
+from kvservice.lifecycle import in_daemon_thread
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 300.0
+COOLDOWN_S = 10.0
+FETCH_S = 8.0  # that tokens with unknown keys wait at most
+KEPT_S = 86_400.0  # without an answer of the issuer
+MIN_RSA_BITS = 2048
+
+Fetch = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    kid: str | None
+    algorithm: str
+    key: Any
+
+
+def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
+    """Its keys for signatures that a token may have here; others are passed over. Raises Unavailable for none."""
+    import jwt
+
+    listed = key_set.get("keys")
+    out: list[SigningKey] = []
+    for entry in listed if isinstance(listed, list) else ():
+        if not isinstance(entry, dict) or entry.get("kty") not in ("RSA", "EC", "OKP"):
+            continue
+        if entry.get("use", "sig") != "sig" or "d" in entry:  # a private key has no business there
+            continue
+        try:
+            found = jwt.PyJWK(entry)
+        except (jwt.PyJWTError, ValueError, TypeError, KeyError, NotImplementedError):
+            continue
+        if entry["kty"] == "RSA" and found.key.key_size < MIN_RSA_BITS:
+            continue
+        kid = entry.get("kid")
+        out.append(SigningKey(kid if isinstance(kid, str) else None, str(found.algorithm_name), found.key))
+    if not out:
+        raise Unavailable("the issuer's key set holds no key that could be used")
+    return tuple(out)
+
+
+class IssuerKeys:
+    """One issuer's tokens and their keys. Owned by the event loop; `fetch` blocks, and runs in a thread."""
+
+    def __init__(
+        self, rules: OidcRules, fetch: Fetch, now: Callable[[], float], *, refresh_s: float = REFRESH_S
+    ) -> None:
+        self._rules = rules
+        self._fetch = fetch
+        self._now = now
+        self._refresh_s = refresh_s
+        self._keys: tuple[SigningKey, ...] = ()
+        self._fetched_at: float | None = None  # the last time that it worked
+        self._asked_at: float | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self.fetches_total = 0
+        self.failures_total = 0
+
+    @property
+    def key_count(self) -> int:
+        return len(self._keys)
+
+    async def caller_of(self, token: str) -> Caller:
+        """Raises AuthenticationFailed, PermissionDenied, Unavailable while nobody can tell."""
+        head = read_head(token, self._rules)
+        key = await self._key_of(head)
+        return caller_of(read_claims(token, head.algorithm, key.key, self._rules), self._rules)
+
+    async def run(self) -> None:
+        """Keep the keys up to date, for ever."""
+        while True:
+            with contextlib.suppress(KvfleetError):
+                await self.refresh()
+            await asyncio.sleep(self._refresh_s if self._is_answering else COOLDOWN_S)
+
+    async def refresh(self) -> None:
+        """Fetch them now. Raises Unavailable; what is there stays."""
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._refresh(), name="issuer-keys")
+            self._fetching.add_done_callback(self._fetched)
+        await asyncio.shield(self._fetching)
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self._fetching = None
+        if not task.cancelled():
+            task.exception()  # whoever waits has it
+
+    async def _refresh(self) -> None:
+        self._asked_at = self._now()
+        self.fetches_total += 1
+        try:
+            async with asyncio.timeout(FETCH_S):
+                keys = read_key_set(await in_daemon_thread(self._fetch))
+        except (KvfleetError, TimeoutError) as error:
+            self.failures_total += 1
+            log.warning(
+                "the issuer's keys could not be had, %d are kept: %s", len(self._keys), str(error) or "too slow"
+            )
+            raise Unavailable("the issuer's keys could not be had") from None
+        if [key.kid for key in keys] != [key.kid for key in self._keys]:
+            log.info("the issuer has %d keys", len(keys))
+        self._keys = keys
+        self._fetched_at = self._now()
+
+    async def _key_of(self, head: TokenHead) -> SigningKey:
+        if self._fetched_at is not None and self._now() - self._fetched_at > KEPT_S:
+            self._keys = ()
+        if (found := self._find(head)) is not None:
+            return found
+        if self._asked_at is None or self._now() - self._asked_at >= COOLDOWN_S or self._fetching is not None:
+            with contextlib.suppress(KvfleetError):
+                await self.refresh()
+            if (found := self._find(head)) is not None:
+                return found
+        if not self._is_answering:
+            raise Unavailable("the token's issuer does not answer: nobody can tell", retry_after_s=COOLDOWN_S)
+        raise AuthenticationFailed(
+            "the token is signed with a key that its issuer does not have", field="authorization"
+        )
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether the last fetch worked."""
+        return self._fetched_at is not None and self._asked_at is not None and self._fetched_at >= self._asked_at
+
+    def _find(self, head: TokenHead) -> SigningKey | None:
+        """By its id; a token that names none means the only one of its algorithm."""
+        fitting = [key for key in self._keys if key.algorithm == head.algorithm]
+        if head.kid is None:
+            return fitting[0] if len(fitting) == 1 else None
+        return next((key for key in fitting if key.kid == head.kid), None)

@@ -1,0 +1,138 @@
+"""What an issuer's token says of its bearer. Pure: the key is handed in, the clock is PyJWT's.
+
+The token's header names its key and its algorithm; the algorithm must be one that is allowed here and the one that the
+key is of, so a public key can never serve as the secret of an HMAC, and `none` is no algorithm at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvfleet.ingress.limits.callers import NO_LIMITS, Caller, Limits, read_limits
+from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
+from kvproto.ids import is_token
+
+ALGORITHMS = ("RS256", "ES256", "EdDSA")  # all that may be allowed: signatures whose secret half stays with the issuer
+MAX_SUBJECT_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class OidcRules:
+    """Whose tokens are accepted, and what their claims are read as. A claim is named by its name, or by a path with
+    dots. `admin` is a claim and a value that it has or holds."""
+
+    issuer: str
+    audience: str
+    algorithms: tuple[str, ...] = ALGORITHMS
+    tenant_claim: str = "tenant"
+    admin_claim: str | None = None
+    admin_value: str = "kvfleet-admin"
+    limits_claim: str | None = None
+    leeway_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHead:
+    """What a token says of how it was signed, unverified."""
+
+    algorithm: str
+    kid: str | None
+
+
+def read_algorithms(said: str) -> tuple[str, ...]:
+    """An allow-list as a setting has it. Raises InvalidRequest for one that must not be in it."""
+    names = tuple(name.strip() for name in said.split(",") if name.strip())
+    if not names or any(name not in ALGORITHMS for name in names):
+        raise InvalidRequest(f"must be some of {', '.join(ALGORITHMS)}", field="oidc_algorithms")
+    return names
+
+
+def read_head(token: str, rules: OidcRules) -> TokenHead:
+    """Raises AuthenticationFailed for what is no token, or signed as is not allowed."""
+    import jwt  # here, so that only an ingress with an issuer loads it, and the others start sooner
+
+    try:
+        head = jwt.get_unverified_header(token)
+    except jwt.PyJWTError:
+        raise _refused("this is neither a known API key nor a token") from None
+    algorithm, kid = head.get("alg"), head.get("kid")
+    if algorithm not in rules.algorithms:
+        raise _refused("the token is signed with an algorithm that is not allowed")
+    if kid is not None and not isinstance(kid, str):
+        raise _refused("the token's kid is no text")
+    return TokenHead(algorithm, kid)
+
+
+def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[str, Any]:
+    """What a token says whose signature, issuer, audience and times are right. Raises AuthenticationFailed."""
+    import jwt
+
+    try:
+        claims: dict[str, Any] = jwt.decode(
+            token,
+            key,
+            algorithms=[algorithm],
+            audience=rules.audience,
+            issuer=rules.issuer,
+            leeway=rules.leeway_s,
+            options={"require": ["exp", "iss", "aud", "sub"]},
+        )
+    except jwt.ExpiredSignatureError:
+        raise _refused("the token has expired") from None
+    except jwt.ImmatureSignatureError:
+        raise _refused("the token is not valid yet") from None
+    except jwt.InvalidAudienceError:
+        raise _refused("the token is for another audience") from None
+    except jwt.InvalidIssuerError:
+        raise _refused("the token is of another issuer") from None
+    except jwt.MissingRequiredClaimError as error:
+        raise _refused(f"the token lacks {error.claim}") from None
+    except jwt.InvalidSignatureError:
+        raise _refused("the token's signature is wrong") from None
+    except (jwt.PyJWTError, ValueError, TypeError):
+        raise _refused("the token is malformed") from None
+    return claims
+
+
+def caller_of(claims: dict[str, Any], rules: OidcRules) -> Caller:
+    """The bearer of a token that is right. Raises PermissionDenied where it does not say what it must: the token is
+    good, but not for this."""
+    subject = claims["sub"]
+    if not 1 <= len(subject) <= MAX_SUBJECT_CHARS or not subject.isprintable():
+        raise PermissionDenied(f"the token's sub is not 1 to {MAX_SUBJECT_CHARS} characters", field="authorization")
+    tenant = claim_at(claims, rules.tenant_claim)
+    if not isinstance(tenant, str) or not is_token(tenant):
+        problem = "lacks" if tenant is None else "must have 1 to 64 of A-Z a-z 0-9 _ - in"
+        raise PermissionDenied(f"the token {problem} the claim {rules.tenant_claim}", field="authorization")
+    admin = False
+    if rules.admin_claim is not None:
+        said = claim_at(claims, rules.admin_claim)
+        admin = rules.admin_value in (said if isinstance(said, list) else [said])
+    return Caller(f"oidc:{subject}", tenant, admin, _limits_of(claims, rules))
+
+
+def _limits_of(claims: dict[str, Any], rules: OidcRules) -> Limits:
+    said = claim_at(claims, rules.limits_claim) if rules.limits_claim is not None else None
+    if said is None:
+        return NO_LIMITS
+    if isinstance(said, dict):
+        try:
+            return read_limits(said, rules.limits_claim or "")
+        except InvalidRequest:
+            pass
+    raise PermissionDenied(f"the token's claim {rules.limits_claim} is no table of limits", field="authorization")
+
+
+def claim_at(claims: dict[str, Any], name: str) -> Any:
+    """`https://example.com/tenant` as it is, `realm_access.roles` by its path; None where there is none."""
+    if name in claims:
+        return claims[name]
+    value: Any = claims
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _refused(why: str) -> AuthenticationFailed:
+    return AuthenticationFailed(why, field="authorization")

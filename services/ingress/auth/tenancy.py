@@ -1,0 +1,97 @@
+"""Who is calling: what a request presents -> its caller. The keys may be replaced while requests run.
+
+An API key is looked up by its SHA-256, so the time a look-up takes says nothing about a key's characters: whoever
+guesses does not know what the hash of a guess has in common with a configured one. What is no key and looks like a
+token of the issuer is asked of it, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from kvfleet.ingress.auth.api_keys import ApiKey, KeySet, hash_key
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.limits.callers import OPEN, Caller
+from kvproto.errors import AuthenticationFailed, Unavailable
+
+MAX_PRESENTED_CHARS = 16 * 1024
+
+
+class Issuer(Protocol):
+    """Whoever knows the callers of signed tokens."""
+
+    async def caller_of(self, token: str) -> Caller:
+        """Without its tenant's limits. Raises AuthenticationFailed, PermissionDenied, Unavailable."""
+
+
+class Tenancy:
+    """Owned by the event loop; `use` replaces the keys. `reloads` says that others may be there later."""
+
+    def __init__(
+        self, keys: KeySet, unix_s: Callable[[], float], *, issuer: Issuer | None = None, reloads: bool = False
+    ) -> None:
+        self._unix_s = unix_s
+        self._issuer = issuer
+        self._reloads = reloads
+        self.is_open = not keys.keys and issuer is None
+        self.refused_total = 0
+        self.use(keys)
+
+    def use(self, keys: KeySet) -> None:
+        """From the next request on. An ingress that was not open never becomes so."""
+        self._keys = keys
+        self._by_hash: dict[str, ApiKey] = {one: key for key in keys.keys for one in key.sha256}
+
+    @property
+    def key_count(self) -> int:
+        return len(self._keys.keys)
+
+    @property
+    def has_one_tenant(self) -> bool:
+        """Whether all callers, now and later, are of one tenant."""
+        if self.is_open:
+            return True
+        return self._issuer is None and not self._reloads and len({k.caller.tenant for k in self._keys.keys}) == 1
+
+    async def authenticate(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """From `Authorization: Bearer <key or token>` or `x-api-key: <key>`. Raises AuthenticationFailed; of a token
+        also PermissionDenied where it says no tenant, and Unavailable while nobody can tell."""
+        if self.is_open:
+            return OPEN
+        try:
+            return await self._authenticate(authorization, api_key)
+        except (AuthenticationFailed, Unavailable):
+            self.refused_total += 1
+            raise
+
+    async def _authenticate(self, authorization: str | None, api_key: str | None) -> Caller:
+        scheme, _, said = (authorization or "").partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        presented = said.strip() if is_bearer else api_key
+        if not presented:
+            raise AuthenticationFailed("no API key: send `Authorization: Bearer <key>`", field="authorization")
+        if len(presented) > MAX_PRESENTED_CHARS:
+            raise AuthenticationFailed("this is too long for an API key", field="authorization")
+        found = self._by_hash.get(hash_key(presented))
+        if found is not None:
+            return self._bearer_of(found)
+        if self._issuer is None or not is_bearer or presented.count(".") != 2:
+            raise AuthenticationFailed("this API key is not known", field="authorization")
+        caller = await self._issuer.caller_of(presented)
+        return replace(caller, tenant_limits=self._keys.limits_of(caller.tenant))
+
+    def _bearer_of(self, key: ApiKey) -> Caller:
+        if key.disabled:
+            raise AuthenticationFailed("this API key is disabled", field="authorization")
+        if key.not_after is not None and self._unix_s() >= key.not_after:
+            raise AuthenticationFailed("this API key has expired", field="authorization")
+        return key.caller
+
+
+async def identify(tenancy: Tenancy, exchange: Exchange) -> Caller:
+    """Whose a request is, and says so in it. Raises as `authenticate` does."""
+    caller = await tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+    exchange.caller = caller
+    return caller

@@ -1,0 +1,1 @@
+"""Routes that show the fleet: workers, placements, sessions, models and other regions."""

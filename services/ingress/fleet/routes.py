@@ -1,0 +1,369 @@
+"""The routes that generate nothing: models, workers, sums, placements, sessions and where their blocks are, health.
+
+Sessions of other tenants do not exist here, for admins neither: their keys carry the caller's own tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from kvfleet.ingress.auth.tenancy import Tenancy, identify
+from kvfleet.ingress.config import IngressConfig
+from kvfleet.ingress.fleet.listings import Listings, Question
+from kvfleet.ingress.fleet.other_regions import OtherRegions
+from kvfleet.ingress.fleet.placement_report import newest_report, placements_report, read_request_id
+from kvfleet.ingress.fleet.report import members_of, models_report, stats_report, workers_report
+from kvfleet.ingress.http.exchange import Exchange, integer_query
+from kvfleet.ingress.http.limit_headers import limit_headers
+from kvfleet.ingress.http.openapi import OPERATIONS, openapi_document
+from kvfleet.ingress.limits.admission import Admission
+from kvfleet.ingress.limits.callers import Caller, require_admin
+from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
+from kvfleet.ingress.sessions.session_index import SessionIndex
+from kvfleet.ingress.sessions.sessions import Session, Sessions
+from kvfleet.ingress.telemetry.metrics import IngressMetrics
+from kvproto.affinity import ring_key
+from kvproto.client import Client
+from kvproto.errors import (
+    AuthenticationFailed,
+    KvfleetError,
+    ModelNotFound,
+    NotFound,
+    NoWorkers,
+    PermissionDenied,
+    Unavailable,
+)
+from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
+from kvproto.regions import split
+
+SAFETENSORS = b"application/octet-stream"
+DEFAULT_NEWEST = 50
+_PATHS = frozenset(one.path for one in OPERATIONS)
+
+
+class FleetRoutes:
+    """Owned by the event loop; reads what other parts know."""
+
+    def __init__(
+        self,
+        client: Client,
+        config: IngressConfig,
+        *,
+        tenancy: Tenancy,
+        models: Models,
+        sessions: Sessions,
+        session_index: SessionIndex,
+        blocks: SessionBlocks,
+        regions: OtherRegions,
+        metrics: IngressMetrics,
+        admission: Admission,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._client = client
+        self._blocks = blocks
+        self._listings = Listings(self._listed)
+        self._config = config
+        self._tenancy = tenancy
+        self._models = models
+        self._sessions = sessions
+        self._session_index = session_index
+        self._regions = regions
+        self._metrics = metrics
+        self._admission = admission
+        self._is_draining = is_draining
+
+    # ------------------------------------------------------------------ fleet
+
+    async def models(self, exchange: Exchange) -> None:
+        """GET /v1/models."""
+        await identify(self._tenancy, exchange)
+        await _json(exchange, models_report(self._models.served()))
+
+    async def model(self, exchange: Exchange) -> None:
+        """GET /v1/models/{id}. Without a name, after a slash, all of them."""
+        name = exchange.path_value("model")
+        if not name:
+            await self.models(exchange)
+            return
+        await identify(self._tenancy, exchange)
+        found = [record for record in self._models.served() if record.model == name]
+        if not found:
+            raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
+        await _json(exchange, models_report(found)["data"][0])
+
+    async def workers(self, exchange: Exchange) -> None:
+        """GET /workers."""
+        caller = await self._admin(exchange)
+        client = self._client
+        await _json(
+            exchange,
+            workers_report(client.members.view, partial(client.subjects.worker_generate, tenant=caller.tenant)),
+        )
+
+    async def stats(self, exchange: Exchange) -> None:
+        """GET /stats: the fleet's sums, and this ingress's own counts."""
+        await self._admin(exchange)
+        tally, counters = self._metrics.tally, self._client.counters
+        own = {
+            "id": self._config.id,
+            "active_streams": tally.active_streams,
+            "generated_tokens_total": tally.generated_tokens,
+            "prompt_tokens_total": tally.prompt_tokens,
+            "cached_tokens_total": tally.cached_tokens,
+            "spliced_tokens_total": tally.spliced_tokens,
+            "sessions": self._session_index.table.total,
+            "placed_total": counters.placed_total,
+            "placement_fallbacks_total": counters.fallback_total,
+            "lost_attempts_total": counters.lost_total,
+        }
+        await _json(exchange, {**stats_report(self._client.members.view), "ingress": own})
+
+    async def placements(self, exchange: Exchange) -> None:
+        """GET /v1/placements/{id}: why a request was placed as it was, and what became of it.
+
+        Those of other tenants are not found, so that nobody learns which ids exist; an admin key finds all.
+        """
+        caller = await identify(self._tenancy, exchange)
+        request = read_request_id(exchange.path_value("id"))
+        try:
+            decisions = await self._client.explain(request, None if caller.admin else caller.tenant)
+        except NotFound:
+            # The text is the same for what is nobody's and what is somebody else's.
+            raise NotFound(
+                f"no decision about {request!r} is known: it may be too old, or placed while placement was away",
+                field="id",
+            ) from None
+        await _json(exchange, placements_report(request, decisions))
+
+    async def newest_placements(self, exchange: Exchange) -> None:
+        """GET /v1/placements?limit=N&model=M: the last decisions, newest first; all tenants' for an admin key. The same
+        answer for all who ask within half a second."""
+        caller = await identify(self._tenancy, exchange)
+        limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
+        tenant = None if caller.admin else caller.tenant
+        await exchange.respond(200, await self._listings.ask((tenant, exchange.query_value("model"), limit)))
+
+    # ------------------------------------------------------------------ sessions
+
+    async def kv_route(self, exchange: Exchange) -> None:
+        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice. `address`
+        is the NATS subject on which it takes requests of this tenant; `region` is null for one of this region, and one
+        of another region is reached by no subject here."""
+        caller = await self._metered(exchange)
+        session = await self._sessions.read(caller.tenant, exchange.path_value("seq_id"))
+        await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
+
+    async def session(self, exchange: Exchange) -> None:
+        """GET /sessions/{seq_id}: its tokens, how many of them and which blocks its worker holds, and how many leading
+        ones each worker has by tier.
+
+        The history is there whoever lives; `worker_id` is null when its worker does not say what is cached. Workers of
+        another `region` are not asked.
+        """
+        caller = await self._metered(exchange)
+        session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
+        head = session.head
+        assert head is not None
+        place: dict[str, Any] = {"cached_tokens": 0, "blocks": [], "worker_id": None, "address": None}
+        place["region"] = None
+        found = await self._blocks.find(caller.tenant, head.model, session.ids)
+        with contextlib.suppress(NoWorkers):
+            worker = self._worker_of(caller, session)
+            place["region"] = split(worker)[0] or None
+            if (held := found.get(worker)) is not None:
+                place = {
+                    "cached_tokens": held.cached_tokens,
+                    "blocks": list(held.blocks),
+                    **self._located(caller, worker),
+                }
+        await _json(
+            exchange,
+            {
+                **_described(head),
+                "busy": self._sessions.is_busy(session),
+                "tokens": len(session.ids),
+                **place,
+                "workers": tokens_by_tier(found.items()),
+            },
+        )
+
+    async def session_kv(self, exchange: Exchange) -> None:
+        """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
+        caller = await self._metered(exchange)
+        require_admin(caller)
+        session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
+        question = AdminRequest(
+            AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
+        )
+        worker = self._worker_of(caller, session)
+        if split(worker)[0]:
+            raise NotFound(f"the last turn ran at {worker}, K and V are read in this region only", field="seq_id")
+        data = await self._ask(worker, question)
+        await exchange.respond(200, data, content_type=SAFETENSORS)
+
+    async def delete_session(self, exchange: Exchange) -> None:
+        """DELETE /sessions/{seq_id}: its history, and of the blocks that its requests made those that nobody shares.
+        409 while a turn runs. Other regions where it ran are told in the background."""
+        caller = await self._metered(exchange)
+        seq_id = exchange.path_value("seq_id")
+        session = await self._sessions.erase(caller.tenant, seq_id)
+        await self._blocks.erase(session)
+        await _json(exchange, {"seq_id": seq_id, "deleted": True})
+
+    async def close(self) -> None:
+        """What runs in the background ends."""
+        await self._listings.close()
+
+    # ------------------------------------------------------------------ process
+
+    async def livez(self, exchange: Exchange) -> None:
+        """The event loop runs."""
+        await _json(exchange, {"status": "ok"})
+
+    async def readyz(self, exchange: Exchange) -> None:
+        """A request would be served: NATS answers, a ready worker's model is loaded, and nothing drains."""
+        missing = self.missing()
+        await _json(exchange, {"status": missing or "ok"}, status=503 if missing else 200)
+
+    async def health(self, exchange: Exchange) -> None:
+        """As /readyz, with what is there: how many to everybody, which to those who have a key. `models_unavailable`
+        are those of `models` that nobody serves just now: their workers restart, say."""
+        missing = self.missing()
+        view = self._client.members.view
+        report: dict[str, Any] = {
+            "status": missing or "ok",
+            "nats": self._client.connection.is_connected,
+            "workers_ready": sum(1 for _ in view.ready()),
+            "placements": members_of(view, Role.PLACEMENT),
+            "vaults": members_of(view, Role.VAULT),
+        }
+        if self._tenancy.is_open or _says_who(exchange):  # a probe that does not was refused nothing
+            with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
+                await identify(self._tenancy, exchange)
+                served = {record.model for record in self._models.served()}
+                models = self._models.remembered()
+                unavailable = [model for model in models if model not in served]
+                report |= {"ingress": self._config.id, "models": models, "models_unavailable": unavailable}
+        await _json(exchange, report, status=503 if missing else 200)
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """For admins; the port for metrics shows the same to whoever reaches it."""
+        await self._admin(exchange)
+        body = generate_latest(self._metrics.registry)
+        await exchange.respond(200, body, content_type=CONTENT_TYPE_LATEST.encode())
+
+    async def openapi(self, exchange: Exchange) -> None:
+        """GET /openapi.json."""
+        await exchange.respond(200, _openapi())
+
+    def missing(self) -> str:
+        """Why no request would be served; empty where one would."""
+        if self._is_draining():
+            return "draining"
+        if not self._client.connection.is_connected:
+            return "no connection to NATS"
+        if not self._models.is_ready():
+            return "no ready worker whose model is loaded"
+        return ""
+
+    # ------------------------------------------------------------------ steps
+
+    async def _listed(self, question: Question) -> bytes:
+        tenant, model, limit = question
+        return orjson.dumps(newest_report(await self._client.newest_decisions(limit, tenant, model)))
+
+    async def _metered(self, exchange: Exchange) -> Caller:
+        """Who asks for what reads a history, and may go to workers with it: one of the requests of its limits."""
+        caller = await identify(self._tenancy, exchange)
+        now = asyncio.get_running_loop().time
+        exchange.more_headers = lambda: limit_headers(self._admission.limiter, caller, now(), self._admission.unix_s())
+        self._admission.meter(caller, now())
+        return caller
+
+    async def _admin(self, exchange: Exchange) -> Caller:
+        caller = await identify(self._tenancy, exchange)
+        require_admin(caller)
+        return caller
+
+    def _worker_of(self, caller: Caller, session: Session, said_model: str | None = None) -> str:
+        members = self._client.members
+        head = session.head
+        if head is not None and head.worker:
+            region = split(head.worker)[0]
+            living = head.worker in self._regions.workers(region, head.model) if region else False
+            if living or members.view.is_alive(head.worker):
+                return head.worker
+        model = head.model if head else said_model or self._models.default_name(self._config.default_model)
+        worker = members.ring(model).owner(ring_key(caller.tenant, session=session.key))
+        if worker is None:
+            raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
+        return worker
+
+    def _located(self, caller: Caller, worker: str) -> dict[str, Any]:
+        region = split(worker)[0] or None
+        address = None if region else self._client.subjects.worker_generate(worker, caller.tenant)
+        return {"worker_id": worker, "address": address, "region": region}
+
+    async def _ask(self, worker: str, question: AdminRequest) -> bytes:
+        try:
+            return await self._client.admin(worker, question)
+        except TimeoutError:
+            raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
+
+
+@cache
+def _openapi() -> bytes:
+    return orjson.dumps(openapi_document())
+
+
+async def no_such_route(exchange: Exchange) -> None:
+    hint = ""
+    if f"/v1{exchange.path}" in _PATHS:
+        hint = f", but there is /v1{exchange.path}: the base URL of OpenAI's clients ends with /v1"
+    elif exchange.path.startswith("/v1/v1/"):
+        hint = ": the base URL has /v1 twice"
+    await exchange.refuse(_RouteError(404, "no_such_route", f"there is no route {_asked(exchange)}{hint}"))
+
+
+async def no_such_method(exchange: Exchange) -> None:
+    await exchange.refuse(_RouteError(405, "method_not_allowed", f"the route does not take {_asked(exchange)}"))
+
+
+def _asked(exchange: Exchange) -> str:
+    return f"{exchange.method[:20]} {exchange.path[:200]}"
+
+
+class _RouteError(KvfleetError):
+    """What HTTP itself refuses; it never crosses the wire."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.http_status = status
+        self.code = code
+
+
+def _described(head: SessionHead) -> dict[str, Any]:
+    return {
+        "seq_id": head.seq_id,
+        "model": head.model,
+        "turns": head.turns,
+        "created_unix_ms": head.created_unix_ms,
+        "updated_unix_ms": head.updated_unix_ms,
+    }
+
+
+def _says_who(exchange: Exchange) -> bool:
+    """Whether a request names its caller, rightly or wrongly."""
+    return exchange.header(b"authorization") is not None or exchange.header(b"x-api-key") is not None
+
+
+async def _json(exchange: Exchange, value: dict[str, Any], status: int = 200) -> None:
+    await exchange.respond(status, orjson.dumps(value))

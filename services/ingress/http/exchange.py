@@ -1,0 +1,256 @@
+"""Adapter: one HTTP request and its answer, over ASGI. The only file here that knows ASGI's messages.
+
+A body is read with a limit; an answer is either whole (`respond`) or a stream of events (`start`, `write`, `end`), each
+write being one send. What was refused is answered in OpenAI's error form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote
+
+from starlette.types import Message, Receive, Scope, Send
+
+from kvfleet.ingress.http.error_bodies import Headers, error_body, error_headers, status_of
+from kvfleet.ingress.limits.callers import Caller
+from kvfleet.ingress.limits.limiter import Tab
+from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge, RequestTimeout
+
+JSON = b"application/json"
+SEND_LIMIT_S = 60.0
+_EVENT_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not hold events back
+]
+
+
+class Trace(Protocol):
+    """What is recorded of a traced request."""
+
+    error: KvfleetError | None
+
+    @property
+    def trace_id(self) -> str: ...
+
+    def end(self, request: str, status: int) -> None: ...
+
+
+class Exchange:
+    """One request. Owned by the task that serves it; `gone` once the client has left."""
+
+    __slots__ = (
+        "_began_at",
+        "_receive",
+        "_scope",
+        "_send",
+        "caller",
+        "ended",
+        "error_event",
+        "gone",
+        "more_headers",
+        "outcome",
+        "repeats",
+        "request_id",
+        "started",
+        "status",
+        "tab",
+        "trace",
+        "writes",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+        self.outcome = ""  # of a generating request: a finish reason or an error's code
+        self.started = False
+        self.ended = False
+        self.gone = False
+        self.writes = 0
+        self.trace: Trace | None = None
+        self.error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
+        self.caller: Caller | None = None  # once it is known
+        self.more_headers: Callable[[], Headers] | None = None  # of any answer, as they are when it begins
+        self.tab: Tab | None = None  # of the run that it is about
+        self.repeats = False  # that run was another request's
+        self._began_at = time.monotonic()
+
+    # ------------------------------------------------------------------ request
+
+    def header(self, name: bytes) -> str | None:
+        """A request header's last value; names are lower case."""
+        value = None
+        for key, raw in self._scope["headers"]:
+            if key == name:
+                value = raw.decode("latin-1")
+        return value
+
+    @property
+    def method(self) -> str:
+        method: str = self._scope["method"]
+        return method
+
+    @property
+    def source(self) -> str | None:
+        """The client's address."""
+        client = self._scope.get("client")
+        return client[0] if client else None
+
+    @property
+    def path(self) -> str:
+        """As it was sent."""
+        path: str = self._scope["path"]
+        return path
+
+    @property
+    def path_params(self) -> dict[str, str]:
+        params: dict[str, str] = self._scope.get("path_params", {})
+        return {name: unquote(value) for name, value in params.items()}
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._began_at
+
+    def path_value(self, name: str) -> str:
+        return self.path_params[name]
+
+    def query_value(self, name: str) -> str | None:
+        values = parse_qs(self._scope["query_string"].decode("latin-1")).get(name)
+        return values[-1] if values else None
+
+    async def read_body(self, limit: int, within_s: float) -> bytes:
+        """Raises PayloadTooLarge before reading more than `limit` bytes, RequestTimeout when it has not come as a whole
+        `within_s`, Cancelled when the client leaves."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._read_body(limit)
+        except TimeoutError:
+            raise RequestTimeout(f"must come within {within_s:g} s", field="body") from None
+
+    async def _read_body(self, limit: int) -> bytes:
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdigit() and int(announced) > limit:
+            raise PayloadTooLarge(f"at most {limit} bytes, got {announced}", field="body")
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise Cancelled("the client left")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise PayloadTooLarge(f"at most {limit} bytes, got more", field="body")
+            parts.append(part)
+            more = message.get("more_body", False)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def until_gone(self) -> None:
+        """Returns when the client has left (`gone` is set), or the answer is complete."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = not self.ended
+
+    # ------------------------------------------------------------------ answer
+
+    async def respond(self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Headers = []) -> None:  # noqa: B006  never changed
+        """The whole answer at once."""
+        await self._start(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers])
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_empty(self) -> None:
+        """Status 204: there is nothing (more) to be had."""
+        await self._start(204, [])
+        self.ended = True
+        await self._send({"type": "http.response.body"})
+
+    async def refuse(self, error: KvfleetError) -> None:
+        """The error as the whole answer, or as the last event of a stream that has begun."""
+        if self.trace is not None:
+            self.trace.error = error
+        if self.started:
+            await self.end(self.error_event(error) if self.error_event is not None else b"")
+            return
+        await self.respond(status_of(error), error_body(error), headers=error_headers(error))
+
+    async def start_events(self, headers: Headers = []) -> None:  # noqa: B006  never changed
+        """Status 200 and the headers of an event stream."""
+        await self._start(200, [*_EVENT_STREAM, *headers])
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.started = True
+        more = self.more_headers() if self.more_headers is not None else ()
+        headers = [*headers, *more, (b"x-request-id", self.request_id.encode())]
+        if self.trace is not None:
+            headers.append((b"x-trace-id", self.trace.trace_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """One send. Waits while the client reads too slowly, which in the end pauses the sequence at its worker."""
+        self.writes += 1
+        await self._send_in_time({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """The last send."""
+        self.ended = True
+        await self._send_in_time({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _send_in_time(self, message: Message) -> None:
+        """Raises Cancelled for a client that stays and does not read: it must not hold slot and session for ever.
+
+        The server's send hardly ever waits, and a timer for each costs several times what it does itself: one is
+        started only where it does.
+        """
+        sending = self._send(message).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return
+        try:
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await _Rest(sending, waits_for)
+        except TimeoutError:
+            self.gone = True
+            raise Cancelled(f"the client did not read for {SEND_LIMIT_S:.0f} s") from None
+
+
+class _Rest:
+    """What is left of an awaitable that has begun, and waits."""
+
+    def __init__(self, begun: Generator[Any, Any, Any], waits_for: Any) -> None:
+        self._begun = begun
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self._waits_for
+        try:
+            while True:
+                try:
+                    value = yield waits_for
+                except BaseException as error:  # noqa: BLE001  a cancellation, for instance: it is the begun one's
+                    waits_for = self._begun.throw(error)
+                else:
+                    waits_for = self._begun.send(value)
+        except StopIteration:
+            return
+
+
+def integer_query(exchange: Exchange, name: str, default: int) -> int:
+    """A query parameter that counts. Raises InvalidRequest naming it."""
+    value = exchange.query_value(name)
+    if value is None:
+        return default
+    if not value.isascii() or not value.isdigit() or len(value) > 9:
+        raise InvalidRequest(f"must be an integer, at least 0, got {value[:40]!r}", field=name)
+    return int(value)

@@ -1,0 +1,51 @@
+"""What is left of a caller's limits, in the headers that OpenAI's clients know. Pure.
+
+Where both the caller and its tenant have a limit, the one that leaves less is told. `reset` is the time until nothing
+of it is used, as `1m30s`, `2s`, `120ms`. An answer has its headers when its first token is there: what it goes on to
+generate is not in them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvfleet.ingress.http.error_bodies import Headers
+from kvfleet.ingress.limits.callers import Caller
+from kvfleet.ingress.limits.limiter import MINUTE_S, Limiter, request_burst
+
+
+def limit_headers(limiter: Limiter, caller: Caller, now: float, unix_s: float) -> Headers:
+    """Empty for a caller whose requests and tokens nothing limits."""
+    requests: list[tuple[float, float, float]] = []  # remaining, limit, seconds until it is whole again
+    tokens: list[tuple[float, float, float]] = []
+    for account, limits, _ in limiter.accounts(caller):
+        if not (limits.requests_per_minute or limits.tokens_per_minute):
+            continue
+        account.settle(limits, now, unix_s)
+        for found, bucket, rate, capacity in (
+            (requests, account.requests, limits.requests_per_minute, request_burst(limits)),
+            (tokens, account.tokens, limits.tokens_per_minute, limits.tokens_per_minute),
+        ):
+            if rate and bucket.level is not None:
+                found.append((max(0.0, bucket.level), rate, (capacity - bucket.level) * MINUTE_S / rate))
+    headers: Headers = []
+    for what, found in ((b"requests", requests), (b"tokens", tokens)):
+        if found:
+            remaining, limit, reset_s = min(found)
+            headers += [
+                (b"x-ratelimit-limit-" + what, b"%d" % math.ceil(limit)),
+                (b"x-ratelimit-remaining-" + what, b"%d" % math.floor(remaining)),
+                (b"x-ratelimit-reset-" + what, duration(reset_s).encode()),
+            ]
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """As Go writes it: `0s`, `120ms`, `2s`, `1m30s`, `1h2m0s`."""
+    if seconds < 1.0:
+        milliseconds = math.ceil(seconds * 1000 - 1e-6)
+        return f"{milliseconds}ms" if milliseconds else "0s"
+    whole = math.ceil(seconds - 1e-6)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"

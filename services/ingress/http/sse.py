@@ -1,0 +1,173 @@
+"""Loop: carries what a run brings to one client: server-sent events, or gathered into one answer.
+
+Everything that one read of the stream returns becomes ONE send: costs nothing when tokens come one by one, and is what
+saves the process when they come faster than it can send. Formats are writers (`openai_events`, `native_events`) that
+append ready bytes; no object is made per token.
+
+    run.step ──▶ transcript ──▶ writer ──▶ send      the last events are the caller's to send, when all is let go
+      │  nothing for a while: a comment keeps the connection; the client leaves: its run loses a reader
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from kvfleet.ingress.http.error_bodies import Headers
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.runs.event_ids import Position
+from kvfleet.ingress.runs.event_writer import Reader
+from kvfleet.ingress.runs.runs import Run
+from kvfleet.ingress.runs.transcript import Transcript
+from kvproto.errors import Cancelled
+from kvproto.ids import is_token
+from kvproto.messages import Started
+
+OnTokens = Callable[[int], None]
+
+
+async def relay(
+    exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float, on_tokens: OnTokens
+) -> list[bytes]:
+    """Write a run as events, from where the client is, all but its end, which is returned. `id_lines`: it asks for
+    them. Raises the run's KvfleetError, InvalidRequest for a position that it cannot have, Cancelled when the client
+    leaves."""
+    async with _watched(exchange, run):
+        while run.form is None and not exchange.gone:
+            if run.error is not None:
+                raise run.error
+            await _get_on(run, on_tokens)
+        if run.form is not None:
+            writer = run.form.writer(at, id_lines=id_lines)
+            exchange.error_event = writer.failed
+            async with _KeptAlive(exchange, writer.ids.comment, keepalive_s):
+                return await _relay(exchange, run, Reader(writer), on_tokens)
+    raise Cancelled("the client left")
+
+
+async def _relay(exchange: Exchange, run: Run, reader: Reader, on_tokens: OnTokens) -> list[bytes]:
+    out: list[bytes] = []
+    while not exchange.gone:
+        if run.finished:
+            reader.finish(run.transcript, out)
+            return out
+        seen = run.steps
+        reader.advance(run.transcript, out)
+        if out:
+            if not exchange.started:
+                await exchange.start_events(placement_headers(run.transcript.started))
+            await exchange.write(b"".join(out))
+            out = []
+            if run.over or run.busy or run.steps != seen or exchange.gone:
+                continue  # there is an end to write, others have read meanwhile, or nobody is here
+        elif run.error is not None:
+            raise run.error
+        elif run.busy:
+            await run.changed()
+            continue
+        if count := await run.step():  # the hot path: once for each read of the stream
+            on_tokens(count)
+    raise Cancelled("the client left")
+
+
+async def complete(exchange: Exchange, transcript: Transcript, last: list[bytes]) -> None:
+    """Send what is left of a finished run and end the stream."""
+    if not exchange.started:
+        if not last:
+            await exchange.respond_empty()  # the client has it all: browsers do not come back after a 204
+            return
+        await exchange.start_events(placement_headers(transcript.started))
+    await exchange.end(b"".join(last))
+
+
+async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
+    """Have a run get to its end for an answer that is sent whole. Raises as `relay` does."""
+    async with _watched(exchange, run):
+        while not exchange.gone:
+            if run.finished:
+                return
+            if run.error is not None:
+                raise run.error
+            await _get_on(run, on_tokens)
+    raise Cancelled("the client left")
+
+
+async def _get_on(run: Run, on_tokens: OnTokens) -> None:
+    """Read, or wait for whoever reads."""
+    if run.busy:
+        await run.changed()
+    elif count := await run.step():
+        on_tokens(count)
+
+
+def placement_headers(started: Started | None) -> Headers:
+    """Which worker serves it and what was cached, for whoever debugs with curl."""
+    if started is None or not is_token(started.worker):
+        return []
+    return [
+        (b"x-kvfleet-worker", started.worker.encode()),
+        (b"x-kvfleet-cached-tokens", b"%d" % started.cached_tokens),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
+    """Have the exchange leave its run as soon as the client leaves."""
+
+    leaving = False
+
+    async def watch() -> None:
+        nonlocal leaving
+        await exchange.until_gone()
+        if exchange.gone:
+            leaving = True
+            await run.leave(exchange)
+
+    watcher = asyncio.create_task(watch(), name=f"disconnect-{run.request}")
+    try:
+        yield
+    finally:
+        if not leaving:
+            watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+class _KeptAlive:
+    """Sends a comment whenever nothing was written for a period. A timer, so that it costs nothing per token."""
+
+    def __init__(self, exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> None:
+        self._exchange = exchange
+        self._comment_of = comment
+        self._period_s = period_s
+        self._seen = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._arm()
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sending
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
+
+    def _tick(self) -> None:
+        if self._exchange.writes == self._seen and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._comment(), name="sse-comment")
+        self._seen = self._exchange.writes
+        self._arm()
+
+    async def _comment(self) -> None:
+        waiting = self._exchange.started
+        if not waiting:
+            await self._exchange.start_events()
+        await self._exchange.write(self._comment_of(b"waiting" if waiting else b"queued"))
+        self._seen = self._exchange.writes

@@ -1,0 +1,1 @@
+"""Who asks, and how much each may have at once and per minute, over all ingresses of a region."""

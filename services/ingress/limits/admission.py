@@ -1,0 +1,118 @@
+"""Who may start now: concurrent requests of the process, and what the caller's and its tenant's limits leave. Pure.
+
+Time is passed in: `now` in seconds of any clock that does not go back, `unix_s` reads the wall clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvfleet.ingress.limits.callers import Caller
+from kvfleet.ingress.limits.limiter import Limiter, Tab
+from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
+
+FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged again, one that plays with it is
+
+
+@dataclass(slots=True)
+class Admission:
+    """State of one process's admission. Owned by the event loop; every `admit` is paired with one `release`.
+
+        reading ─▶ (body) ─▶ admit ─▶ (run) ─▶ release
+
+    A request has its place while its body is read, so that nothing is read of whoever is over a limit; it gives it up
+    and is admitted in one step of the event loop.
+    """
+
+    max_concurrent: int
+    unix_s: Callable[[], float]
+    running: int = 0
+    choices: int = 0  # of those that run and are no repeats
+    repeats: int = 0  # of those that run
+    being_read: int = 0
+    draining: bool = False
+    refused_total: int = 0
+    limiter: Limiter = field(default_factory=Limiter)
+
+    @contextmanager
+    def reading(self, caller: Caller, now: float, *, repeat: bool = False, returns: int = 0) -> Iterator[None]:
+        """A place while a request is read. Raises as `admit`, whose words `repeat` and `returns` are, as far as its
+        headers tell what it is."""
+        charged = _is_charged(returns)
+        with self._counting_refusals():
+            self._check_process()
+            if not repeat:
+                self.limiter.reserve(caller, now, self.unix_s(), charged=charged)
+        self.being_read += 1
+        try:
+            yield
+        finally:
+            self.being_read -= 1
+            if not repeat:
+                self.limiter.unreserve(caller, charged=charged)
+
+    def admit(self, caller: Caller, now: float, *, choices: int = 1, repeat: bool = False, returns: int = 0) -> None:
+        """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry;
+        InvalidRequest (400) for more choices than the caller may ever have.
+
+        A `repeat` of a request that runs already, or has finished, is not one more of the caller's: its client may be
+        back before the loss of its connection was noticed. One that goes on after it was parked runs once more, and so
+        counts in `max_concurrent`, but in no rate; `returns` says how often.
+        """
+        with self._counting_refusals():
+            self._check_process()
+            if not repeat:
+                charged = _is_charged(returns)
+                self.limiter.admit(caller, now, self.unix_s(), choices=choices, charged=charged)
+        if repeat:
+            self.repeats += 1
+        else:
+            self.choices += choices
+        self.running += 1
+
+    def release(self, caller: Caller, *, choices: int = 1, repeat: bool = False) -> None:
+        """The request has ended, whatever way."""
+        self.running -= 1
+        if repeat:
+            self.repeats -= 1
+        else:
+            self.choices -= choices
+            self.limiter.release(caller, choices=choices)
+
+    def meter(self, caller: Caller, now: float) -> None:
+        """Count a question that is work for workers as one of the rate of requests. Raises LimitExceeded."""
+        with self._counting_refusals():
+            self.limiter.admit(caller, now, self.unix_s(), choices=0)
+
+    def charge(self, tab: Tab, prompt_tokens: int, now: float) -> None:
+        """Take the prompt of a run that is about to start, the first time. Raises LimitExceeded (429), PayloadTooLarge
+        (413) for one that is more than a limit as a whole."""
+        with self._counting_refusals():
+            self.limiter.charge(tab, prompt_tokens, now, self.unix_s())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the counts do not add up."""
+        self.limiter.check_integrity()
+        assert self.choices == self.limiter.running
+        assert 0 <= self.repeats <= self.running
+        assert self.limiter.reading <= self.being_read
+
+    def _check_process(self) -> None:
+        if self.draining:
+            raise Draining("this ingress is shutting down", retry_after_s=1.0)
+        if self.running + self.being_read >= self.max_concurrent:
+            raise Unavailable(f"{self.max_concurrent} requests are running, the most served at once", retry_after_s=1.0)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except (LimitExceeded, PayloadTooLarge, Unavailable):
+            self.refused_total += 1
+            raise
+
+
+def _is_charged(returns: int) -> bool:
+    return not 1 <= returns <= FREE_RETURNS

@@ -1,0 +1,105 @@
+"""Who is calling and what that caller may do. Pure; `api_keys` and `oidc` make callers, `limits` counts what they use.
+
+Without keys and without an issuer everybody is `OPEN`: the tenant `public`, who may do what an admin may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvfleet.ingress.requests.placement_ask import MAX_PRIORITY
+from kvproto.errors import InvalidRequest, PermissionDenied
+from kvproto.ids import DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one caller, or of all callers of a tenant together; 0: no limit. Tokens are prompt and generated ones."""
+
+    max_concurrent: int = 0
+    requests_per_minute: float = 0.0
+    tokens_per_minute: float = 0.0
+    tokens_per_day: int = 0
+    max_tokens: int = 0  # that one choice of a request may generate
+
+
+NO_LIMITS = Limits()
+LIMITS = tuple(one.name for one in fields(Limits))
+
+
+def read_limits(entry: Mapping[str, Any], field: str) -> Limits:
+    """Those that an entry names, `LIMITS` of it. Raises InvalidRequest naming the one that is wrong."""
+    said: dict[str, Any] = {}
+    for one in fields(Limits):
+        value = entry.get(one.name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise InvalidRequest("must be a number, at least 0", field=f"{field}.{one.name}")
+        if not one.name.endswith("_per_minute") and value != int(value):
+            raise InvalidRequest("must be an integer, at least 0", field=f"{field}.{one.name}")
+        said[one.name] = float(value) if one.name.endswith("_per_minute") else int(value)
+    return Limits(**said)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One key's, or one token's, bearer. `name` is what logs and limits call it, within its tenant.
+
+    `policies` of placement may be named by its requests; an admin's may name any. `max_priority` is the highest that
+    its requests may have.
+    """
+
+    name: str
+    tenant: str = DEFAULT_TENANT
+    admin: bool = False
+    limits: Limits = NO_LIMITS
+    tenant_limits: Limits = NO_LIMITS
+    policies: tuple[str, ...] = ()
+    max_priority: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """What one choice of its requests may generate; 0: no limit."""
+        said = [limits.max_tokens for limits in (self.limits, self.tenant_limits) if limits.max_tokens]
+        return min(said, default=0)
+
+
+OPEN = Caller(name="open", admin=True, max_priority=MAX_PRIORITY)
+
+
+def require_admin(caller: Caller) -> None:
+    """Raises PermissionDenied unless the key is an admin's."""
+    if not caller.admin:
+        raise PermissionDenied("an admin key is required", field="authorization")
+
+
+def require_policy(caller: Caller, policy: str | None) -> None:
+    """Raises PermissionDenied unless the key's requests may name this policy; None is no policy."""
+    if policy is None or caller.admin or policy in caller.policies:
+        return
+    allowed = f"one of {', '.join(caller.policies)}" if caller.policies else "none"
+    raise PermissionDenied(f"this API key may name {allowed}, got {policy[:64]!r}", field="policy")
+
+
+def priority_of(caller: Caller, said: int | None) -> int:
+    """That of a request with this key: 0 unless it says otherwise, or the key's own where that is below.
+
+    Raises PermissionDenied for one above what the key's requests may have.
+    """
+    if said is None:
+        return min(0, caller.max_priority)
+    if said > caller.max_priority:
+        raise PermissionDenied(f"this API key may ask for {caller.max_priority} at most, got {said}", field="priority")
+    return said
+
+
+def default_max_tokens(caller: Caller, said: int | None, field: str, default: int) -> int:
+    """What a request generates where it names no bound. Raises InvalidRequest for one beyond the caller's limit."""
+    limit = caller.max_tokens
+    if not limit:
+        return default
+    if said is not None and said > limit:
+        raise InvalidRequest(f"requests with this API key may generate {limit} at most, got {said}", field=field)
+    return min(default, limit)

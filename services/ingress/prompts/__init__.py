@@ -1,0 +1,1 @@
+"""From messages to token ids: tokenizers, chat templates, and histories that are not rendered again."""

@@ -1,0 +1,122 @@
+"""Texts to token ids, once per request: plain prompts, chats with what earlier turns left to splice, session turns.
+
+Long texts are tokenised in an executor, so that one caller's document does not delay everybody's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvfleet.ingress.prompts.chat_splice import Splice, SpliceIndex, join, match_history
+from kvfleet.ingress.prompts.models import ServedModel
+from kvfleet.ingress.requests.openai_schema import ChatMessage, check_vocabulary
+from kvfleet.ingress.requests.sampling_plan import prompt_too_long
+from kvproto.ids import base32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as text and ids. `exact`: the ids decode to the text, so the turn may be spliced later."""
+
+    text: str
+    ids: tuple[int, ...]
+    exact: bool
+    spliced: int = 0  # ids taken from earlier turns
+
+
+class Prompts:
+    """Owned by the event loop; `executor` is shared with other CPU work of the process."""
+
+    def __init__(self, splices: SpliceIndex, executor: Executor, inline_chars: int) -> None:
+        self.splices = splices
+        self._executor = executor
+        self._inline_chars = inline_chars
+
+    async def plain(
+        self, model: ServedModel, text: str, *, begins: bool, must_fit: bool = True, field: str = "prompt"
+    ) -> tuple[int, ...]:
+        """Ids of a text; with the model's BOS where a sequence `begins`.
+
+        Raises ContextLengthExceeded early for one that `must_fit` the model's context and cannot.
+        """
+        if must_fit:
+            _refuse_hopeless(model, text, 0, field)
+        return await self._run(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=begins))
+
+    async def check_ids(self, model: ServedModel, ids: tuple[int, ...]) -> None:
+        """Raises InvalidRequest naming the first id that the model does not know."""
+        await self._run(len(ids), lambda: check_vocabulary(ids, model.bundle.vocab_size))
+
+    async def chat(
+        self,
+        model: ServedModel,
+        tenant: str,
+        messages: tuple[ChatMessage, ...],
+        history: tuple[int, ...] = (),
+        *,
+        must_fit: bool = True,
+    ) -> ChatPrompt:
+        """Render, splice what is known (of `history`, or of any finished turn), tokenise the rest."""
+        tokenizer = model.tokenizer
+        text = tokenizer.render([message.as_template_value() for message in messages])
+        splice = self.splices.find(scope_of(model, tenant), text, tokenizer)
+        if history:
+            recorded = await self._run(len(text), lambda: match_history(history, text, tokenizer))
+            if recorded is not None and (splice is None or recorded.chars > splice.chars):
+                splice = recorded
+        if must_fit:
+            _refuse_hopeless(model, text, splice.chars if splice else 0, "messages")
+        return await self._run(len(text) - (splice.chars if splice else 0), lambda: _encode(text, splice, model))
+
+    def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...]) -> None:
+        """A chat's turn has finished: its ids are known from now on."""
+        if prompt.exact and ids:
+            self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, model.tokenizer)
+
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        if size <= self._inline_chars:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def conversation_of(messages: tuple[ChatMessage, ...]) -> str:
+    """What all turns of one chat have in common: its opening, up to and with the first message that is no instruction.
+
+    Any ingress derives the same key from any turn, with no memory of earlier ones, so that a chat stays where its
+    blocks are; callers who open with the same words share blocks as well as a place.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        hashed.update(f"{message.role}\0{len(message.content)}\0{message.content}".encode("utf-8", "surrogatepass"))
+        if message.role != "system":
+            break
+    return "chat-" + base32(hashed.digest())
+
+
+def scope_of(model: ServedModel, tenant: str) -> str:
+    """Ids of another tenant, model or tokenizer are never spliced."""
+    return f"{tenant}\0{model.name}\0{model.hash}"
+
+
+def _encode(text: str, splice: Splice | None, model: ServedModel) -> ChatPrompt:
+    tokenizer = model.tokenizer
+    if splice is not None:
+        joined = join(splice, text, tokenizer)
+        if joined is not None:
+            return ChatPrompt(text, joined, True, len(splice.ids))
+    ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written BOS where the model wants it
+    return ChatPrompt(text, ids, tokenizer.decode(ids) == text)
+
+
+def _refuse_hopeless(model: ServedModel, text: str, known_chars: int, field: str) -> None:
+    """A text that cannot fit however it is tokenised is not tokenised at all."""
+    least = model.tokenizer.least_tokens(text[known_chars:])
+    if least >= model.bundle.context_length:
+        raise prompt_too_long(model.bundle.context_length, f"at least {least}", field)

@@ -1,0 +1,383 @@
+"""Loop: the requests of this process that run, or ended a short while ago, by tenant and request id.
+
+A run has readers: exchanges whose clients want what it brings. Whichever of them has nothing to write reads the stream
+for all (`step`), so that none waits for another's slow client, and a request without repeats needs no task but its own.
+
+    begun ──▶ driven ──Finished, committed──▶ finished ──▶ forgotten after `grace_s` (with a key: `replay_s`)
+                │  ▲ a client comes back: generation goes on after the tokens that are here
+                │  │
+                └─▶ parked: its last client left. The stream is cancelled, nothing runs for it ──▶ forgotten after grace
+
+One that fails is forgotten, unless trying again may help: then it is parked with what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.limits.callers import Caller
+from kvfleet.ingress.limits.limiter import Tab
+from kvfleet.ingress.limits.run_memory import RunMemory
+from kvfleet.ingress.limits.service_levels import ServiceLevel
+from kvfleet.ingress.runs.event_writer import Form
+from kvfleet.ingress.runs.jobs import Job, Prepare, Start, Stream
+from kvfleet.ingress.runs.repeats import RequestName
+from kvfleet.ingress.runs.transcript import Transcript
+from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, PayloadTooLarge, RequestMismatch
+
+SWEEP_PERIOD_S = 5.0
+
+
+class Run:
+    """One request and what it has brought. Owned by the event loop; changed by whichever reader is in `step`.
+
+    `over`: nothing more will come to its present readers: it has finished, or failed with `error`. `prepare` makes its
+    job, and is let go of with all that it holds of the request's body as soon as it has; None where the job is there.
+    """
+
+    def __init__(
+        self,
+        tenant: str,
+        request: str,
+        digest: bytes,
+        keyed: bool,
+        prepare: Prepare | None,
+        start: Start,
+        memory: RunMemory,
+    ) -> None:
+        self.tenant = tenant
+        self.request = request
+        self.digest = digest
+        self.keyed = keyed
+        self.form: Form | None = None  # once it was prepared
+        self.transcript = Transcript()
+        self.error: KvfleetError | None = None
+        self.finished = False
+        self.busy = False  # somebody is in `step`
+        self.readers: set[object] = set()
+        self.payer: Caller | None = None  # whose limit it counts in, while it runs
+        self.tab: Tab | None = None  # what it costs, whoever reads it
+        self.starts = 0
+        self.steps = 0
+        self.traceparent: str | None = None  # of the request that began it
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.level: ServiceLevel | None = None  # its model's and route's, once it was prepared
+        self._gap_from: float | None = None  # when the tokens before came, of the present stream
+        self.held = 0  # bytes of `memory`, as of the last look
+        self._memory = memory
+        self._holds = False
+        self._prepare = prepare
+        self._start = start
+        self._job: Job | None = None  # while it may have to go on
+        self._stream: Stream | None = None
+        self._abandoned = False
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def over(self) -> bool:
+        return self.finished or self.error is not None
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether one that failed is of use to those who try again."""
+        return self.form is not None and self.error is not None and self.error.retryable
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        form = self.form.size if self.form is not None else 0
+        job = self._job.size if self._job is not None else 0
+        return self.transcript.size + form + job
+
+    def hold(self) -> None:
+        """It runs: what it has, and what it will bring, is counted in `memory`. Does nothing where it is already."""
+        if not self._holds:
+            self._holds, self.held = True, self.size
+            self._memory.holders += 1
+            self._memory.used += self.held
+
+    def free(self) -> None:
+        """It runs no more, and is somebody else's to count. Does nothing when called again."""
+        if self._holds:
+            self._memory.holders -= 1
+            self._memory.used -= self.held
+            self._holds, self.held = False, 0
+
+    def _grow(self, count: int) -> None:
+        """Raises PayloadTooLarge for one that may not."""
+        self.held += count
+        self._memory.used += count
+        if self._memory.used > self._memory.half and self.transcript.finished is None:
+            self._memory.check_share(self.held)
+
+    async def changed(self) -> None:
+        """Until something has: tokens, the end, nobody in `step` any more, a reader gone."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def step(self) -> int:
+        """Get on by one read of the stream, having prepared and started it; an end is committed before anybody learns
+        of it.
+
+        Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`.
+        """
+        assert not self.busy
+        assert not self.over
+        self.busy = True
+        self.steps += 1
+        count = 0
+        try:
+            job = self._job
+            if job is None:
+                await self._read_job()
+                return 0
+            if self._stream is None:
+                await self._begin(job)
+            if self._stream is not None:
+                events = await self._stream.read()
+                before = self.transcript.size
+                count = self.transcript.take(events)
+                self.transcript.served_by(self._stream.worker)
+                self._grow(self.transcript.size - before)
+                if self._abandoned and self.transcript.finished is None:
+                    raise Cancelled("the client left")  # what was buffered may come after the cancellation
+            if count:
+                now = asyncio.get_running_loop().time()
+                self.last_token_at = now
+                if self.first_token_at is None:
+                    self.first_token_at = now
+                if self.level is not None:
+                    gap_s = None if self._gap_from is None else now - self._gap_from
+                    self.level.came(gap_s, count, len(self.transcript.choices))
+                self._gap_from = now
+            if self.transcript.finished is not None:
+                await job.turn.commit(self.transcript)
+                self.finished = True
+                self._job = self._stream = None
+        except KvfleetError as error:
+            if not self._abandoned or self.transcript.finished is not None:
+                self.error = error  # else it is the cancellation that `leave` asked for
+            await self._let_go()
+            if isinstance(error, PayloadTooLarge):  # its turn knows what was computed; nothing else is left of it
+                self.transcript = self.transcript.emptied()
+                self.free()
+        except BaseException:
+            self.error = KvfleetError("internal error")
+            await self._let_go()
+            raise
+        finally:
+            self.busy = False
+            self.wake()
+        return count
+
+    def join(self, reader: object) -> None:
+        """A client has come, perhaps back before anything was stopped for the one that has left."""
+        self.readers.add(reader)
+        if self._stream is None:
+            self._abandoned = False
+
+    async def leave(self, reader: object) -> None:
+        """A client has left. After the last one nothing runs for it any more. Does nothing when called again."""
+        if reader not in self.readers:
+            return
+        self.readers.discard(reader)
+        if not self.readers and not self.over:
+            self._abandoned = True
+            if self.busy:
+                if self._stream is not None:
+                    await self._stream.cancel(self.transcript.totals)  # whoever reads it lets go of the rest
+            else:
+                self.busy = True
+                try:
+                    await self._let_go()
+                finally:
+                    self.busy = False
+        self.wake()
+
+    async def _read_job(self) -> None:
+        assert self._prepare is not None
+        self._job = job = await self._prepare()
+        self._prepare = None
+        self.form = job.form
+        self.level = job.level
+        self.transcript = Transcript.of(job.generation.sampling.n, job.costs)
+        self._grow(self.size - self.held)
+
+    async def _begin(self, job: Job) -> None:
+        await job.turn.open()
+        if not self.readers:
+            self._abandoned = True
+            raise Cancelled("the client left")
+        if self.transcript.finished is None:  # else only its commit is missing
+            self.starts += 1
+            self._gap_from = None  # while nobody was here nothing was asked for
+            self._stream = self._start(job.generation, self.transcript.continuations())
+
+    async def _let_go(self) -> None:
+        """Nothing runs for it at any worker, and its turn is free."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.cancel(self.transcript.totals)
+            self.transcript.served_by(stream.worker)
+            self.transcript.begun = self.transcript.begun or stream.accepted
+        if self._job is not None:
+            await self._job.turn.let_go(self.transcript)
+        self._abandoned = False
+
+    def resumed(self) -> Run:
+        """What a failed run is for those who try again: the same, with what it has brought and no reader."""
+        run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start, self._memory)
+        run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
+        run.traceparent = self.traceparent
+        run.tab = self.tab
+        run.level = self.level
+        return run
+
+
+class Runs:
+    """The table of runs. Owned by the event loop."""
+
+    def __init__(self, limits: RunLimits, now: Callable[[], float]) -> None:
+        self._limits = limits
+        self._now = now
+        self._runs: dict[str, Run] = {}  # by request id: no two tenants have one at the same time
+        self._ended: tuple[OrderedDict[str, float], OrderedDict[str, float]] = (OrderedDict(), OrderedDict())
+        self.memory = RunMemory(limits.running_bytes)
+        self.kept_bytes = 0
+        self.attached_total = 0
+        self.resumed_total = 0
+        self.replayed_total = 0
+
+    @property
+    def kept(self) -> int:
+        """Runs that have ended or are parked."""
+        return sum(map(len, self._ended))
+
+    def is_foreign(self, tenant: str, request: str) -> bool:
+        """Whether the id is another tenant's here, which nobody may learn."""
+        run = self._runs.get(request)
+        return run is not None and run.tenant != tenant
+
+    def known(self, tenant: str, name: RequestName) -> Run | None:
+        """The run of a request's name, which its body may yet show to be another's."""
+        run = self._runs.get(name.request)
+        return run if run is not None and run.tenant == tenant else None
+
+    def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
+        """The run that this is a repeat of; one that failed may be tried again. Raises RequestMismatch when it is not
+        quite one, LimitExceeded when it has as many readers as it may."""
+        self.sweep()
+        run = self.known(tenant, name)
+        if run is None:
+            return None
+        if run.digest != digest:
+            raise RequestMismatch("was used for another request: route and body must be the same", field=name.header)
+        if run.error is not None:
+            return run if run.may_go_on else None
+        if len(run.readers) >= self._limits.readers:
+            raise LimitExceeded(f"{self._limits.readers} connections read this request already", retry_after_s=1.0)
+        return run
+
+    def add(self, run: Run) -> None:
+        """A new one, perhaps in place of one that failed and has readers who are being told."""
+        if (failed := self._runs.get(run.request)) is not None:
+            assert failed.error is not None
+            failed.free()
+        self._runs[run.request] = run
+        run.hold()
+
+    def attach(self, run: Run, reader: object) -> Run:
+        """One more reader, of the run that goes on in place of this one if it has failed. `Run.over` says whether it
+        only gets what is there already."""
+        if run.error is not None:
+            run = self._resume(run)
+        if run.finished:
+            self.replayed_total += 1
+        elif run.readers:
+            self.attached_total += 1
+        elif run.form is not None:
+            self.resumed_total += 1
+            self._revive(run)
+        run.join(reader)
+        return run
+
+    async def detach(self, run: Run, reader: object) -> None:
+        """A reader has gone, whatever way: its client left, or it has all there is."""
+        await run.leave(reader)
+        while run.busy and not run.readers:  # somebody who left before lets go of the rest
+            await run.changed()
+        if run.readers or self._runs.get(run.request) is not run or self._is_ended(run):
+            return
+        if run.error is not None and run.may_go_on:
+            run = self._resume(run)
+        if run.form is None or run.error is not None:
+            del self._runs[run.request]
+            run.free()
+        else:
+            self._keep(run)
+
+    def sweep(self) -> None:
+        """Forget what is too old, and the oldest of what is too much."""
+        now = self._now()
+        for queue, keep_s in zip(self._ended, (self._limits.grace_s, self._limits.replay_s), strict=True):
+            while queue and now - next(iter(queue.values())) > keep_s:
+                self._forget(queue)
+        while self.kept_bytes > self._limits.bytes:
+            self._forget(min((queue for queue in self._ended if queue), key=lambda queue: next(iter(queue.values()))))
+
+    async def run(self) -> None:
+        """Sweep, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            self.sweep()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the table does not add up."""
+        ended = {*self._ended[0], *self._ended[1]}
+        assert len(ended) == self.kept
+        assert self.kept_bytes == sum(self._runs[request].size for request in ended)
+        for request, run in self._runs.items():
+            assert run.readers or request in ended, request
+            assert run.finished or not run.readers or request not in ended, request
+        running = [run for request, run in self._runs.items() if request not in ended]
+        assert self.memory.used >= sum(run.held for run in running)
+        assert self.memory.holders >= sum(run.held > 0 for run in running)
+
+    def _is_ended(self, run: Run) -> bool:
+        return run.request in self._ended[run.keyed]
+
+    def _keep(self, run: Run) -> None:
+        run.free()
+        if run.size > self._limits.bytes:  # all others would have to go for it, and it as well
+            del self._runs[run.request]
+            return
+        self._ended[run.keyed][run.request] = self._now()
+        self.kept_bytes += run.size
+        self.sweep()
+
+    def _revive(self, run: Run) -> None:
+        if self._ended[run.keyed].pop(run.request, None) is not None:
+            self.kept_bytes -= run.size
+        run.hold()
+
+    def _resume(self, failed: Run) -> Run:
+        """In place of one that failed, one that goes on where it did."""
+        failed.free()
+        self._runs[failed.request] = run = failed.resumed()
+        return run
+
+    def _forget(self, queue: OrderedDict[str, float]) -> None:
+        request, _ = queue.popitem(last=False)
+        self.kept_bytes -= self._runs.pop(request).size

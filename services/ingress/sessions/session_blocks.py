@@ -1,0 +1,141 @@
+"""Loop: where the blocks of a session are, and their end. Asks every living worker of its model here; those of other
+regions where it ran are told of its end in the background. Owns those tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvfleet.ingress.sessions.sessions import Session
+from kvproto import codec
+from kvproto.client import Client
+from kvproto.errors import KvfleetError
+from kvproto.ids import tenant_of
+from kvproto.messages import AdminCommand, AdminRequest, Inspection, SessionHead, Tier
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 16  # a long history goes to each of them
+BEGIN_TOKENS = 1024  # all workers are asked about so many, besides a public prefix
+FIND_TIMEOUT_S = 5.0
+ERASE_TIMEOUT_S = 2.0  # how long somebody waits; a worker in a long step erases after it
+ABROAD_TIMEOUT_S = 5.0  # nobody waits for that
+ABROAD_RETRY_S = 5.0
+ABROAD_LIMIT_S = 60.0  # then a region is given up
+MAX_LATER = 64  # erasures that are on their way at once; each may hold a long history
+HOME = ""  # this region
+CLOSE_S = 2.0
+
+
+class Abroad(Protocol):
+    """The part of `OtherRegions` that is needed here."""
+
+    def workers(self, region: str, model: str) -> list[str]: ...
+
+
+class SessionBlocks:
+    """Questions to workers about the blocks of one token sequence."""
+
+    def __init__(self, client: Client, abroad: Abroad) -> None:
+        self._client = client
+        self._abroad = abroad
+        self._erasing: set[asyncio.Task[None]] = set()
+
+    async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
+        """What each worker holds; those that do not answer are left out. A long history goes to those alone that hold
+        its beginning: blocks are found along their chain, so the others hold nothing of what follows."""
+        workers = self._workers_of(model)
+        begin = BEGIN_TOKENS + self._longest_public_prefix(workers)
+        found = await self._inspect(workers, tenant, ids[:begin])
+        if len(ids) <= begin:
+            return found
+        holders = [
+            worker for worker, one in found.items() if max(one.cached_tokens, *one.tiers.values(), 0) * 2 > begin
+        ]
+        return found | await self._inspect(holders, tenant, ids)
+
+    async def _inspect(self, workers: list[str], tenant: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
+        answers = await self._ask_all(workers, AdminRequest(AdminCommand.INSPECT, tenant, ids), FIND_TIMEOUT_S)
+        return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
+
+    def _longest_public_prefix(self, workers: list[str]) -> int:
+        """Tokens. Where a chain starts is told by the public prefix that it begins with, so that is asked about too."""
+        records = (self._client.members.view.workers[worker].record for worker in workers)
+        return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
+
+    async def erase(self, session: Session) -> None:
+        """Have every worker forget what only this session had, its strays too, and have vaults forget it. Raises
+        nothing: what a worker that is away had in memory goes with it. Workers of other regions where it ran are told
+        in the background."""
+        assert session.head is not None
+        tenant = tenant_of(session.key)
+        question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
+        await self._ask_all(self._workers_of(session.head.model), question, ERASE_TIMEOUT_S)
+        self._erase_later(session.head.model, question, session.head.regions)
+
+    def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
+        """Have workers forget, in the background, what only this sequence of a session has behind `keep` tokens."""
+        question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep)
+        self._erase_later(head.model, question, (HOME, *head.regions))
+
+    def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
+        """Workers that do not answer are told again for a minute. A region that cannot be reached for so long keeps
+        what it has until it is evicted."""
+        for region in regions:
+            if len(self._erasing) >= MAX_LATER:
+                log.warning("region %s is not told what to forget: too much is on its way", region or "here")
+                continue
+            task = asyncio.create_task(self._bounded(region, model, question), name=f"erase-in-{region or 'home'}")
+            self._erasing.add(task)
+            task.add_done_callback(self._erasing.discard)
+
+    async def close(self) -> None:
+        """Give what is on its way a moment, and end it."""
+        if self._erasing:
+            _, late = await asyncio.wait(self._erasing, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _bounded(self, region: str, model: str, question: AdminRequest) -> None:
+        try:
+            async with asyncio.timeout(ABROAD_LIMIT_S):
+                await self._erase_in(region, model, question)
+        except TimeoutError:
+            where = region or "this one"
+            log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
+
+    async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
+        """Until all that are known there, one at least, have answered."""
+        told: set[str] = set()
+        while True:
+            workers = self._abroad.workers(region, model) if region != HOME else self._workers_of(model)
+            told |= (await self._ask_all([w for w in workers if w not in told], question, ABROAD_TIMEOUT_S)).keys()
+            if workers and told.issuperset(workers):
+                return
+            await asyncio.sleep(ABROAD_RETRY_S)
+
+    async def _ask_all(self, workers: list[str], question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(worker: str) -> bytes | None:
+            async with limit:
+                try:
+                    return await self._client.admin(worker, question, timeout_s)
+                except (KvfleetError, TimeoutError) as error:
+                    log.info("worker %s did not %s: %s", worker, question.command.value, error)
+                    return None
+
+        answers = await asyncio.gather(*map(ask, workers))
+        return {worker: answer for worker, answer in zip(workers, answers, strict=True) if answer is not None}
+
+    def _workers_of(self, model: str) -> list[str]:
+        view = self._client.members.view
+        return sorted(w for w, one in view.workers.items() if view.is_alive(w) and one.record.model == model)
+
+
+def tokens_by_tier(found: Iterable[tuple[str, Inspection]]) -> dict[str, dict[str, int]]:
+    """By worker: how many leading tokens are in each tier, or in a faster one."""
+    return {worker: one.tiers or {Tier.DEVICE.value: one.cached_tokens} for worker, one in found}

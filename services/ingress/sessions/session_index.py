@@ -1,0 +1,188 @@
+"""Loop: how many sessions each tenant has, and which are old. Follows the heads in the sessions bucket.
+
+Every ingress keeps this small table (a key and a time per session) from a watch on the heads alone, so that limits and
+the sweep of idle sessions need no listing. It lags behind by a message: a limit may be passed by as many sessions as
+begin at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.sessions.sessions import Sessions
+from kvproto import codec
+from kvproto.buckets import Entry
+from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
+from kvproto.messages import SessionHead
+
+log = logging.getLogger(__name__)
+
+HEADS = "*.*"  # <tenant>.<hash>; chunks have two tokens more
+AUTO_PREFIX = "auto-"
+SWEPT_AT_ONCE = 200
+
+
+def auto_seq_id(request: str) -> str:
+    """The name of a session whose caller gave none: repeats of a request find the session that the first began.
+
+    Such sessions give way first when a tenant has too many.
+    """
+    return AUTO_PREFIX + request
+
+
+class Watch(Protocol):
+    """The part of `kvproto.buckets.Watch` that is needed here."""
+
+    def entries(self) -> AsyncIterator[Entry | None]: ...
+    async def stop(self) -> None: ...
+
+
+class Watchable(Protocol):
+    """The part of `kvproto.buckets.Bucket` that is needed here."""
+
+    async def watch(self, pattern: str = ">") -> Watch: ...
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """Key -> (last use in unix ms, may give way) of every session, per tenant. Pure."""
+
+    _tenants: dict[str, dict[str, tuple[int, bool]]] = field(default_factory=dict)
+    total: int = 0
+
+    def put(self, key: str, head: SessionHead) -> None:
+        sessions = self._tenants.setdefault(key.partition(".")[0], {})
+        self.total += key not in sessions
+        gives_way = head.seq_id.startswith(AUTO_PREFIX) and head.turns <= 1
+        sessions[key] = (head.updated_unix_ms, gives_way)
+
+    def remove(self, key: str) -> None:
+        tenant = key.partition(".")[0]
+        sessions = self._tenants.get(tenant, {})
+        if sessions.pop(key, None) is not None:
+            self.total -= 1
+            if not sessions:
+                del self._tenants[tenant]
+
+    def count(self, tenant: str) -> int:
+        return len(self._tenants.get(tenant, ()))
+
+    def unused_since(self, unix_ms: int, limit: int) -> list[str]:
+        """Up to `limit` sessions of all tenants last used before a time."""
+        found: list[str] = []
+        for sessions in self._tenants.values():
+            for key, (updated, _) in sessions.items():
+                if updated < unix_ms:
+                    found.append(key)
+                    if len(found) == limit:
+                        return found
+        return found
+
+    def surplus(self, tenant: str, limit: int) -> list[str]:
+        """The tenant's oldest sessions that nobody named or came back to."""
+        candidates = ((updated, key) for key, (updated, free) in self._tenants.get(tenant, {}).items() if free)
+        return [key for _, key in heapq.nsmallest(limit, candidates)]
+
+    def clear(self) -> None:
+        self._tenants.clear()
+        self.total = 0
+
+
+class SessionIndex:
+    """Follows the bucket, sweeps what is expired, holds each tenant to its number. `run` until cancelled."""
+
+    def __init__(
+        self, bucket: Watchable, sessions: Sessions, limits: SessionLimits, *, unix_ms: Callable[[], int]
+    ) -> None:
+        self.table = SessionTable()
+        self._bucket = bucket
+        self._sessions = sessions
+        self._limits = limits
+        self._unix_ms = unix_ms
+        self._watching: asyncio.Task[None] | None = None
+        self._making_room: dict[str, asyncio.Task[int]] = {}
+
+    async def admit(self, tenant: str) -> None:
+        """Room for one more session. Raises LimitExceeded when the tenant has too many that it named itself."""
+        if self.table.count(tenant) < self._limits.per_tenant:
+            return
+        room = self._making_room.get(tenant)
+        if room is None:
+            room = self._making_room[tenant] = asyncio.create_task(self._make_room(tenant))
+            room.add_done_callback(lambda _: self._making_room.pop(tenant, None))
+        if not await asyncio.shield(room):
+            raise LimitExceeded(
+                f"the tenant has {self._limits.per_tenant} sessions, the most that are kept: delete some",
+                field="seq_id",
+                retry_after_s=60.0,
+            )
+
+    async def _make_room(self, tenant: str) -> int:
+        """Erase about a hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
+        gone = 0
+        for key in self.table.surplus(tenant, max(1, self._limits.per_tenant // 100)):
+            gone += await self._sessions.erase_key(key, only_expired=False)
+        return gone
+
+    async def sweep(self) -> int:
+        """Erase expired sessions; returns how many. Two ingresses that sweep at once do no harm."""
+        before = self._unix_ms() - int(self._limits.idle_expiry_s * 1000)
+        gone = 0
+        for key in self.table.unused_since(before, SWEPT_AT_ONCE):
+            gone += await self._sessions.erase_key(key, only_expired=True)
+        return gone
+
+    async def run(self) -> None:
+        """Follow and sweep, for ever."""
+        self.rewatch()
+        try:
+            while True:
+                await asyncio.sleep(self._limits.sweep_period_s)
+                try:
+                    if gone := await self.sweep():
+                        log.info("%d idle sessions expired", gone)
+                except KvfleetError as error:
+                    log.warning("sessions not swept: %s", error)
+        finally:
+            for task in [self._watching, *self._making_room.values()]:
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+
+    def rewatch(self) -> None:
+        """Begin (again): after a reconnect the old watch is blind."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = asyncio.create_task(self._follow(), name="sessions-watch")
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                watch = await self._bucket.watch(HEADS)
+                self.table.clear()
+                try:
+                    async for entry in watch.entries():
+                        if entry is not None:
+                            self._apply(entry)
+                finally:
+                    await watch.stop()
+            except Unavailable as error:
+                log.warning("sessions: %s", error)
+            await asyncio.sleep(0.5)
+
+    def _apply(self, entry: Entry) -> None:
+        if entry.value is None:
+            self.table.remove(entry.key)
+            return
+        try:
+            self.table.put(entry.key, codec.decode(SessionHead, entry.value))
+        except CodecError as error:
+            log.warning("sessions: record %s is unreadable: %s", entry.key, error)

@@ -1,0 +1,510 @@
+"""Loop: sessions: named conversations whose history is durable as token ids. Owns their records in the KV bucket.
+
+One head per session, written by compare-and-set only, and what it names beside it:
+
+    <tenant>.<hash of seq_id>                       SessionHead
+    <tenant>.<hash of seq_id>.<generation>....      its history and its strays: `session_chunks`
+
+    idle ──lock──▶ turn running ──commit──▶ idle, longer            one turn at a time
+      ▲                │  failed, cancelled: as before
+      └────────────────┘  lease not renewed, or its ingress gone: the next turn may take it
+
+The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
+compare-and-set too: an ingress that was away, lost its lease and comes back cannot overwrite what followed.
+A history that is replaced instead of extended gets a new generation of chunks.
+
+What requests of a session computed besides its history (turns that were cut, further choices, what a history that was
+replaced ended with) is kept as its strays, so that it can be erased with it. A first turn that is cut leaves a session
+without turns for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.runs import strays as beside
+from kvfleet.ingress.sessions.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
+from kvfleet.ingress.sessions.turn_sightings import TurnSightings
+from kvproto import codec
+from kvproto.block_hash import pack_ids
+from kvproto.buckets import Entry, StaleRevision
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy, SessionNotFound, Unavailable
+from kvproto.ids import new_process_id, session_key
+from kvproto.messages import SessionHead, Stray, Turn
+from kvproto.regions import MAX_REGIONS
+
+log = logging.getLogger(__name__)
+
+COMMIT_RETRY_S = 0.5
+LOCK_TRIES = 4
+
+Forget = Callable[[str, SessionHead, tuple[int, ...], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session as it was read; `head` None: there is none (yet, or any more)."""
+
+    key: str
+    seq_id: str
+    revision: int
+    head: SessionHead | None = None
+    ids: tuple[int, ...] = ()
+    chunk_revisions: tuple[int, ...] = ()
+    expired: SessionHead | None = None  # what lies there still, nobody having swept it
+    strays: tuple[Stray, ...] = ()  # of one that was erased
+
+    def is_last(self, request: str) -> bool:
+        """Whether this request's turn is the one that was committed last."""
+        return self.head is not None and self.head.last_request == request
+
+    def before_last(self) -> Session:
+        """As it was read, with the history that was there before the turn that was committed last."""
+        assert self.head is not None
+        return replace(self, ids=self.ids[: self.head.last_start])
+
+    def has_moved_on(self, request: str) -> bool:
+        """Whether another turn may have come since this request's turn began."""
+        head = self.head
+        if head is None or (head.turn is not None and head.turn.request == request):
+            return False
+        return request not in (head.last_request, head.left_request)
+
+
+@dataclass(slots=True)
+class OpenTurn:
+    """The running turn of a session that this ingress holds. `revision` is the head's; `lock` guards it."""
+
+    session: Session
+    head: SessionHead
+    revision: int
+    ended: bool = False  # committed or abandoned
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
+    """Whether nobody used the session for longer than sessions are kept. Pure."""
+    return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
+
+
+class Sessions:
+    """Sessions of all tenants. Owned by the event loop; `run` renews the leases of running turns until cancelled."""
+
+    def __init__(
+        self,
+        bucket: KeyValue,
+        ingress: str,
+        limits: SessionLimits,
+        *,
+        unix_ms: Callable[[], int],
+        is_ingress_alive: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+        forget: Forget = lambda key, head, ids, keep: None,
+    ) -> None:
+        """`forget`: of a session of which this was the head the blocks of these ids are of no use any more, but those
+        of the first so many."""
+        self._bucket = bucket
+        self._chunks = SessionChunks(bucket)
+        self._forget = forget
+        self._ingress = ingress
+        self._limits = limits
+        self._unix_ms = unix_ms
+        self._alive = is_ingress_alive
+        self._clock = clock
+        self._sightings = TurnSightings()
+        self._turns: dict[str, OpenTurn] = {}
+
+    @property
+    def running(self) -> int:
+        return len(self._turns)
+
+    # ------------------------------------------------------------------ reading
+
+    async def read(self, tenant: str, seq_id: str) -> Session:
+        """The session with its history; one that is expired reads as absent. Raises Unavailable."""
+        key = session_key(tenant, seq_id)
+        for _ in range(3):  # a turn that replaces the history may delete chunks under this reader
+            entry = await self._bucket.get(key)
+            head = _read_head(entry)
+            if head is None:
+                return Session(key, seq_id, entry.revision)
+            if is_expired(head, self._unix_ms(), self._limits):
+                return Session(key, seq_id, entry.revision, expired=head)
+            if (history := await self._chunks.history(key, head)) is not None:
+                return Session(key, seq_id, entry.revision, head, *history)
+        raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
+
+    async def _holds(self, key: str, ids: Sequence[int]) -> bool:
+        """Whether the session's history begins with these."""
+        head = _read_head(await self._bucket.get(key))
+        history = await self._chunks.history(key, head) if head is not None and head.length >= len(ids) else None
+        return history is not None and history[0][: len(ids)] == tuple(ids)
+
+    def fresh(self, tenant: str, seq_id: str) -> Session:
+        """A session under a name that was drawn just now: there is nothing to read."""
+        return Session(session_key(tenant, seq_id), seq_id, 0)
+
+    async def find(self, tenant: str, seq_id: str) -> Session:
+        """As `read`. Raises SessionNotFound when there is none, or it belongs to somebody else, or its first turn was
+        cut."""
+        session = await self.read(tenant, seq_id)
+        if session.head is None or not (session.head.turns or session.head.turn):
+            raise _not_found(seq_id)
+        return session
+
+    def is_busy(self, session: Session) -> bool:
+        return session.head is not None and self._is_held(session.key, session.head.turn, session.revision)
+
+    def _is_held(self, key: str, turn: Turn | None, revision: int) -> bool:
+        """Whether a turn holds its session: its ingress has not vanished, and renews its lease."""
+        if turn is None or not self._alive(turn.ingress):
+            self._sightings.forget(key)
+            return False
+        return self._sightings.unchanged_s(key, revision, self._clock()) < self._limits.lease_s
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a history of this length is kept."""
+        return tokens <= self._limits.max_tokens
+
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises InvalidRequest for a turn that would make a history longer than is kept."""
+        if not self.fits(tokens):
+            raise InvalidRequest(
+                f"the session would grow to {tokens} tokens, at most {self._limits.max_tokens} are kept", field=field
+            )
+
+    # ------------------------------------------------------------------ one turn
+
+    async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
+        """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
+
+        A turn of the same request, at another ingress, is taken over: both read one and the same stream, and whoever
+        finishes first commits. Where the other has committed it since, what is returned has ended already.
+        """
+        for _ in range(LOCK_TRIES):
+            try:
+                return await self._lock(session, model, request)
+            except StaleRevision:
+                entry = await self._bucket.get(session.key)
+                head = _read_head(entry)
+                if head is not None and head.last_request == request:
+                    return OpenTurn(session, head, entry.revision, ended=True)
+                if not _is_as_before(session, head, request):
+                    break
+                session = replace(session, head=head, revision=entry.revision)
+        raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} has just begun or ended", retry_after_s=1.0)
+
+    async def _lock(self, session: Session, model: str, request: str) -> OpenTurn:
+        ours = session.head is not None and session.head.turn is not None and session.head.turn.request == request
+        if self.is_busy(session) and not ours:
+            raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
+        now = self._unix_ms()
+        turn = Turn(request, self._ingress, self._lease_end(now))
+        if session.head is None:
+            head = SessionHead(
+                seq_id=session.seq_id,
+                model=model,
+                length=0,
+                turns=0,
+                created_unix_ms=now,
+                updated_unix_ms=now,
+                turn=turn,
+                generation=new_process_id(),
+            )
+        else:
+            head = replace(session.head, turn=turn)
+        revision = await self._bucket.update(session.key, codec.encode(head), session.revision)
+        held = self._turns[request] = OpenTurn(session, head, revision)
+        if session.expired is not None:
+            await self._chunks.erase(session.key, session.expired)
+        return held
+
+    async def commit(
+        self,
+        turn: OpenTurn,
+        model: str,
+        ids: Sequence[int],
+        worker: str,
+        *,
+        start: int = 0,
+        regions: Sequence[str] = (),
+        strays: Sequence[Stray] = (),
+    ) -> None:
+        """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`; other `regions`
+        had a part in it, and `strays` were computed beside it.
+
+        Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for longer than is waited for it.
+        Either everything is committed or the session is as before. Where another ingress has committed this same
+        request, or an earlier try was delivered after all, there is nothing left to do.
+        """
+        until = asyncio.get_running_loop().time() + self._limits.commit_patience_s
+        while not turn.ended:
+            try:
+                await self._commit(turn, model, tuple(ids), worker, start, regions, strays)
+            except _Committed:
+                turn.ended = True
+            except SessionBusy:
+                if not await self._holds(turn.session.key, ids):
+                    raise
+                turn.ended = True  # by another ingress, and the conversation has gone on from it
+            except Unavailable as error:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                log.warning("session %s: not committed yet: %s", turn.session.key, error)
+                await asyncio.sleep(COMMIT_RETRY_S)
+
+    async def _commit(
+        self,
+        turn: OpenTurn,
+        model: str,
+        ids: tuple[int, ...],
+        worker: str,
+        start: int,
+        regions: Sequence[str],
+        strays: Sequence[Stray],
+    ) -> None:
+        session, before = turn.session, turn.session.ids
+        extends = session.head is not None and len(ids) >= len(before) and ids[: len(before)] == before
+        kept = len(before) if extends else 0
+        generation = turn.head.generation if extends or session.head is None else new_process_id()
+        async with turn.lock:
+            self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
+            for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
+                revision = session.chunk_revisions[n] if extends and n < len(session.chunk_revisions) else 0
+                data = pack_ids(ids[n * CHUNK_IDS : (n + 1) * CHUNK_IDS])
+                await self._write_chunk(turn, chunk_key(session.key, generation, n), data, revision)
+            head = replace(
+                turn.head,
+                model=model,
+                length=len(ids),
+                turns=turn.head.turns + 1,
+                updated_unix_ms=self._unix_ms(),
+                worker=worker,
+                turn=None,
+                generation=generation,
+                last_request=turn.head.turn.request if turn.head.turn else "",
+                last_start=start,
+                left_request="",
+                regions=_joined(turn.head.regions, regions),
+            )
+            head = await self._keep_strays(session, head, ids, strays)
+            await self._update_ours(turn, head, adopt=self._adopt_shared)
+            turn.ended = True
+        if session.head is not None and generation != session.head.generation:
+            await self._chunks.erase(session.key, session.head)
+
+    async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
+        """End a turn that failed: the session is as before, but that these `regions` had a part in it, and `strays`
+        were computed beside its history. Never raises; without NATS the lease runs out instead."""
+        session = turn.session
+        async with turn.lock:
+            self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
+            try:
+                left = turn.head.turn.request if turn.head.turn else ""
+                head = session.head or turn.head
+                head = replace(head, turn=None, left_request=left, regions=_joined(head.regions, regions))
+                head = await self._keep_strays(session, head, session.ids, strays)
+                if head.turns or head.strays:
+                    await self._update_ours(turn, head)
+                else:
+                    try:
+                        await self._bucket.delete(session.key, turn.revision)
+                    except StaleRevision:
+                        await self._adopt(turn)
+                        await self._bucket.delete(session.key, turn.revision)
+            except KvfleetError as error:
+                log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+
+    async def _keep_strays(
+        self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]
+    ) -> SessionHead:
+        """Write what there is beside the history now, `more` than there was before, and have forgotten what is too
+        much. Returns the head that says so."""
+        before, known = session.head, list[Stray]()
+        if before is not None:
+            known = beside.moved(await self._chunks.strays(session.key, before), session.ids, history)
+            if before.model != head.model:  # another model's blocks
+                for one in known:
+                    if whole := history[: one.start] + one.ids:
+                        self._forget(session.key, before, whole, 0)
+                known = []
+        kept, dropped = beside.bounded(beside.settled([*known, *more], history))
+        if kept or (before is not None and before.strays):
+            await self._chunks.write_strays(session.key, head.generation, kept)
+        for one in dropped:
+            self._forget(session.key, head, history[: one.start] + one.ids, one.start)
+        return replace(head, strays=beside.ids_of(kept))
+
+    async def _update_ours(
+        self, turn: OpenTurn, head: SessionHead, adopt: Callable[[OpenTurn], Awaitable[None]] | None = None
+    ) -> None:
+        """Write the head of a turn that is ours. Raises SessionBusy if it no longer is, Unavailable."""
+        try:
+            turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
+        except StaleRevision:
+            await (adopt or self._adopt)(turn)
+            head = replace(head, regions=_joined(turn.head.regions, head.regions))
+            try:
+                turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
+            except StaleRevision:
+                raise _lost(turn.session) from None
+
+    async def _adopt(self, turn: OpenTurn) -> None:
+        """Take over the head's newest revision if our own turn stands in it. Raises SessionBusy if another's does.
+
+        A write that timed out in an outage of NATS is delivered after it all the same: then we are our own rival.
+        """
+        entry = await self._bucket.get(turn.session.key)
+        head = _read_head(entry)
+        ours, found = turn.head.turn, head.turn if head is not None else None
+        if ours is None or found is None or (found.request, found.ingress) != (ours.request, ours.ingress):
+            raise _lost(turn.session)
+        _take_over(turn, entry, head)
+
+    async def _adopt_left(self, turn: OpenTurn) -> None:
+        """As `_adopt`, also where another ingress that ran the same request has let go of it, or is gone."""
+        entry = await self._bucket.get(turn.session.key)
+        head = _read_head(entry)
+        ours, found = turn.head.turn, head.turn if head is not None else None
+        if ours is None or not _is_as_before(turn.session, head, ours.request):
+            raise _lost(turn.session)
+        if found is not None and found.ingress != ours.ingress and self._alive(found.ingress):
+            raise _lost(turn.session)
+        _take_over(turn, entry, head)
+
+    async def _adopt_shared(self, turn: OpenTurn) -> None:
+        """As `_adopt`, from another ingress too that runs the same request, or that has let go of it. Raises
+        _Committed if it was committed."""
+        entry = await self._bucket.get(turn.session.key)
+        head = _read_head(entry)
+        ours = turn.head.turn
+        if ours is None:
+            raise _lost(turn.session)
+        if head is not None and head.last_request == ours.request:
+            raise _Committed
+        if not _is_as_before(turn.session, head, ours.request):
+            raise _lost(turn.session)
+        _take_over(turn, entry, head)
+
+    async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
+        while True:
+            try:
+                await self._bucket.update(key, data, revision)
+                return
+            except StaleRevision:
+                # An ingress that lost this session may have written meanwhile: take over, if the turn is still ours.
+                await self._adopt_shared(turn)
+                revision = (await self._bucket.get(key)).revision
+
+    # ------------------------------------------------------------------ erasing
+
+    async def erase(self, tenant: str, seq_id: str) -> Session:
+        """What it was until now, its strays too. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
+        session = await self.read(tenant, seq_id)
+        head = session.head
+        if head is None:
+            raise _not_found(seq_id)
+        if self.is_busy(session):
+            raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
+        strays = await self._chunks.strays(session.key, head)
+        await self._erase(session.key, head, session.revision)
+        return replace(session, strays=strays)
+
+    async def erase_key(self, key: str, *, only_expired: bool) -> bool:
+        """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
+        entry = await self._bucket.get(key)
+        head = _read_head(entry)
+        if head is None or self._is_held(key, head.turn, entry.revision):
+            return False
+        if only_expired and not is_expired(replace(head, turn=None), self._unix_ms(), self._limits):
+            return False
+        try:
+            await self._erase(key, head, entry.revision)
+        except SessionBusy:
+            return False
+        return True
+
+    async def _erase(self, key: str, head: SessionHead, revision: int) -> None:
+        try:
+            await self._bucket.delete(key, revision)
+        except StaleRevision:
+            raise SessionBusy("another turn of this session has just begun or ended", retry_after_s=1.0) from None
+        await self._chunks.erase(key, head)
+
+    # ------------------------------------------------------------------ leases
+
+    def _lease_end(self, now_ms: int) -> int:
+        return now_ms + int(self._limits.lease_s * 1000)
+
+    async def run(self) -> None:
+        """Renew the leases of running turns, for ever."""
+        while True:
+            await asyncio.sleep(self._limits.lease_s / 3)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """One renewal of all running turns. A turn that was lost is noticed when it commits; one that another ingress
+        let go of, which ran the same request for a while, is taken again."""
+        for request, turn in list(self._turns.items()):
+            async with turn.lock:
+                if request not in self._turns:
+                    continue
+                lease = Turn(request, self._ingress, self._lease_end(self._unix_ms()))
+                head = replace(turn.head, turn=lease)
+                try:
+                    await self._update_ours(turn, head, adopt=self._adopt_left)
+                    turn.head = replace(head, regions=turn.head.regions)
+                except KvfleetError as error:
+                    log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)
+
+
+class _Committed(Exception):
+    """Another ingress has committed the same request."""
+
+
+def _is_as_before(session: Session, head: SessionHead | None, request: str) -> bool:
+    """Whether nothing but this request's own turn has come to a session since it was read, whichever ingress began the
+    turn and whether or not it has let go of it: of a new session nothing is left then. Pure."""
+    before = session.head
+    is_new = before is None or not before.turns
+    if head is None:
+        return is_new
+    if request != (head.turn.request if head.turn is not None else head.left_request):
+        return False
+    if before is None or is_new:
+        return not head.turns
+    return (head.generation, head.length, head.turns) == (before.generation, before.length, before.turns)
+
+
+def _read_head(entry: Entry) -> SessionHead | None:
+    if entry.value is None:
+        return None
+    try:
+        return codec.decode(SessionHead, entry.value)
+    except CodecError as error:
+        raise Unavailable(f"the record of session {entry.key} is unreadable: {error}") from None
+
+
+def _take_over(turn: OpenTurn, entry: Entry, head: SessionHead | None) -> None:
+    """Go on from the head as it lies there, with the regions that another ingress has added."""
+    turn.revision = entry.revision
+    if head is not None:
+        turn.head = replace(turn.head, regions=_joined(head.regions, turn.head.regions))
+
+
+def _joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
+    """Regions that a session's blocks may be in: as many as are known of at all."""
+    return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
+
+
+def _not_found(seq_id: str) -> SessionNotFound:
+    return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
+
+
+def _lost(session: Session) -> SessionBusy:
+    return SessionBusy(f"this turn of session {session.seq_id[:80]!r} lost its lease, it is not committed")

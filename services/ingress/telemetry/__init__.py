@@ -1,0 +1,1 @@
+"""What the ingress tells of itself: metrics, traces and the audit log."""

@@ -1,0 +1,190 @@
+"""What an ingress counts, as Prometheus reads it. Hot paths add to plain integers; a collector shows them when asked.
+
+Every series exists from the start at 0: a rate over a series that appears with its first event misses that event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvfleet.ingress.limits.service_levels import ServiceLevel, ServiceLevels, Targets
+from kvproto import errors
+from kvproto.messages import FinishReason
+from kvservice.metrics import LiveCollector
+from kvservice.metrics import Reading as CommonReading
+from kvservice.process_metrics import show_process
+
+GENERATING = ("chat_completions", "completions", "generate")
+ROUTES = (
+    *GENERATING,
+    "models",
+    "stats",
+    "workers",
+    "kv_route",
+    "session_get",
+    "session_kv",
+    "session_delete",
+    "placements",
+    "newest_placements",
+    "health",
+    "metrics",
+    "openapi",
+    "dashboard",
+    "other",
+)
+CODES = ("200", "204", "400", "401", "403", "404", "405", "409", "413", "422", "429", "499", "500", "501", "503", "504")
+OUTCOMES = (*(reason.value for reason in FinishReason), *sorted(errors.BY_CODE))
+_BY_LEVEL = ("model", "route")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counted on hot paths, since the start of the process."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    spliced_tokens: int = 0
+    session_turns: int = 0
+    active_streams: int = 0
+    stream_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A value that lives elsewhere and is read when Prometheus asks. `kind` is `counter` or `gauge`."""
+
+    name: str
+    help: str
+    kind: str
+    read: Callable[[], float]
+
+
+class _Readings(Collector):
+    def __init__(self, readings: Iterable[Reading]) -> None:
+        self._readings = tuple(readings)
+
+    def collect(self) -> Iterable[Metric]:
+        for one in self._readings:
+            kind = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
+            yield kind(f"kvfleet_ingress_{one.name}", one.help, value=one.read())
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # registering must not read what is not there yet
+
+
+class IngressMetrics:
+    """All series of one ingress, registered in one registry. `served` names the models that workers have now."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        targets: Targets = Targets(),
+        served: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        self.registry = registry
+        self.tally = Tally()
+        self.levels = ServiceLevels(targets, GENERATING, served)
+        self.requests = Counter(
+            "kvfleet_ingress_requests_total",
+            "Requests by route and HTTP status (499: the client left).",
+            ["route", "code"],
+            registry=registry,
+        )
+        for route in ROUTES:
+            for code in CODES:
+                self.requests.labels(route, code)
+        self._outcomes = {route: dict.fromkeys(OUTCOMES, 0) for route in GENERATING}
+        registry.register(LiveCollector(self._level_readings()))
+        show_process(registry)
+
+    def ended(self, route: str, outcome: str) -> None:
+        """A request ended, for the reason that its last event, or its refusal, gave."""
+        counts = self._outcomes.get(route)
+        if counts is not None:
+            counts[outcome] = counts.get(outcome, 0) + 1
+
+    def show_common(self, readings: Iterable[CommonReading]) -> None:
+        """Add what every process shows. Call once."""
+        self.registry.register(LiveCollector(readings))
+
+    def read_also(self, readings: Iterable[Reading]) -> None:
+        """Add the tally and values that other parts own. Call once."""
+        tally = self.tally
+        own = (
+            Reading("prompt_tokens", "Prompt tokens of finished requests.", "counter", lambda: tally.prompt_tokens),
+            Reading("generated_tokens", "Tokens relayed to clients.", "counter", lambda: tally.generated_tokens),
+            Reading("cached_tokens", "Prompt tokens found cached.", "counter", lambda: tally.cached_tokens),
+            Reading(
+                "spliced_tokens", "Prompt tokens taken from chat history.", "counter", lambda: tally.spliced_tokens
+            ),
+            Reading("session_turns", "Turns committed to sessions.", "counter", lambda: tally.session_turns),
+            Reading("stream_errors", "Streams that ended with an error event.", "counter", lambda: tally.stream_errors),
+            Reading("active_streams", "Generations running now.", "gauge", lambda: tally.active_streams),
+        )
+        self.registry.register(_Readings((*own, *readings)))
+
+    def _level_readings(self) -> list[CommonReading]:
+        levels, targets = self.levels, self.levels.targets
+
+        def count(name: str, help_: str, value: Callable[[ServiceLevel], float]) -> CommonReading:
+            return CommonReading(
+                f"kvfleet_ingress_{name}",
+                help_,
+                labels=_BY_LEVEL,
+                read_labelled=lambda: {by: value(level) for by, level in levels.all().items()},
+            )
+
+        def outcomes() -> dict[tuple[str, ...], float]:
+            return {(route, why): n for route, counts in self._outcomes.items() for why, n in counts.items()}
+
+        def missed() -> dict[tuple[str, ...], float]:
+            found: dict[tuple[str, ...], float] = {}
+            for by, level in levels.all().items():
+                found |= {(*by, "ttft"): level.missed_ttft, (*by, "itl"): level.missed_itl}
+            return found
+
+        return [
+            CommonReading(
+                "kvfleet_ingress_ttft_seconds",
+                "From a request's arrival to its first token.",
+                labels=_BY_LEVEL,
+                read_histograms=lambda: {by: level.ttft.read() for by, level in levels.all().items()},
+            ),
+            CommonReading(
+                "kvfleet_ingress_inter_token_seconds",
+                "From one token of a request to the next.",
+                labels=_BY_LEVEL,
+                read_histograms=lambda: {by: level.itl.read() for by, level in levels.all().items()},
+            ),
+            CommonReading(
+                "kvfleet_ingress_outcomes_total",
+                "Generating requests by what ended them: a finish reason or an error's code.",
+                labels=("route", "outcome"),
+                read_labelled=outcomes,
+            ),
+            count(
+                "judged_requests_total",
+                "Requests that finished, or failed through no fault of their caller.",
+                lambda level: level.judged,
+            ),
+            count(
+                "goodput_requests_total",
+                "Of the judged, those that finished within both targets.",
+                lambda level: level.good_requests,
+            ),
+            count("goodput_tokens_total", "Tokens generated for these.", lambda level: level.good_tokens),
+            CommonReading(
+                "kvfleet_ingress_slo_missed_requests_total",
+                "Of the judged, those that missed a target; some miss both.",
+                labels=(*_BY_LEVEL, "target"),
+                read_labelled=missed,
+            ),
+            CommonReading("kvfleet_ingress_slo_ttft_seconds", "Target of the TTFT.", lambda: targets.ttft_s),
+            CommonReading("kvfleet_ingress_slo_itl_seconds", "Target of the mean ITL.", lambda: targets.itl_s),
+        ]

@@ -1,0 +1,237 @@
+"""The spans of one traced HTTP request, and of the attempts at it. Owned by the event loop; see docs/tracing.md.
+
+    POST /v1/chat/completions                   the exchange: until the answer is complete
+     ├─ tokenise                                history, tokenizer, chat template, ids
+     └─ stream                                  kvproto.Client's part, over as many attempts as it takes
+         ├─ place ─▶ placement                  each time somebody is asked for a worker
+         └─ attempt ─▶ worker                   each worker that was asked; each links to the one before
+
+Only requests that are sampled have any of this. Nothing of what was asked or said is recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.runs.jobs import Job, Prepare
+from kvfleet.ingress.runs.runs import Run
+from kvproto.errors import KvfleetError
+from kvproto.generation import Generation
+from kvproto.messages import Placement
+from kvproto.trail import Trail
+from kvservice.tracing import Attributes, Span, Tracer, Value, unix_ns, work_for
+
+PATHS = {
+    "chat_completions": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "generate": "/generate",
+}
+CLIENT_LEFT = 499
+T = TypeVar("T")
+
+
+def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None:
+    """The caller's trace goes on if it is sampled; without one this may begin one. From here on the task's log lines
+    name it, and so does the answer."""
+    if not tracer.enabled:
+        return None
+    path = PATHS[route]
+    span = tracer.begin(
+        f"POST {path}",
+        exchange.header(b"traceparent"),
+        {
+            "http.request.method": "POST",
+            "http.route": path,
+            "url.path": path,
+            "url.scheme": "http",
+            "gen_ai.operation.name": "chat" if route == "chat_completions" else "text_completion",
+            "gen_ai.provider.name": "kvfleet",
+        },
+        kind="server",
+        root=True,
+    )
+    work_for(span)
+    if span is None:
+        return None
+    exchange.trace = trace = RequestTrace(span)
+    return trace
+
+
+class RequestTrace:
+    """Of one exchange."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.error: KvfleetError | None = None  # what the caller was told
+        self.names_session = False
+        self.carried = False
+        self._trail: RequestTrail | None = None
+
+    @property
+    def trace_id(self) -> str:
+        return self.span.ids.trace_id
+
+    def tokenising(self, prepare: Prepare) -> Prepare:
+        """`prepare`, within a span of its own."""
+
+        async def traced() -> Job:
+            span = self.span.child("tokenise")
+            job = await _ended(span, prepare)
+            span.set({"gen_ai.usage.input_tokens": len(job.generation.prompt_ids)})
+            span.end()
+            return job
+
+        return traced
+
+    def trail(self, generation: Generation) -> RequestTrail:
+        """For a stream that begins; not the first one of this request if its client had left and came back."""
+        said = about(generation, names_session=self.names_session)
+        self.span.set(said)
+        trail = RequestTrail(self, said)
+        self._trail = self._trail or trail
+        return trail
+
+    def has_carried(self, run: Run, arrived_at: float, *, found: bool) -> None:
+        """The caller has all but the end of its answer, or has left. `found`: the run was begun by another request."""
+        self.carried = True
+        if run.first_token_at is not None:
+            seconds = {"gen_ai.response.time_to_first_chunk": run.first_token_at - arrived_at}
+            on = self.span if self._trail is None else self._trail.stream
+            on.event("first_token", {} if found else seconds, at=unix_ns(run.first_token_at))
+        if (finished := run.transcript.finished) is not None:
+            self.span.set(
+                {
+                    "gen_ai.usage.input_tokens": finished.prompt_tokens,
+                    "gen_ai.usage.output_tokens": finished.output_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": finished.cached_tokens,
+                    "gen_ai.response.finish_reasons": [finished.reason.value],
+                }
+            )
+        if self._trail is not None:
+            self._trail.end()
+
+    def end(self, request: str, status: int) -> None:
+        """The answer is complete."""
+        self.span.set(
+            {"http.response.status_code": status, "gen_ai.response.id": request, "kvfleet.request.id": request}
+        )
+        error = self.error.code if self.error is not None else str(status) if status >= 400 else None
+        if error is not None and 400 <= status < 500 and status != CLIENT_LEFT:
+            self.span.set({"error.type": error})  # the caller's mistake: this server did as it should
+            error = None
+        self.span.end(error=error)
+
+
+class RequestTrail(Trail):
+    """Of one stream. `stream` ends when the stream has, but not before its first token was noted."""
+
+    __slots__ = ("_attempt", "_ended_at", "_error", "_last", "_place", "_said", "_trace", "stream")
+
+    def __init__(self, trace: RequestTrace, said: Attributes) -> None:
+        super().__init__()
+        self._trace = trace
+        self._said = said
+        self.stream = trace.span.child("stream", said)
+        self.traceparent = self.stream.traceparent
+        self._place: Span | None = None
+        self._attempt: Span | None = None
+        self._last: str | None = None  # the attempt before
+        self._ended_at: int | None = None
+        self._error: str | None = None
+
+    def placing(self, attempt: int) -> str | None:
+        self._place = self.stream.child(
+            "place", _by_nats("place", self._said) | {"kvfleet.attempt": attempt}, kind="client"
+        )
+        return self._place.traceparent
+
+    def placed(self, placement: Placement) -> None:
+        if self._place is not None:
+            self._place.set(placed(placement))
+            self._place.end()
+            self._place = None
+
+    def unplaced(self, error: KvfleetError) -> None:
+        if self._place is not None:
+            self._place.end(error=error.code)
+            self._place = None
+
+    def attempting(self, worker: str, attempt: int) -> str | None:
+        said: dict[str, Value] = {"kvfleet.attempt": attempt, "kvfleet.worker.id": worker}
+        self._attempt = self.stream.child("attempt", _by_nats("generate", self._said) | said, kind="client")
+        self._attempt.link(self._last)
+        self._last = self._attempt.traceparent
+        return self._last
+
+    def attempt_ended(self, error: KvfleetError | None, *, moved: bool) -> None:
+        if self._attempt is not None:
+            if moved:
+                self._attempt.event("moved")
+            if error is not None:
+                self.stream.event("attempt_failed", {"error.type": error.code})
+            self._attempt.end(error=None if error is None else error.code)
+            self._attempt = None
+
+    def closed(self, error: KvfleetError | None) -> None:
+        code = None if error is None else error.code
+        for span in (self._place, self._attempt):
+            if span is not None:
+                span.end(error=code)
+        self._ended_at, self._error = time.time_ns(), code
+        if self._trace.carried:
+            self.end()
+
+    def end(self) -> None:
+        """If the stream has ended."""
+        if self._ended_at is not None:
+            self.stream.end(error=self._error, at=self._ended_at)
+
+
+def about(generation: Generation, *, names_session: bool) -> dict[str, Value]:
+    """What is asked for, but for the text. A conversation that the caller did not name is none of ours to tell."""
+    sampling = generation.sampling
+    said: dict[str, Value] = {
+        "gen_ai.request.model": generation.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": sampling.n,
+        "kvfleet.tenant": generation.tenant,
+    }
+    if generation.request is not None:
+        said["kvfleet.request.id"] = generation.request
+    if names_session and generation.session is not None:
+        said["gen_ai.conversation.id"] = generation.session
+    return said
+
+
+def placed(placement: Placement) -> dict[str, Value]:
+    said: dict[str, Value] = {
+        "kvfleet.worker.id": placement.worker,
+        "kvfleet.placement.policy": placement.policy,
+        "kvfleet.placement.fallback": not placement.placement,  # placement did not answer: by the ring
+    }
+    return said | {f"kvfleet.expected_hit.{tier}_tokens": count for tier, count in placement.expected_hit.items()}
+
+
+def _by_nats(operation: str, said: Attributes) -> dict[str, Value]:
+    return {
+        "messaging.system": "nats",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": "send",
+        "gen_ai.request.model": said["gen_ai.request.model"],
+        "kvfleet.tenant": said["kvfleet.tenant"],
+        "kvfleet.request.id": said.get("kvfleet.request.id", ""),
+    }
+
+
+async def _ended(span: Span, work: Callable[[], Awaitable[T]]) -> T:
+    """What fails ends the span."""
+    try:
+        return await work()
+    except KvfleetError as error:
+        span.end(error=error.code)
+        raise
