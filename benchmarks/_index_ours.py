@@ -12,7 +12,7 @@ from benchmarks._report import progress
 from kvfleet.placement.index.changes import TIERS
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, State, TierEvents

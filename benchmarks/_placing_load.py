@@ -13,8 +13,8 @@ from benchmarks._report import progress
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import HeartbeatHeard, MilestonesHeard, Tick, WorkerJoined
 from kvfleet.placement.index.changes import TIERS
-from kvfleet.placement.prompts import HashedPrompts
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.prompts import HashedPrompts
+from kvfleet.placement.workers.warm_up import warm_up
 from kvproto import block_hash, codec
 from kvproto.messages import (
     BlockRun,

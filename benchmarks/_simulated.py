@@ -16,7 +16,7 @@ from kvfleet.placement.simulate.report import seconds
 from kvfleet.placement.simulate.study import Study
 from kvfleet.placement.simulate.trace import Row, Trace, make_trace
 from kvfleet.placement.simulate.trace_file import read_trace
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 
 ROOT = Path(__file__).parents[1]
 CONVERSATIONS = "shared/data/mooncake_conversation_trace.jsonl.gz"

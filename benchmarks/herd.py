@@ -21,10 +21,10 @@ from benchmarks._report import finish, parser, progress
 from benchmarks._simulated import WORKERS, conversations, rounded
 from kvfleet.placement.policies import DEFAULT_POLICY, Choice, Policy, Question
 from kvfleet.placement.policies.cost import BUSY, Cost
-from kvfleet.placement.price_kernel import COST
 from kvfleet.placement.simulate.figures import Figures, figures
 from kvfleet.placement.simulate.simulation import Delays, FleetShape, Simulation
 from kvfleet.placement.simulate.study import Study, make_study
+from kvfleet.placement.workers.price_kernel import COST
 
 NAME, UNIT = "herd", "load CoV of the evenest that does not share, over sharing"
 FLOOR = 1.0

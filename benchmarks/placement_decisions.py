@@ -33,9 +33,9 @@ from benchmarks._report import finish, parse_quick, progress
 from benchmarks._requester import Requester
 from benchmarks._scale_bench import scale_bench
 from benchmarks._yardstick_placement import Yardstick
-from kvfleet.placement import intake
 from kvfleet.placement.actions import Answer
 from kvfleet.placement.events import PlaceAsked
+from kvfleet.placement.io import intake
 from kvproto import codec
 from kvproto.messages import PlaceRequest
 

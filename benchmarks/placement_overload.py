@@ -28,7 +28,7 @@ import uvloop
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._requester import Asked, Requester
 from benchmarks._scale_bench import ScaleBench, scale_bench
-from kvfleet.placement.bookings import WORD_S
+from kvfleet.placement.workers.bookings import WORD_S
 
 NAME, UNIT = "placement_overload", "useful answers at 3x what a placement can decide, over the most useful answers"
 FLOOR = 0.9

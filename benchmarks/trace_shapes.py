@@ -41,7 +41,7 @@ from kvfleet.placement.simulate.sim_worker import Speed
 from kvfleet.placement.simulate.simulation import FleetShape, Simulation
 from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 from kvfleet.placement.simulate.trace import Trace
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 
 NAME, UNIT = "trace_shapes", "hits attained of attainable"
 CACHES, LOADS = (10, 100), (0.5, 0.9)

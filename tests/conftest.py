@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Before the lanes begin: where nothing is compiled yet each would compile placement's kernels for itself."""
     if session.config.getoption("--part") is not None and not hasattr(session.config, "workerinput"):
-        command = "from kvfleet.placement.warm_up import warm_up; warm_up()"
+        command = "from kvfleet.placement.workers.warm_up import warm_up; warm_up()"
         subprocess.run([sys.executable, "-c", command], check=True)
 
 

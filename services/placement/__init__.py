@@ -1,0 +1,1 @@
+"""Placement: picks the worker of each request, by what each would cost."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from kvfleet.placement.abroad import CANNOT_SERVE, Abroad
-from kvfleet.placement.accounts import Accounts
 from kvfleet.placement.actions import (
     Action,
     Answer,
@@ -24,10 +22,15 @@ from kvfleet.placement.actions import (
     TakenOver,
     failed_frame,
 )
-from kvfleet.placement.autoscale import Rules
-from kvfleet.placement.autoscaler import Autoscaler
-from kvfleet.placement.bookings import Bookings, PhantomLimits
-from kvfleet.placement.decider import Decider
+from kvfleet.placement.advice.autoscale import Rules
+from kvfleet.placement.advice.autoscaler import Autoscaler
+from kvfleet.placement.advice.preload import Preload
+from kvfleet.placement.advice.victim import Survey
+from kvfleet.placement.decide.accounts import Accounts
+from kvfleet.placement.decide.between_regions import CANNOT_SERVE, Abroad
+from kvfleet.placement.decide.decider import Decider
+from kvfleet.placement.decide.region_summaries import Neighbours
+from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.events import (
     BlocksChanged,
     BookingsShared,
@@ -54,21 +57,18 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.feedback import Feedback
-from kvfleet.placement.fleet import Fleet
-from kvfleet.placement.forwarding import Forwarding
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.ledger import Ledger, kept_in_all
-from kvfleet.placement.metrics_aggregator import MetricsAggregator
-from kvfleet.placement.neighbours import Neighbours
 from kvfleet.placement.policies import DEFAULT_POLICY, Policy, build_policies
-from kvfleet.placement.preload import Preload
-from kvfleet.placement.promises import MAX_WORKERS, Promises
-from kvfleet.placement.prompts import Prompts
-from kvfleet.placement.repeats import Repeats
-from kvfleet.placement.victim import Survey
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.producers.forwarding import Forwarding
+from kvfleet.placement.record.ledger import Ledger, kept_in_all
+from kvfleet.placement.record.metrics_aggregator import MetricsAggregator
+from kvfleet.placement.workers.bookings import Bookings, PhantomLimits
+from kvfleet.placement.workers.feedback import Feedback
+from kvfleet.placement.workers.fleet import Fleet
+from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, Promises
+from kvfleet.placement.workers.prompts import Prompts
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     Milestones,

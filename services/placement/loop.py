@@ -31,14 +31,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvfleet.placement import intake
 from kvfleet.placement.actions import Action, Fail
-from kvfleet.placement.alarm import Alarm
-from kvfleet.placement.autoscale import Rules
-from kvfleet.placement.bookings import PhantomLimits
+from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.courier import INBOX_HEADER, TAKEN, Courier
-from kvfleet.placement.decision_trace import DecisionTraces
+from kvfleet.placement.decide.region_summaries import SPILL_S, Neighbours
 from kvfleet.placement.events import (
     Event,
     ExplainAsked,
@@ -48,16 +44,20 @@ from kvfleet.placement.events import (
     Tick,
     WorkerAnswered,
 )
-from kvfleet.placement.hearing import Hearing
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.ledger_file import LedgerFile
-from kvfleet.placement.long_questions import LongQuestions
-from kvfleet.placement.neighbours import SPILL_S, Neighbours
-from kvfleet.placement.place_desk import PlaceDesk, say_placed
+from kvfleet.placement.io import intake
+from kvfleet.placement.io.executor import INBOX_HEADER, TAKEN, Courier
+from kvfleet.placement.io.long_questions import LongQuestions
+from kvfleet.placement.io.place_desk import PlaceDesk, say_placed
+from kvfleet.placement.io.region_desk import RegionDesk
+from kvfleet.placement.io.stall_timer import Alarm
+from kvfleet.placement.io.subscriptions import Hearing
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.prompts import HashedPrompts
-from kvfleet.placement.region_desk import RegionDesk
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.record.decision_trace import DecisionTraces
+from kvfleet.placement.record.ledger_file import LedgerFile
+from kvfleet.placement.workers.bookings import PhantomLimits
+from kvfleet.placement.workers.prompts import HashedPrompts
+from kvfleet.placement.workers.warm_up import warm_up
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, Subscription, is_json, is_no_responders

@@ -7,12 +7,12 @@ import logging
 import random
 import sys
 
-from kvfleet.placement.bookings import PhantomLimits
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.ledger_file import LedgerFile
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
+from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.settings import PlacementSettings
+from kvfleet.placement.workers.bookings import PhantomLimits
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import Role

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvfleet.placement.autoscale_metrics import autoscale_readings
+from kvfleet.placement.advice.autoscale_metrics import autoscale_readings
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.feedback import Belief, Experience
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.metrics_aggregator import WorkerMetrics
+from kvfleet.placement.record.metrics_aggregator import WorkerMetrics
+from kvfleet.placement.workers.feedback import Belief, Experience
 from kvproto.connection import Connection
 from kvservice.metrics import Reading
 from kvservice.process_metrics import common_readings

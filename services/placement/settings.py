@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.index.kv_indexer import MAX_BLOCKS, MAX_WORKERS
 from kvfleet.placement.policies import DEFAULT_POLICY
 from kvservice.settings import ServiceSettings

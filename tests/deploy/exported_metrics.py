@@ -17,7 +17,7 @@ from kvfleet.ingress.ingress import Ingress
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.placement_metrics import readings as placement_readings
-from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.vault.vault_metrics import readings as vault_readings
 from kvfleet.worker.model.device_watch import CpuWatch
 from kvfleet.worker.tenant_costs import TenantCosts

@@ -16,14 +16,14 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvfleet.placement import intake
 from kvfleet.placement.actions import Fail
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Event, Tick, WorkerAnswered
-from kvfleet.placement.hearing import Hearing
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.io import intake
+from kvfleet.placement.io.subscriptions import Hearing
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto import codec
 from kvproto import messages as m
 from kvproto.block_hash import digest_term

@@ -30,7 +30,8 @@ PURE = {
         "fleet_view", "stream_assembly", "tenant_roots", "dataplane.block", "dataplane.wire",
     )),
     *(f"kvfleet.placement.{name}" for name in (
-        "core", "actions", "events", "fleet", "bookings", "decider", "ledger", "metrics_aggregator",
+        "core", "actions", "events", "workers.fleet", "workers.bookings", "decide.decider", "record.ledger",
+        "record.metrics_aggregator",
     )),
     *(f"kvfleet.worker.{name}" for name in (
         "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher", "milestones",

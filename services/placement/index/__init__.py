@@ -1,1 +1,1 @@
-"""Who holds which blocks: the global prefix index."""
+"""The prefix index: which worker or vault holds which blocks, followed through events and snapshots."""

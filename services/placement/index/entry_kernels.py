@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfleet.placement.compiled import inlined, kernel
+from kvfleet.placement.index.compiled import inlined, kernel
 
 NONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # an empty slot
 NOBODY = -1  # has the block: no entry

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfleet.placement.compiled import inlined, kernel
+from kvfleet.placement.index.compiled import inlined, kernel
 from kvfleet.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,

@@ -1,4 +1,4 @@
-"""Placement policies by name, one file each; `base` is their interface."""
+"""Policies: how one of the candidates is chosen."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvfleet.placement.fleet import Worker
 from kvfleet.placement.index.prefix_index import Hashes
-from kvfleet.placement.price_kernel import HOST
-from kvfleet.placement.workloads import Floats, View
+from kvfleet.placement.workers.fleet import Worker
+from kvfleet.placement.workers.price_kernel import HOST
+from kvfleet.placement.workers.workloads import Floats, View
 from kvproto.hash_ring import HashRing
 from kvproto.messages import PlaceRequest
 

@@ -35,8 +35,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvfleet.placement.policies.base import Choice, Question
-from kvfleet.placement.price_kernel import DEVICE, FETCH, PREFILL, QUEUE, RESTORED, SLOT, cheapest
-from kvfleet.placement.workloads import Floats
+from kvfleet.placement.workers.price_kernel import DEVICE, FETCH, PREFILL, QUEUE, RESTORED, SLOT, cheapest
+from kvfleet.placement.workers.workloads import Floats
 
 OTHERS = 4.0
 BUSY = 70.0

@@ -1,0 +1,1 @@
+"""The simulator: traces replayed against placement's own code, without a fleet."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvfleet.placement.simulate.simulation import Run
 from kvfleet.placement.simulate.trace import Trace
-from kvfleet.placement.workloads import Floats
+from kvfleet.placement.workers.workloads import Floats
 
 SLO_TTFT_S = 5.0
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.policies import DEFAULT_POLICY
 from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
@@ -25,7 +25,7 @@ from kvfleet.placement.simulate.simulation import Delays, FleetShape
 from kvfleet.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
 from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.simulate.trace_file import read_trace
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.errors import InvalidRequest
 from kvservice.settings import die
 

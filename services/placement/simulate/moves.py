@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfleet.placement.policies.base import Choice, Policy, Question
-from kvfleet.placement.price_kernel import FETCH, PREFILL, QUEUE, SLOT, STEP
+from kvfleet.placement.workers.price_kernel import FETCH, PREFILL, QUEUE, SLOT, STEP
 
 NOTHING_S = 0.001
 

@@ -15,7 +15,7 @@ from kvfleet.placement.simulate.figures import minutes_of, ttfts
 from kvfleet.placement.simulate.report import headline, seconds
 from kvfleet.placement.simulate.study import POLICIES, Result, Study
 from kvfleet.placement.simulate.svg import FAINT, Axes, Picture, ticks
-from kvfleet.placement.workloads import Floats
+from kvfleet.placement.workers.workloads import Floats
 
 T = TypeVar("T")
 

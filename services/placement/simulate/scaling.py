@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.simulate.attainable import LruCache
 

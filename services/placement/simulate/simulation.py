@@ -34,11 +34,11 @@ from kvfleet.placement.index.changes import Change, Changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
-from kvfleet.placement.prompts import AddressSpace
 from kvfleet.placement.simulate.scaling import SCALE_S, Autoscale, Scaled, Scaling, Victim
 from kvfleet.placement.simulate.sim_worker import Progress, SimWorker, Speed
 from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.simulate.waiting import Job
+from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.placement import long_questions
+from kvfleet.placement.io import long_questions
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
 from kvproto import explanations

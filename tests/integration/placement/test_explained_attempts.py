@@ -7,7 +7,7 @@ from typing import Any
 
 from fake_fleet import MODEL, StartPlacement, StartWorker
 
-from kvfleet.placement.ledger import ATTEMPTS_KEPT
+from kvfleet.placement.record.ledger import ATTEMPTS_KEPT
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.messages import ExplainRequest, Explanation, PlaceRequest

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from fake_fleet import StartPlacement
 
-from kvfleet.placement import long_questions
-from kvfleet.placement.ledger import CANDIDATES_KEPT, Considered, Entry
-from kvfleet.placement.long_questions import MAX_WAITING
+from kvfleet.placement.io import long_questions
+from kvfleet.placement.io.long_questions import MAX_WAITING
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.price_kernel import COST
+from kvfleet.placement.record.ledger import CANDIDATES_KEPT, Considered, Entry
+from kvfleet.placement.workers.price_kernel import COST
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import ExplainRequest, Explanation, Placement

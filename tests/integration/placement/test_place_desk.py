@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fake_fleet import MODEL, StartPlacement, StartWorker
 
+from kvfleet.placement.io.place_desk import MAX_WAITING, MOST
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.place_desk import MAX_WAITING, MOST
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import WorkerLost

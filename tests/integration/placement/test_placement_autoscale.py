@@ -11,8 +11,8 @@ import pytest_asyncio
 from fake_fleet import MODEL, FakeWorker, StartWorker
 
 from kvfleet.cli.autoscaler import ask_all
-from kvfleet.placement.autoscale import Rules
-from kvfleet.placement.hearing import Hearing
+from kvfleet.placement.advice.autoscale import Rules
+from kvfleet.placement.io.subscriptions import Hearing
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
 from kvproto import codec

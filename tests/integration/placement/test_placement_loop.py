@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fake_fleet import MODEL, BareProducer, StartPlacement, StartWorker, fleet_on
 
-from kvfleet.placement import patience
 from kvfleet.placement.actions import Action
 from kvfleet.placement.events import Event, Tick
 from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.producers import offer_timeout as patience
 from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.buckets import Bucket

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from vault_rig import Fleet
 
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.subjects import Subjects
 
 

@@ -21,7 +21,7 @@ from kvfleet.cli.planning import Demand, Worker, erlang_c, fleet_of, lognormal, 
 from kvfleet.placement.simulate.sim_worker import Speed
 from kvfleet.placement.simulate.simulation import FleetShape, Simulation
 from kvfleet.placement.simulate.trace import Row, make_trace
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 
 WORKER = Worker(prefill_tokens_per_s=8000.0, decode_s=0.015, decode_each_s=0.0003)
 DEMAND = Demand(requests_per_s=10.0, ttft_s=2.5, input_tokens=3000, output_tokens=100, input_cv=0.5, share=0.95)

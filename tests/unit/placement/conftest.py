@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.placement.warm_up import warm_up
+from kvfleet.placement.workers.warm_up import warm_up
 
 
 @pytest.fixture(scope="session", autouse=True)

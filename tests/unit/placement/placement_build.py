@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import GenerateAsked, WorkerJoined
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import (
     Accepted,
     Encoding,

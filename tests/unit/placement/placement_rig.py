@@ -24,7 +24,7 @@ from kvfleet.placement.events import (
 from kvfleet.placement.index.changes import TIERS, Change, Changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Hashes
-from kvfleet.placement.prompts import HashedPrompts, address_space
+from kvfleet.placement.workers.prompts import HashedPrompts, address_space
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,

@@ -12,10 +12,10 @@ from placement_build import a_generate, accepted, an_ask, finished
 from placement_rig import RATE, Rig
 
 from kvfleet.placement.actions import Answer, Fail
-from kvfleet.placement.admission import MOST_RETRY_S, TurnedAway, limit_of
+from kvfleet.placement.decide.admission import MOST_RETRY_S, TurnedAway, limit_of
 from kvfleet.placement.events import HeartbeatHeard, PlaceAsked, WorkerAnswered
-from kvfleet.placement.levels import Levels
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.levels import Levels
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State
 
 PRIORITIES = st.integers(-100, 100)

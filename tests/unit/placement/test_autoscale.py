@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet.placement.autoscale import GAP_PERIODS, Rules, Sample, Scaler, grown, shrinks
+from kvfleet.placement.advice.autoscale import GAP_PERIODS, Rules, Sample, Scaler, grown, shrinks
 
 RULES = Rules(minimum=1, maximum=16)
 STEP = RULES.period_s

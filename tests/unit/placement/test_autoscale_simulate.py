@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from simulate_build import BLOCK, a_row, a_trace, run
 
-from kvfleet.placement.autoscale import Rules
+from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.simulate.autoscaled import Autoscaled, by_minute, held, run_autoscaled
 from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, autoscale_table

@@ -9,13 +9,13 @@ from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
 from kvfleet.placement.actions import Fail, Share
-from kvfleet.placement.autoscale import Rules
-from kvfleet.placement.autoscale_demand import Heard
+from kvfleet.placement.advice.autoscale import Rules
+from kvfleet.placement.advice.autoscale_demand import Heard
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerJoined
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.prompts import HashedPrompts
 from kvfleet.placement.settings import PlacementSettings
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import NoWorkers
 from kvproto.messages import BookedBatch, Heartbeat, Load, ModelSignals, Rates, State
 

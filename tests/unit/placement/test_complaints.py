@@ -20,7 +20,7 @@ from kvfleet.placement.events import (
 from kvfleet.placement.index.changes import Change, Changes
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Passed, Snapshot, Tier
 
 EIGHT = [f"w{number}" for number in range(8)]

@@ -12,14 +12,14 @@ from placement_build import a_record, an_ask
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.events import BlocksChanged, WorkerJoined
-from kvfleet.placement.fleet import Fleet, Ready
 from kvfleet.placement.index.changes import Change, Changes
 from kvfleet.placement.policies import DEFAULT_POLICY, Question
 from kvfleet.placement.policies.cost import Cost
 from kvfleet.placement.policies.kv_load import KvLoad
-from kvfleet.placement.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, RESTORED, SLOT, STEP
-from kvfleet.placement.prompts import NO_HASHES, address_space
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.fleet import Fleet, Ready
+from kvfleet.placement.workers.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, RESTORED, SLOT, STEP
+from kvfleet.placement.workers.prompts import NO_HASHES, address_space
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.messages import Load, Rates
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfleet.placement.feedback import FADE_S, LEAST_REQUESTS, Belief, Feedback
+from kvfleet.placement.workers.feedback import FADE_S, LEAST_REQUESTS, Belief, Feedback
 
 
 def observe(feedback: Feedback, count: int, actual: int, now: float = 0.0, worker: str = "w") -> list[Belief]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.placement.lateness import JUMP_S, MAX_ASKERS, PATIENT_S, SHARE, Lateness
+from kvfleet.placement.io.lateness import JUMP_S, MAX_ASKERS, PATIENT_S, SHARE, Lateness
 
 DEADLINE_MS = 50  # as of Clients
 

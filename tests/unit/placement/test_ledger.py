@@ -14,9 +14,9 @@ from kvfleet.placement.actions import Explain, Record
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import ExplainAsked, MilestonesHeard, PlaceAsked, WorkerJoined
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, Entry
-from kvfleet.placement.ledger_file import LedgerFile
-from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, Entry
+from kvfleet.placement.record.ledger_file import LedgerFile
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto import codec
 from kvproto.messages import Decision, Explanation, Milestone, Milestones, Passed, Placement
 

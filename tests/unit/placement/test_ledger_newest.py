@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from placement_build import a_core
 
-from kvfleet.placement.ledger import PART, PART_SEEN, Considered, Entry, Ledger
+from kvfleet.placement.record.ledger import PART, PART_SEEN, Considered, Entry, Ledger
 from kvproto.messages import Actual, Decision, Placement
 
 NOTHING = Considered((), None, np.zeros((4, 0)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from placement_build import a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.events import HeartbeatHeard, PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
-from kvfleet.placement.metrics_aggregator import RECENT_S, SAMPLE_S, MetricsAggregator, WorkerMetrics
+from kvfleet.placement.record.metrics_aggregator import RECENT_S, SAMPLE_S, MetricsAggregator, WorkerMetrics
 from kvproto.messages import Heartbeat, Load, State
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.placement.neighbours import FAR_SOONER, TRACE_S, Neighbours
+from kvfleet.placement.decide.region_summaries import FAR_SOONER, TRACE_S, Neighbours
 from kvproto.messages import RegionModel, RegionSummary, State, WorkerRecord
 from kvproto.regions import FRESH_S, Regions, qualify, seal, split
 

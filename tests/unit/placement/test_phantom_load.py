@@ -7,9 +7,9 @@ from placement_build import a_core, an_ask, load_of
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.actions import Answer, Fail, Share
-from kvfleet.placement.bookings import BOOKING_LIMIT_S, CAUGHT_S, TRUSTED, WORD_S, Bookings, PhantomLimits
 from kvfleet.placement.events import BookingsShared, PlaceAsked, Tick
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, CAUGHT_S, TRUSTED, WORD_S, Bookings, PhantomLimits
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.errors import Overloaded, from_code
 from kvproto.messages import Booked, BookedBatch, Load, Passed, PlaceRequest, Rates
 

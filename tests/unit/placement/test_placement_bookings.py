@@ -8,7 +8,6 @@ from placement_build import a_beat, a_core, a_record, an_ask, load_of
 from placement_rig import Rig
 
 from kvfleet.placement.actions import Answer
-from kvfleet.placement.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BookingsShared,
@@ -19,7 +18,8 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
 
 

@@ -22,10 +22,16 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.fleet import PING_AGAIN_S, SILENT_AFTER_S
-from kvfleet.placement.forwarding import LAST_CHANCE_S, TOKENISE_S
-from kvfleet.placement.patience import ACKNOWLEDGE_S, MOST_S, Patience
-from kvfleet.placement.watching import ASK_AGAIN_S, ASKS_LIMIT, LOST_GRACE_S, ORPHANS_KEPT_S, SILENT_GRACE_S
+from kvfleet.placement.producers.accepted_requests import (
+    ASK_AGAIN_S,
+    ASKS_LIMIT,
+    LOST_GRACE_S,
+    ORPHANS_KEPT_S,
+    SILENT_GRACE_S,
+)
+from kvfleet.placement.producers.forwarding import LAST_CHANCE_S, TOKENISE_S
+from kvfleet.placement.producers.offer_timeout import ACKNOWLEDGE_S, MOST_S, Patience
+from kvfleet.placement.workers.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from kvproto.ids import model_token
 from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
 

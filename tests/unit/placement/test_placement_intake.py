@@ -13,7 +13,7 @@ from placement_build import an_ask, finished
 
 from kvfleet.placement.actions import Fail
 from kvfleet.placement.events import GenerateAsked, PlaceAsked
-from kvfleet.placement.intake import is_inbox, read_answer, read_disconnect, read_generate, read_place
+from kvfleet.placement.io.intake import is_inbox, read_answer, read_disconnect, read_generate, read_place
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.ids import model_token

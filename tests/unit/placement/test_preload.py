@@ -10,9 +10,9 @@ from placement_build import MODEL, a_record
 from placement_rig import Rig, tokens
 
 from kvfleet.placement.events import WorkerJoined
-from kvfleet.placement.heat import Heat, Prefix
 from kvfleet.placement.index.prefix_index import pack
-from kvfleet.placement.prompts import AddressSpace
+from kvfleet.placement.workers.heat import Heat, Prefix
+from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, chain, root
 from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, State, Tier

@@ -16,8 +16,8 @@ from kvfleet.placement.actions import Forward
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BookingsShared, WorkerAnswered
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.promises import EVENTS_S, LIMIT_S, BlockCounts, Promises
-from kvfleet.placement.prompts import HashedPrompts
+from kvfleet.placement.workers.inflight_blocks import EVENTS_S, LIMIT_S, BlockCounts, Promises
+from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Booked, BookedBatch, Passed
 
 

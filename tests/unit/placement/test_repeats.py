@@ -9,6 +9,7 @@ from placement_build import PREFIX, a_beat, a_core, a_generate, a_record, accept
 
 from kvfleet.placement.actions import Action, Answer, AskStillRunning, Cancel, Fail, Forward
 from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.decide.repeats import ENDED_S, PLACED_S, Repeats
 from kvfleet.placement.events import (
     BookingsShared,
     HeartbeatHeard,
@@ -21,9 +22,8 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.forwarding import ATTACH_S
-from kvfleet.placement.repeats import ENDED_S, PLACED_S, Repeats
-from kvfleet.placement.watching import LOST_GRACE_S
+from kvfleet.placement.producers.accepted_requests import LOST_GRACE_S
+from kvfleet.placement.producers.forwarding import ATTACH_S
 from kvproto.messages import Booked, BookedBatch, Milestone, Milestones, Passed, Placement
 
 KEY = ("public", "r1")

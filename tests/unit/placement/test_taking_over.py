@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
-from kvfleet.placement import intake
 from kvfleet.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
@@ -21,9 +20,10 @@ from kvfleet.placement.events import (
     WorkerLeft,
     WorkerUpdated,
 )
-from kvfleet.placement.forwarding import CARRY_S, PARKED_S
-from kvfleet.placement.patience import ACKNOWLEDGE_S
-from kvfleet.placement.watching import LOST_GRACE_S
+from kvfleet.placement.io import intake
+from kvfleet.placement.producers.accepted_requests import LOST_GRACE_S
+from kvfleet.placement.producers.forwarding import CARRY_S, PARKED_S
+from kvfleet.placement.producers.offer_timeout import ACKNOWLEDGE_S
 from kvproto import codec
 from kvproto.errors import InvalidRequest
 from kvproto.messages import (

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.events import BlocksChanged, HeartbeatHeard, SnapshotHeard, Tick, VaultJoined, VaultLeft
-from kvfleet.placement.feedback import Belief
 from kvfleet.placement.index.changes import Changes, read_changes
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import MAX_VAULTS, KvIndexer, PullSnapshot
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
+from kvfleet.placement.workers.feedback import Belief
 from kvproto import codec
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, Passed, Snapshot, State, Tier, TierEvents
 

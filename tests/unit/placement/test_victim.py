@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 from test_preload import demand
 
+from kvfleet.placement.advice.victim import Survey
 from kvfleet.placement.events import WorkerLeft
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
-from kvfleet.placement.victim import Survey
 from kvproto.messages import State, Tier, VictimCost
 
 RESTORE = {"peer": 2e9, "vault": 2e9}

@@ -11,7 +11,7 @@ import pytest
 
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import pack
-from kvfleet.placement.warm_up import KERNELS, SOURCES
+from kvfleet.placement.workers.warm_up import KERNELS, SOURCES
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Snapshot, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
@@ -19,7 +19,7 @@ from kvservice.kernel_cache import results_folder
 PROGRAM = """
 import numba
 from numba.core import event
-from kvfleet.placement.warm_up import KERNELS, warm_up
+from kvfleet.placement.workers.warm_up import KERNELS, warm_up
 before = numba.config.CACHE_DIR
 {code}
 with event.install_recorder("numba:compile") as compilations:
@@ -80,7 +80,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_anew(tmp_path: Path) -> None:
     """As in a read-only image, under a user without a home: one kernel's worth, as all take their time."""
     code = """
 import tempfile
-from kvfleet.placement import warm_up as module
+from kvfleet.placement.workers import warm_up as module
 from kvfleet.placement.index import reading
 tempfile.tempdir = "/proc"
 module.KERNELS = KERNELS = (reading.read,)

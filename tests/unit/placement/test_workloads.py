@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from kvfleet.placement.heat import COOLS_S
-from kvfleet.placement.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.heat import COOLS_S
+from kvfleet.placement.workers.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Load, Rates
 
 

@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 
-from kvfleet.placement.compiled import kernel
-from kvfleet.placement.heat import COOLS_S
-from kvfleet.placement.load_rows import (
+from kvfleet.placement.index.compiled import kernel
+from kvfleet.placement.workers.heat import COOLS_S
+from kvfleet.placement.workers.load_rows import (
     AHEAD,
     AHEAD_REQUESTS,
     AT,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfleet.placement import count_kernel
 from kvfleet.placement.index.prefix_index import Hashes, PrefixIndex
-from kvfleet.placement.workloads import Floats
+from kvfleet.placement.workers import count_kernel
+from kvfleet.placement.workers.workloads import Floats
 
 MAX_WORKERS = 128
 BLOCKS_PER_WORKER = 1_024  # 64 prompts of 16 blocks that nobody has, or 8 of 128

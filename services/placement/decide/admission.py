@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvfleet.placement.levels import Levels
+from kvfleet.placement.workers.levels import Levels
 from kvproto.errors import Overloaded
 
 HALF_BELOW = 10  # so much below 0, a priority has half the limit

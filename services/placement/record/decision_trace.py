@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvfleet.placement.actions import Action, Answer, Fail
 from kvfleet.placement.events import Event, GenerateAsked, PlaceAsked
-from kvfleet.placement.ledger import Ledger
+from kvfleet.placement.record.ledger import Ledger
 from kvproto.messages import GenerateRequest, PlaceRequest
 from kvproto.trace_context import in_headers, sampled
 from kvservice.tracing import Span, Tracer, Value, within

@@ -21,10 +21,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from kvfleet.placement import intake
 from kvfleet.placement.actions import Action, Answer, Fail
 from kvfleet.placement.events import PlaceAsked
-from kvfleet.placement.lateness import Lateness
+from kvfleet.placement.io import intake
+from kvfleet.placement.io.lateness import Lateness
 from kvproto import codec
 from kvproto.connection import Message, Subscription
 from kvproto.errors import CodecError

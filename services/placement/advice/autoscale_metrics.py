@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvfleet.placement.autoscaler import Autoscaler
+from kvfleet.placement.advice.autoscaler import Autoscaler
 from kvproto.messages import ModelSignals
 from kvservice.metrics import Reading
 

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvfleet.placement.fleet import Worker
 from kvfleet.placement.policies import Choice
-from kvfleet.placement.price_kernel import COST, TERMS
-from kvfleet.placement.workloads import PRICED_TIERS, Floats
+from kvfleet.placement.workers.fleet import Worker
+from kvfleet.placement.workers.price_kernel import COST, TERMS
+from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats
 from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
 
 KEPT = 4096

@@ -13,13 +13,13 @@ import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from kvfleet.placement import count_kernel, heat, load_rows, match_kernel, price_kernel
 from kvfleet.placement.index import entry_kernels, find_kernel, hash_kernel, reading, sole_kernel
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.hashing import chain
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
-from kvfleet.placement.promises import BlockCounts
-from kvfleet.placement.workloads import PRICED_TIERS, Workloads
+from kvfleet.placement.workers import count_kernel, heat, load_rows, match_kernel, price_kernel
+from kvfleet.placement.workers.inflight_blocks import BlockCounts
+from kvfleet.placement.workers.workloads import PRICED_TIERS, Workloads
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Event, RegionHeard
-from kvfleet.placement.hearing import Guard
+from kvfleet.placement.io.subscriptions import Guard
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import CodecError, KvfleetError

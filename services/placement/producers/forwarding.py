@@ -26,13 +26,13 @@ from dataclasses import replace
 from itertools import count
 
 from kvfleet.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
-from kvfleet.placement.decider import Decider
+from kvfleet.placement.decide.decider import Decider
+from kvfleet.placement.decide.repeats import Known, Repeats
 from kvfleet.placement.events import GenerateAsked
-from kvfleet.placement.fleet import Fleet
-from kvfleet.placement.forwarded import Forwarded, body_of, question_of
-from kvfleet.placement.patience import Patience
-from kvfleet.placement.repeats import Known, Repeats
-from kvfleet.placement.watching import Watching
+from kvfleet.placement.producers.accepted_requests import Watching
+from kvfleet.placement.producers.forwarded import Forwarded, body_of, question_of
+from kvfleet.placement.producers.offer_timeout import Patience
+from kvfleet.placement.workers.fleet import Fleet
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
 from kvproto.messages import (
     TERMINAL,

@@ -5,13 +5,13 @@ they found, and where they can be had again. Pure.
 from __future__ import annotations
 
 from kvfleet.placement.actions import Action, Record
-from kvfleet.placement.bookings import BOOKING_LIMIT_S, Bookings
-from kvfleet.placement.feedback import Feedback
-from kvfleet.placement.fleet import Fleet
+from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.index.prefix_index import unpack
-from kvfleet.placement.ledger import Ledger
-from kvfleet.placement.promises import Promises
-from kvfleet.placement.repeats import Repeats
+from kvfleet.placement.record.ledger import Ledger
+from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, Bookings
+from kvfleet.placement.workers.feedback import Feedback
+from kvfleet.placement.workers.fleet import Fleet
+from kvfleet.placement.workers.inflight_blocks import Promises
 from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, Tier
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvfleet.placement.price_kernel import HOST, PEER, VAULT
+from kvfleet.placement.workers.price_kernel import HOST, PEER, VAULT
 
 
 @njit

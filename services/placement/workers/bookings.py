@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Heartbeat
 
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given

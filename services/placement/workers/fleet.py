@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvfleet.placement.heard_milestones import HeardMilestones
-from kvfleet.placement.prompts import AddressSpace, address_space
-from kvfleet.placement.workloads import Columns, Workloads
+from kvfleet.placement.workers.milestones import HeardMilestones
+from kvfleet.placement.workers.prompts import AddressSpace, address_space
+from kvfleet.placement.workers.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
 from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord

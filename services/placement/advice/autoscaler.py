@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvfleet.placement.autoscale import Rules, Sample, Scaler
-from kvfleet.placement.autoscale_demand import STALE_S, Heard, Outside, mean_rate, usual_wait_s
-from kvfleet.placement.fleet import Fleet, Worker
+from kvfleet.placement.advice.autoscale import Rules, Sample, Scaler
+from kvfleet.placement.advice.autoscale_demand import STALE_S, Heard, Outside, mean_rate, usual_wait_s
+from kvfleet.placement.workers.fleet import Fleet, Worker
 from kvproto.messages import Heartbeat, ModelSignals, Refused, State
 
 MAX_MODELS = 1024

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfleet.placement.admission import TurnedAway, limit_of
-from kvfleet.placement.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
-from kvfleet.placement.fleet import Fleet, Ready, Space, Worker
-from kvfleet.placement.heat import Heat, Prefix
+from kvfleet.placement.decide.admission import TurnedAway, limit_of
+from kvfleet.placement.decide.recent_refusals import RefusedNow
+from kvfleet.placement.decide.region_summaries import Neighbours
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Depths, Hashes
-from kvfleet.placement.ledger import Entry, Ledger, consider
-from kvfleet.placement.match_kernel import fill
-from kvfleet.placement.neighbours import Neighbours
 from kvfleet.placement.policies import DIRECT, Choice, Policy, Question
-from kvfleet.placement.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
-from kvfleet.placement.promises import Promises
-from kvfleet.placement.prompts import NO_HASHES, Prompts
-from kvfleet.placement.refused_now import RefusedNow
-from kvfleet.placement.workloads import PRICED_TIERS, Floats, Workloads
+from kvfleet.placement.record.ledger import Entry, Ledger, consider
+from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
+from kvfleet.placement.workers.fleet import Fleet, Ready, Space, Worker
+from kvfleet.placement.workers.heat import Heat, Prefix
+from kvfleet.placement.workers.inflight_blocks import Promises
+from kvfleet.placement.workers.match_kernel import fill
+from kvfleet.placement.workers.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
+from kvfleet.placement.workers.prompts import NO_HASHES, Prompts
+from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats, Workloads
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest, Refused, Tier

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvfleet.placement import intake
 from kvfleet.placement.events import (
     BlocksChanged,
     BookingsShared,
@@ -28,6 +27,7 @@ from kvfleet.placement.events import (
     WorkerUpdated,
 )
 from kvfleet.placement.index.changes import read_changes
+from kvfleet.placement.io import intake
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import CodecError

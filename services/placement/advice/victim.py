@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvfleet.placement.fleet import Fleet
-from kvfleet.placement.heat import HotPrefix
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Counts
-from kvfleet.placement.price_kernel import UNMEASURED_RATE
-from kvfleet.placement.workloads import Floats, Workloads
+from kvfleet.placement.workers.fleet import Fleet
+from kvfleet.placement.workers.heat import HotPrefix
+from kvfleet.placement.workers.price_kernel import UNMEASURED_RATE
+from kvfleet.placement.workers.workloads import Floats, Workloads
 from kvproto.messages import State, VictimCost
 
 ENTRIES_AT_ONCE = 65_536  # of the index: about a millisecond

@@ -28,10 +28,10 @@ from kvfleet.placement.actions import (
     failed_frame,
 )
 from kvfleet.placement.events import Event, PingUnanswered, WorkerAnswered
-from kvfleet.placement.hearing import Hearing
 from kvfleet.placement.index.kv_indexer import PullSnapshot
-from kvfleet.placement.ledger_file import LedgerFile
-from kvfleet.placement.pinger import Pinger, Verdict
+from kvfleet.placement.io.pinger import Pinger, Verdict
+from kvfleet.placement.io.subscriptions import Hearing
+from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
 from kvproto.connection import JSON_HEADER, Connection
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost

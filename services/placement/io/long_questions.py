@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvfleet.placement import intake
 from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.io import intake
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError, KvfleetError

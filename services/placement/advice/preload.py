@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvfleet.placement.fleet import Worker
-from kvfleet.placement.heat import HotPrefix
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.price_kernel import HOST
-from kvfleet.placement.prompts import AddressSpace
-from kvfleet.placement.workloads import Workloads
+from kvfleet.placement.workers.fleet import Worker
+from kvfleet.placement.workers.heat import HotPrefix
+from kvfleet.placement.workers.price_kernel import HOST
+from kvfleet.placement.workers.prompts import AddressSpace
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import HotChain, PreloadRequest, State
 

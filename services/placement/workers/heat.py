@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvfleet.placement.index.prefix_index import Hashes
-from kvfleet.placement.prompts import AddressSpace
+from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.block_hash import Root
 
 KEPT = 65_536

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvfleet.placement.admission import limit_of
-from kvfleet.placement.decider import Decider
+from kvfleet.placement.decide.admission import limit_of
+from kvfleet.placement.decide.decider import Decider
+from kvfleet.placement.decide.region_summaries import Neighbours
 from kvfleet.placement.events import GenerateAsked
-from kvfleet.placement.neighbours import Neighbours
 from kvfleet.placement.policies import DIRECT
 from kvproto.errors import ModelNotFound, NoWorkers, Overloaded
 from kvproto.messages import Placement, PlaceRequest

@@ -14,11 +14,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet.placement import load_rows as rows
-from kvfleet.placement import price_kernel
 from kvfleet.placement.index.changes import TIERS
-from kvfleet.placement.levels import Levels
-from kvfleet.placement.price_kernel import RECENT_S, UNMEASURED_RATE
+from kvfleet.placement.workers import load_rows as rows
+from kvfleet.placement.workers import price_kernel
+from kvfleet.placement.workers.levels import Levels
+from kvfleet.placement.workers.price_kernel import RECENT_S, UNMEASURED_RATE
 from kvproto.messages import Load, PriorityLoad, Rates, Tier
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvfleet.placement.actions import Action, AskStillRunning, Cancel, failed_frame
-from kvfleet.placement.fleet import Fleet
-from kvfleet.placement.forwarded import Forwarded
+from kvfleet.placement.producers.forwarded import Forwarded
+from kvfleet.placement.workers.fleet import Fleet
 from kvproto.errors import Cancelled, WorkerLost
 from kvproto.messages import (
     TERMINAL,

@@ -1,0 +1,1 @@
+"""What placement advises: blocks to preload, the worker to drain, how many workers to run. Pure."""
