@@ -13,8 +13,12 @@ same ones, so that a run fails by what was changed and not by chance.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +28,35 @@ from xdist.scheduler import LoadScopeScheduling
 pytest_plugins = ["kvproto.testing.fixtures"]
 
 
+STDERR = pytest.StashKey[int]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # nothing is captured yet
     config.addinivalue_line("markers", "first: begins something that takes long, before all other tests")
     config.addinivalue_line("markers", "last: judges it, after all other tests")
     if config.getoption("--part") is not None:
         settings.register_profile("same examples", derandomize=True)
         settings.load_profile("same examples")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A minute before faulthandler ends the process: which test hangs, and what its asyncio tasks wait for."""
+
+    def tell(*_: object) -> None:
+        with open(item.config.stash[STDERR], "w", closefd=False) as stderr:
+            print(f"\n{item.nodeid} hangs", file=stderr)
+            for task in list(asyncio.tasks._all_tasks):
+                task.print_stack(file=stderr)
+
+    before = signal.signal(signal.SIGALRM, tell)
+    signal.alarm(240)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -95,6 +122,12 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
                     super().remove_node(node)
                     return test
         return super().remove_node(node)
+
+    def _reschedule(self, node: Any) -> None:
+        """A process that takes over one last test waits with it for the next, or the word that it is the last."""
+        super()._reschedule(node)
+        if not self.workqueue and not node.shutting_down:
+            node.shutdown()
 
 
 @pytest.hookimpl

@@ -24,6 +24,7 @@ from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
+from kvproto.tasks import end
 
 
 @dataclass
@@ -40,14 +41,14 @@ class FakeWorker:
     async def freeze(self) -> None:
         """As SIGSTOP: it stays connected and subscribed, and says nothing any more."""
         self.dead = self.frozen = True
-        for task in list(self.loop._tasks):
-            task.cancel()
+        await end(self.loop._tasks)
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
 
     async def kill(self) -> None:
         """As SIGKILL: the socket closes, the record stays until it expires."""
         self.dead = True
-        for task in list(self.loop._tasks):
+        tasks = list(self.loop._tasks)
+        for task in tasks:
             task.cancel()
         self.connection._closing = True
         if self.connection._watchdog is not None:
@@ -55,6 +56,7 @@ class FakeWorker:
         transport = self.connection.raw._transport._io_writer.transport  # type: ignore[union-attr]
         self.connection.raw.options["allow_reconnect"] = False
         transport.abort()
+        await end(tasks)
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
 
     async def stop(self) -> None:
