@@ -18,15 +18,15 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks._yardstick_machine import Machine
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
 from kvfleet.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
 from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
-from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto.messages import Sampling
 
 BLOCK = 16

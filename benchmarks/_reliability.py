@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer
 
-from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvproto.client import Client
 from kvproto.generation import Generation
 from kvproto.messages import Sampling, Started, Tokens

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from benchmarks._engine import BLOCK, CORES, NO_HURRY, ROOT, OurRun, Ours, Step
 from benchmarks._vault import Vault
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.model.host_memory import host_memory
 from kvfleet.worker.model.loader import Dtype, LoadFormat
-from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
 from kvfleet.worker.tiers.codecs.block_codec import warm_up
 from kvfleet.worker.tiers.codecs.block_shape import BlockShape
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.host_memory import host_memory
-from kvfleet.worker.tiers.prospect import Prospect, names_of
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvfleet.worker.tiers.source_address import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import uvloop
 
-from kvfleet.worker.bundle import read_bundle
+from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.main import worker_record
-from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.buckets import Bucket

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvfleet.worker.model.vector.memory import huge_pages
+from kvcpu.vector.memory import huge_pages
 
 SHARE = 0.7  # of the bound, from which on a comparison is kept whatever the peer's speed
 READ_BYTES = 256 * 1024 * 1024

@@ -22,12 +22,12 @@ from benchmarks._engine import BLOCK, CORES
 from benchmarks._report import parser, progress
 from benchmarks._versus import SHORT, Part, Trials, compare, conclude
 from benchmarks._yardstick_machine import Machine, measure_machine
-from kvfleet.worker.model.attention.base import AttentionForm
-from kvfleet.worker.model.attention.cpu.backend import CpuBackend
+from kvcpu.attention.backend import CpuBackend
+from kvcpu.blocks import AttentionForm
+from kvcpu.vector.memory import huge_pages
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
-from kvfleet.worker.model.vector.memory import huge_pages
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Draw, Slice
 from kvproto.messages import Sampling
 
 SEQUENCES, LENGTH, HEAD_DIM, FLOOR = 16, 1_000, 64, 0.4

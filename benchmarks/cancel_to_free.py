@@ -17,9 +17,9 @@ from statistics import median, quantiles
 from benchmarks._engine import CORES, ROOT, Ours, fresh_prompts
 from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress
-from kvfleet.worker.engine_thread import EngineThread
-from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceTokens, StepResult
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceTokens, StepResult
+from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvproto.errors import Cancelled
 from kvproto.messages import Sampling
 

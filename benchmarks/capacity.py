@@ -23,7 +23,7 @@ from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress
 from benchmarks._tiered import TieredOurs
 from benchmarks._vault import Vault
-from kvfleet.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens
 
 SESSIONS, AT_ONCE = 16, 4
 BEGIN, NEW, OUT = 960, 64, 16

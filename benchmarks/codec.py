@@ -26,8 +26,8 @@ from benchmarks._versus import SHORT
 from benchmarks._yardstick_machine import measure_machine
 from benchmarks.kv_int8 import CHUNK, TEXT, windows_of
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model_folder import DEMO_FOLDER
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB, choose, decode, encode, warm_up
 from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec

@@ -17,7 +17,7 @@ from statistics import median, quantiles
 from benchmarks._engine import CORES, Ours, fresh_prompts
 from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress
-from kvfleet.worker.outputs import SequenceFinished, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceTokens
 
 STREAMS, PROMPT, ARRIVING = 8, 128, 4_000
 OUTPUT = 3_900  # more than are decoded here

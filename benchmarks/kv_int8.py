@@ -20,13 +20,13 @@ from benchmarks._engine import BLOCK, CORES, Ours
 from benchmarks._report import finish, parser, progress, skip
 from kvfleet.worker.model.assembly import KvDtype
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model_folder import DEMO_FOLDER
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
+from kvfleet.worker.schedule.step_plan import Slice
 
 NAME, UNIT, FLOOR = "kv_int8", "percent of perplexity, at most", 0.5
 PEER = "the same model with its KV in fp32"
 TEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "shakespeare.txt"
-HELD_OUT = 0.1  # of the text, its end: see scripts/train_demo_model.py
+HELD_OUT = 0.1  # of the text, its end: see kvfleet.worker.model.train_demo_model
 WINDOW, CHUNK, BOS = 2_048, 512, 0
 
 

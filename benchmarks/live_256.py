@@ -13,7 +13,7 @@ from random import Random
 from benchmarks._engine import CORES, NO_HURRY, Ours, fresh_prompts
 from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress, spread
-from kvfleet.worker.pool_integrity import check_integrity
+from kvfleet.worker.blocks.pool_integrity import check_integrity
 
 FEW, MANY, PROMPT, OUTPUT, FLOOR = 16, 256, 32, 32, 1.0
 

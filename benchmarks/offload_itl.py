@@ -21,7 +21,7 @@ from benchmarks._engine_models import model_folder
 from benchmarks._report import finish, parser, progress
 from benchmarks._tiered import TieredOurs
 from benchmarks._vault import Vault
-from kvfleet.worker.outputs import SequenceFinished
+from kvfleet.worker.engine.outputs import SequenceFinished
 from kvfleet.worker.tiers.offloader import Chain
 from kvproto.block_hash import chain
 from kvproto.messages import Tier

@@ -18,13 +18,13 @@ from benchmarks._http import Connection
 from benchmarks._processes import cpu_seconds, name_of
 from benchmarks._report import finish, parse_quick, progress, spread
 from benchmarks._yardsticks import Hops, tokens_per_s
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceTokens
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.outputs import SequenceTokens
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto.messages import Sampling
 from tests.support.up import Up
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-OUR_PACKAGES = ("kvproto", "kvservice", "kvfleet")
+OUR_PACKAGES = ("kvproto", "kvservice", "kvcpu", "kvfleet")
 
 
 def command(module: str, *flags: str) -> list[str]:

@@ -32,7 +32,7 @@ def of_services() -> Forks:
 def of_workers() -> Forks:
     """And of workers torch."""
     one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
-    server = lambda fd: of_services().start("kvfleet.worker.forked", [str(fd)], one_thread, fd)  # noqa: E731
+    server = lambda fd: of_services().start("kvfleet.worker.engine.forked", [str(fd)], one_thread, fd)  # noqa: E731
     return Forks(server, one_thread)
 
 

@@ -55,7 +55,7 @@ def kv_size(
     flags += [f"--kv-memory-fraction={kv_memory_fraction}", f"--workers-on-host={workers_on_host}"]
     flags += [f"--kv-dtype={one.value}" for one in kv_dtype or []]
     flags += [] if memory is None else [f"--memory={memory}"]
-    command = launch.command("kvfleet.worker.kv_size_report", *flags, "--", model)
+    command = launch.command("kvfleet.worker.model.kv_size_report", *flags, "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)

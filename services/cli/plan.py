@@ -150,7 +150,7 @@ def _measured(path: Path | None, url: str | None, model: str | None, api_key: st
 
 def _kv_size(model: str, dtype: DType, kv_dtype: KvDType, memory: str) -> dict[str, Any]:
     flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype.value}", f"--device={Device.cpu.value}"]
-    command = launch.command("kvfleet.worker.kv_size_report", *flags, f"--memory={memory}", "--", model)
+    command = launch.command("kvfleet.worker.model.kv_size_report", *flags, f"--memory={memory}", "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)

@@ -13,18 +13,18 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from kvfleet.worker.bundle import bundle_hash, read_bundle, read_public_prefixes
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.engine_factory import build_engine
-from kvfleet.worker.engine_thread import EngineThread
-from kvfleet.worker.kv_publisher import KvPublisher
-from kvfleet.worker.loop import WorkerLoop
+from kvfleet.worker.engine.bundle import bundle_hash, read_bundle, read_public_prefixes
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.engine_factory import build_engine
+from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import watch_device
-from kvfleet.worker.model_folder import resolve_model, served_name
-from kvfleet.worker.preloading import preload
-from kvfleet.worker.request_intake import WorkerLimits
+from kvfleet.worker.model.model_folder import resolve_model, served_name
+from kvfleet.worker.network.preloading import preload
+from kvfleet.worker.network.tier_network import TierNetwork
+from kvfleet.worker.serve.kv_publisher import KvPublisher
+from kvfleet.worker.serve.loop import WorkerLoop
+from kvfleet.worker.serve.request_intake import WorkerLimits
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tier_network import TierNetwork
 from kvfleet.worker.worker_metrics import readings
 from kvproto import codec
 from kvproto.connection import Connection

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvfleet.worker.engine_thread import EngineThread
-from kvfleet.worker.loop import WorkerLoop
+from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import DeviceWatch
-from kvfleet.worker.tenant_costs import Account
+from kvfleet.worker.schedule.tenant_costs import Account
+from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvproto.connection import Connection

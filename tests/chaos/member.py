@@ -72,7 +72,7 @@ def runner_of(flags: Sequence[str]) -> type[Any]:
 
 
 def check_often() -> None:
-    from kvfleet.worker import engine_thread
+    from kvfleet.worker.engine import engine_thread
 
     engine_thread.CHECK_PERIOD_S = 0.5
 

@@ -45,12 +45,12 @@ def said(command: list[str], folder: Path, **env: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
-def test_it_installs_three_packages_with_their_types(wheel: Path) -> None:
+def test_it_installs_our_packages_with_their_types(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {
-        "kvfleet", "kvproto", "kvservice", f"kvfleet-{kvfleet.__version__}.dist-info",
+        "kvfleet", "kvproto", "kvservice", "kvcpu", f"kvfleet-{kvfleet.__version__}.dist-info",
     }  # fmt: skip
-    assert {"kvfleet/py.typed", "kvproto/py.typed", "kvservice/py.typed"} <= set(names)
+    assert {f"{package}/py.typed" for package in ("kvfleet", "kvproto", "kvservice", "kvcpu")} <= set(names)
     shipped = {f"kvfleet/{path.relative_to(ROOT / 'services')}" for path in (ROOT / "services").rglob("*.py")}
     assert shipped <= set(names)
 

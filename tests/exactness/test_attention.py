@@ -9,10 +9,11 @@ import torch
 from tiny_models import DEVICE
 from torch import Tensor
 
-from kvfleet.worker.model.attention.base import AttentionBackend, AttentionForm
+from kvcpu.blocks import AttentionForm
+from kvfleet.worker.model.attention.base import AttentionBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 
 BLOCK, HEAD_DIM = 8, 24
 # (start, tokens): first and later chunks, decodes of very different and of nearly the same length, on block borders

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet.worker.model.attention.cpu import plan
-from kvfleet.worker.model.attention.cpu.call import (
+from kvcpu.attention import plan
+from kvcpu.attention.attention_call import (
     DECODE,
     ITEM_HEAD,
     ITEM_HIGH,
@@ -21,9 +21,9 @@ from kvfleet.worker.model.attention.cpu.call import (
     ITEM_SLICE,
     PREFILL,
 )
-from kvfleet.worker.model.attention.cpu.plan import Items, cut
+from kvcpu.attention.plan import Items, cut
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 
 BLOCK = 512
 Part = tuple[int, int]  # start, tokens

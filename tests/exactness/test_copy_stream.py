@@ -15,7 +15,7 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.copy_stream import pinned_memory, stream_of
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Draw, Slice
 from kvproto.messages import Sampling
 
 DRAW = Draw(Sampling(1, temperature=0.0), 0, 0)

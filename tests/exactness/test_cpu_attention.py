@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.attention.base import AttentionForm
-from kvfleet.worker.model.attention.cpu import plan
-from kvfleet.worker.model.attention.cpu.backend import SERIAL_TOKENS, CpuBackend
-from kvfleet.worker.model.attention.cpu.chunks import DECODE_CHUNK
+from kvcpu.attention import plan
+from kvcpu.attention.backend import SERIAL_TOKENS, CpuBackend
+from kvcpu.attention.chunks import DECODE_CHUNK
+from kvcpu.blocks import AttentionForm
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 
 FORM = AttentionForm(0.2)
 FORMS = {
@@ -255,7 +255,7 @@ def test_splits(parts: list[Part], heads: int, kv_heads: int, monkeypatch: pytes
 def test_items_of_several_heads(stored: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are, or fewer; the last item may have fewer than the others; whole sequences and parts."""
     read = DECODE_CHUNK * (32 + 4 if stored == "int8" else 32 * STORED[stored].itemsize)
-    monkeypatch.setattr("kvfleet.worker.model.attention.cpu.backend.DECODE_BYTES", widest * read)
+    monkeypatch.setattr("kvcpu.attention.backend.DECODE_BYTES", widest * read)
     for shortest, parts in ((64, [(700, 1), (0, 20), (90, 1)]), (10**6, [(700, 1)] * 5)):
         monkeypatch.setattr(plan, "SHORTEST_PART", shortest)
         for group in (1, 2, 9):
@@ -268,7 +268,7 @@ def attend_cut_for(scene: Scene, threads: int, monkeypatch: pytest.MonkeyPatch, 
     """On two threads, in as many pieces as `threads` would get."""
     with monkeypatch.context() as patch:
         patch.setattr(
-            "kvfleet.worker.model.attention.cpu.backend.cut",
+            "kvcpu.attention.backend.cut",
             lambda batch, kv_heads, group, _, widest: plan.cut(batch, kv_heads, group, threads, widest),
         )
         return scene.attend(form, threads=2)

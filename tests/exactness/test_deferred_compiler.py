@@ -10,7 +10,7 @@ import sys
 from kvfleet.worker.model.deferred_compiler import defer_compiler
 defer_compiler()
 from kvfleet.worker.model.loader import load_model
-from kvfleet.worker.model_folder import resolve_model
+from kvfleet.worker.model.model_folder import resolve_model
 model = load_model(resolve_model("demo")).model
 """
 

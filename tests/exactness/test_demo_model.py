@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 import kvfleet.worker
 from kvfleet.worker.model.loader import load_model
 
-FOLDER = Path(kvfleet.worker.__file__).parent / "demo_model"
+FOLDER = Path(kvfleet.worker.__file__).parent / "model" / "demo_model"
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import TokenizerDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFinished
+from kvfleet.worker.model import train_demo_model as recipe
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import load_model
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model_folder import DEMO_FOLDER
-from kvfleet.worker.outputs import SequenceFinished
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.text.detokenizer import TokenizerDetokenizer
 from kvproto.block_hash import root
 from kvproto.messages import FinishReason, Sampling
 
-REPOSITORY = Path(__file__).parents[2]
-DATA = REPOSITORY.parent / "shared" / "data" / "shakespeare.txt"
-
-
-@pytest.fixture(scope="module")
-def recipe() -> ModuleType:
-    """The script that trained it, for its prompts and its way to count bits."""
-    spec = importlib.util.spec_from_file_location("train_demo_model", REPOSITORY / "scripts" / "train_demo_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +45,7 @@ def test_the_cards_figures_keep_the_floors(figures: dict[str, Any]) -> None:
     assert json.loads((DEMO_FOLDER / "config.json").read_text())["max_position_embeddings"] >= 2048
 
 
-def test_the_held_out_text_costs_what_the_card_says(recipe: ModuleType, figures: dict[str, Any]) -> None:
+def test_the_held_out_text_costs_what_the_card_says(figures: dict[str, Any]) -> None:
     if not DATA.exists():
         pytest.skip(f"{DATA} is not beside the repository")
     _, held_out = recipe.split(DATA.read_text())
@@ -69,7 +56,7 @@ def test_the_held_out_text_costs_what_the_card_says(recipe: ModuleType, figures:
     assert bits <= 2.2
 
 
-def test_twenty_chat_prompts_end_with_a_stop_token(recipe: ModuleType) -> None:
+def test_twenty_chat_prompts_end_with_a_stop_token() -> None:
     loaded = load_model(DEMO_FOLDER, dtype="float32", device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     pool = BlockPool(1024, 16)

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
+from kvcpu.fused.modules import FusedMlp, FusedNorm
+from kvcpu.linear.packed import Multiplier, PackedLinear
 from kvfleet.worker.model.fused.fuse import fuse
-from kvfleet.worker.model.fused.modules import FusedMlp, FusedNorm
-from kvfleet.worker.model.linear.packed import Multiplier, PackedLinear
 from kvfleet.worker.model.optimise import optimise
 
 DTYPES = (torch.float32, torch.bfloat16)

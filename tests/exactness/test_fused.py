@@ -12,9 +12,9 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from kvcpu.fused.modules import SERIAL_NUMBERS, FusedMlp, FusedNorm, Rotary
+from kvcpu.linear.packed import Multiplier
 from kvfleet.worker.model.fused.fuse import fuse
-from kvfleet.worker.model.fused.modules import SERIAL_NUMBERS, FusedMlp, FusedNorm, Rotary
-from kvfleet.worker.model.linear.packed import Multiplier
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

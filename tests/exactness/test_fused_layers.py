@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from kvcpu.attention.backend import CpuBackend
+from kvcpu.blocks import AttentionForm
+from kvcpu.fused.fused_call import ROTATION_FIELDS, ROTATION_SCRATCH
+from kvcpu.fused.modules import Rotary
+from kvcpu.linear.packed import Multiplier
+from kvcpu.vector.program import Program
 from kvfleet.worker.model.assembly import trial_logits
-from kvfleet.worker.model.attention.base import AttentionForm
-from kvfleet.worker.model.attention.cpu.backend import CpuBackend
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.fused.call import ROTATION_FIELDS, ROTATION_SCRATCH
 from kvfleet.worker.model.fused.chain import MOST_TOKENS
 from kvfleet.worker.model.fused.fuse import fuse
 from kvfleet.worker.model.fused.layer import FusedLayer
-from kvfleet.worker.model.fused.modules import Rotary
-from kvfleet.worker.model.linear.packed import Multiplier
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.positions import trial_positions
-from kvfleet.worker.model.vector.program import Program
 
 VOCAB = 211  # the rig's
 _WIDE: dict[str, Any] = {

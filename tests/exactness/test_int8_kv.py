@@ -15,16 +15,17 @@ from tiny_models import Rig, make_model, plain_logits
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvfleet.worker.kv_size import KvLayout
-from kvfleet.worker.model.attention.base import AttentionBackend, AttentionForm
-from kvfleet.worker.model.attention.cpu.backend import CpuBackend
+from kvcpu.attention.backend import CpuBackend
+from kvcpu.blocks import AttentionForm
+from kvfleet.worker.model.attention.base import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.kv_size import KvLayout
 from kvfleet.worker.model.loader import adopt_model, load_model
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model_folder import DEMO_FOLDER
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import OutOfMemory
 
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ from tiny_models import make_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kvfleet.worker.model.linear import call as c
-from kvfleet.worker.model.linear import kernels
-from kvfleet.worker.model.linear.packed import Multiplier, PackedLinear, pack
+from kvcpu.linear import linear_call as c
+from kvcpu.linear import linear_kernels as kernels
+from kvcpu.linear.packed import Multiplier, PackedLinear, pack
+from kvcpu.vector import compiled, halves
+from kvcpu.vector.compiled import Entry
 from kvfleet.worker.model.optimise import optimise
-from kvfleet.worker.model.vector import compiled, halves
-from kvfleet.worker.model.vector.compiled import Entry
 
 ROWS = (0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 300)
 # [out, in]: whole panels and parts of one, depths of one pair, between vectors, of one, two and three pieces

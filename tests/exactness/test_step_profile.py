@@ -8,16 +8,15 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from kvfleet.worker.engine_factory import _torch_runner
+from kvfleet.worker.engine.engine_factory import _torch_runner
 from kvfleet.worker.model import kv_pool, step_profile
-from kvfleet.worker.model.base import Drawn
 from kvfleet.worker.model.kv_pool import KvShape, blocks_that_fit, free_bytes, is_out_of_memory
 from kvfleet.worker.model.loader import adopt_model
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.step_profile import meter_of, step_bytes
-from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.step_plan import Slice
 from kvproto.errors import OutOfMemory
 
 

@@ -18,19 +18,19 @@ from tiny_models import ROOT, TOLERANCE, Rig, Turn
 from kvfleet.vault.disk import DiskStore
 from kvfleet.vault.disk_thread import DiskThread
 from kvfleet.vault.store import VaultStore
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.base import AttentionBackend
-from kvfleet.worker.outputs import SequenceStarted, StepResult
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.model.host_memory import host_memory
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers import restorer
 from kvfleet.worker.tiers.codecs.block_codec import warm_up
 from kvfleet.worker.tiers.codecs.block_shape import BlockShape
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.host_memory import host_memory
 from kvfleet.worker.tiers.lending import EngineLender
 from kvfleet.worker.tiers.peer_store import PeerStore
-from kvfleet.worker.tiers.prospect import Prospect, names_of
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvfleet.worker.tiers.source_address import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers

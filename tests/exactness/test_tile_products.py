@@ -11,9 +11,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from kvfleet.worker.model.vector import halves
-from kvfleet.worker.model.vector.rows import row_exp_halves
-from kvfleet.worker.model.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
+from kvcpu.vector import halves
+from kvcpu.vector.rows import row_exp_halves
+from kvcpu.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
 
 TOKENS = 16
 

@@ -13,12 +13,12 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from kvfleet.worker.model.vector import halves
-from kvfleet.worker.model.vector import memory as memory_module
-from kvfleet.worker.model.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
-from kvfleet.worker.model.vector.memory import HUGE_PAGE, PagesAhead, huge_pages
-from kvfleet.worker.model.vector.products import dots, pair_product, product, transpose
-from kvfleet.worker.model.vector.rows import (
+from kvcpu.vector import halves
+from kvcpu.vector import memory as memory_module
+from kvcpu.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
+from kvcpu.vector.memory import HUGE_PAGE, PagesAhead, huge_pages
+from kvcpu.vector.products import dots, pair_product, product, transpose
+from kvcpu.vector.rows import (
     narrow,
     row_act,
     row_cap,
@@ -29,7 +29,7 @@ from kvfleet.worker.model.vector.rows import (
     row_scale,
     widen,
 )
-from kvfleet.worker.model.vector.statistics import row_affine, row_rotate, row_spread, row_sum
+from kvcpu.vector.statistics import row_affine, row_rotate, row_spread, row_sum
 
 Floats = NDArray[np.float32]
 NAN, INF = float("nan"), float("inf")

@@ -19,7 +19,7 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 
 BLOCK = 8
 ALL_WINDOWED = ("mistral-window", "starcoder2", "phi3", "mixtral")

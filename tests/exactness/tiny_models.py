@@ -13,22 +13,21 @@ from tiny_configs import CONFIGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.base import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.base import Drawn
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.optimise import optimise
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.sampler import sample
-from kvfleet.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import SequenceSpec
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto.messages import Sampling
 
 TOLERANCE = 1e-4

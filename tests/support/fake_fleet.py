@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvfleet.worker.bundle import read_bundle, read_public_prefixes
-from kvfleet.worker.engine_factory import build_engine
-from kvfleet.worker.engine_thread import EngineThread
-from kvfleet.worker.loop import WorkerLoop
+from kvfleet.worker.engine.bundle import read_bundle, read_public_prefixes
+from kvfleet.worker.engine.engine_factory import build_engine
+from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.main import assemble, worker_record
-from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
+from kvfleet.worker.network.tier_network import TierNetwork
+from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tier_network import TierNetwork
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.members import Lease

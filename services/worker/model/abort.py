@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from kvfleet.worker.sequence import Sequence
+from kvfleet.worker.schedule.sequence import Sequence
 
 
 class StepAborted(Exception):

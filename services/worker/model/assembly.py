@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model import sampler
 from kvfleet.worker.model.attention.base import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -19,8 +20,7 @@ from kvfleet.worker.model.optimise import optimise
 from kvfleet.worker.model.positions import trial_positions
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.support import name_of
-from kvfleet.worker.model.vector.numbers import SCALE_BYTES
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import InvalidRequest, UnsupportedModel
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     on_cpu = attention != "reference" and loaded.device.type == "cpu"
     backend: AttentionBackend = ReferenceBackend()
     if on_cpu:
-        from kvfleet.worker.model.attention.cpu.backend import CpuBackend
+        from kvcpu.attention.backend import CpuBackend
 
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)

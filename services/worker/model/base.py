@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvfleet.worker.model.abort import Abort
-from kvfleet.worker.step_plan import Slice
-from kvproto.errors import KvfleetError
-from kvproto.messages import TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token drawn for a request that asks for log probabilities."""
-
-    token: int
-    logprobs: TokenLogprobs
-
-
-Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
 
 
 class BlockMemory(Protocol):

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvfleet.worker.step_plan import Draw, Slice
-
-Ints = NDArray[np.int64]
+from kvcpu.blocks import Ints
+from kvfleet.worker.schedule.step_plan import Draw, Slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kvfleet.worker.model.copy_stream import CopyStream, pinned_memory
+from kvfleet.worker.model.host_memory import host_memory
 from kvfleet.worker.model.kv_pool import KvPool
-from kvfleet.worker.tiers.host_memory import host_memory
 from kvproto.dataplane.block import kv_format
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

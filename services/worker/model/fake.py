@@ -17,11 +17,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model.abort import Abort, StepAborted
-from kvfleet.worker.model.base import Drawn, Scored
-from kvfleet.worker.model.vector.numbers import SCALE_BYTES
-from kvfleet.worker.step_plan import Draw, Slice
-from kvfleet.worker.tiers.host_memory import host_memory
+from kvfleet.worker.model.host_memory import host_memory
+from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
 

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from kvfleet.worker.model.vector.compiled import kept_in
+from kvcpu.vector.compiled import kept_in
 from kvservice.kernel_cache import keep, read_kept
 
 MODULE, SCAN = "transformers.utils.import_utils", "create_import_structure_from_path"

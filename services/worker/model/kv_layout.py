@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from kvfleet.worker.kv_size import KvLayout
 from kvfleet.worker.model.kv_pool import free_bytes
+from kvfleet.worker.model.kv_size import KvLayout
 from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import InvalidRequest, UnsupportedModel
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.vector.memory import PagesAhead, huge_pages
-from kvfleet.worker.model.vector.numbers import LEVELS, SCALE_BYTES
+from kvcpu.vector.memory import PagesAhead, huge_pages
+from kvcpu.vector.numbers import LEVELS, SCALE_BYTES
 from kvproto.errors import OutOfMemory
 from kvservice.host import free_bytes as host_bytes_free
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvcpu.linear.packed import Multiplier, pack
+from kvcpu.vector.memory import keep_freed_memory
 from kvfleet.worker.model.fused.fuse import fuse
-from kvfleet.worker.model.linear.packed import Multiplier, pack
-from kvfleet.worker.model.vector.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.base import Drawn, Scored
 from kvfleet.worker.model.kv_pool import is_out_of_memory
 from kvfleet.worker.model.sampling.changes import Changes, apply, wants_changes
 from kvfleet.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
-from kvfleet.worker.step_plan import Draw
+from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
 

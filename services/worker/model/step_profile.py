@@ -13,7 +13,7 @@ import torch
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Draw, Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvfleet.worker.model_folder import CONTEXT_KEYS, context_length_of
+from kvfleet.worker.model.model_folder import CONTEXT_KEYS, context_length_of
 from kvproto.errors import UnsupportedModel
 
 CHUNKED_ATTENTION = "chunked_attention"

@@ -1,1 +1,1 @@
-"""Blocks beyond the device: host memory, vaults, peers, and what it pays to fetch from them."""
+"""KV blocks below the device: host memory, vaults and other workers; offloading and restoring."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.blocks.block_pool import BlockPool
 from kvproto.block_hash import Root
 from kvproto.messages import BlockRun, Tier, TierEvents
 

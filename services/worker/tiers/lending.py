@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from kvfleet.worker.block_pool import BlockPool
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.prospect import BlockName
 from kvfleet.worker.tiers.peer_store import LentBlock
-from kvfleet.worker.tiers.prospect import BlockName
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import pack_ids
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.content_index import depth_of
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.content_index import depth_of
+from kvfleet.worker.blocks.prospect import BlockName
 from kvfleet.worker.model.base import BlockMemory
-from kvfleet.worker.sequence import Sequence as EngineSequence
+from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.prospect import BlockName
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import Root, own_root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.sequence import Sequence, State
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.schedule.sequence import Sequence, State
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.break_even import SURE
 from kvfleet.worker.tiers.copier import Copier

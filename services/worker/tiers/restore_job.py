@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvfleet.worker.sequence import Sequence as EngineSequence
+from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.base import Landing
 from kvfleet.worker.tiers.break_even import Part
 from kvfleet.worker.tiers.copier import CopyJob

@@ -17,15 +17,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvfleet.worker.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.prospect import Finding, Prospect, names_of
 from kvfleet.worker.model.base import BlockMemory
-from kvfleet.worker.sequence import Sequence as EngineSequence
-from kvfleet.worker.sequence_trace import Restored
+from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
+from kvfleet.worker.schedule.sequence_trace import Restored
 from kvfleet.worker.tiers.base import Landing, Remote
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S, Offer, Part, cheapest, is_worth_going_on
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.prospect import Finding, Prospect, names_of
 from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RunningPart, Sample
 from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.block_hash import Root, unpack_ids

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvfleet.worker.content_index import depth_of
+from kvfleet.worker.blocks.content_index import depth_of
 
 KEPT_NAMES = 131_072  # of blocks: two million tokens of prompts
 KEPT_ROOTS = 1024

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvfleet.worker.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
+from kvfleet.worker.blocks.prospect import BlockName, names_of
 from kvfleet.worker.model.base import BlockMemory
-from kvfleet.worker.pool_integrity import PoolAudit, check_integrity
-from kvfleet.worker.sequence import Sequence as EngineSequence
+from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.copier import Copier
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.offloader import Offloader
-from kvfleet.worker.tiers.prospect import BlockName, names_of
 from kvfleet.worker.tiers.protection import Protector
 from kvfleet.worker.tiers.restorer import Restorer
 from kvfleet.worker.tiers.reuse import ReuseWatch

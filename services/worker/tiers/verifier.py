@@ -15,7 +15,7 @@ import logging
 from enum import Enum, auto
 
 from kvfleet.worker.model.base import ModelRunner
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.tiers.restore_job import Sample
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory

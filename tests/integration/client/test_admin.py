@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvfleet.worker import admin
+from kvfleet.worker.serve import admin
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest

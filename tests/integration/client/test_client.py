@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.worker import request_desk
+from kvfleet.worker.serve import request_desk
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.errors import (

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfleet.worker import prospector, request_desk
 from kvfleet.worker.main import prompt_encoder_of
+from kvfleet.worker.network import prospector
+from kvfleet.worker.serve import request_desk
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation

@@ -49,7 +49,7 @@ from kvproto.messages import (
 )
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
 
-DEMO = Path(kvfleet.worker.__path__[0]) / "demo_model"
+DEMO = Path(kvfleet.worker.__path__[0]) / "model" / "demo_model"
 PART_BYTES = 20_000  # small, so that a bundle takes several parts
 CONTEXT = 512
 HELLO = ((550, "He"), (81, "l"), (951, "lo"), (6, "!"))  # the tokenizer would write H, ell, o, !

@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import nats
 
-from kvfleet.worker.model_folder import DEMO_FOLDER
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvproto.ids import new_request_id
 from tests.support.processes import Deployment
 from tests.support.waiting import LIMIT_S

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvfleet.ingress.sessions import session_blocks
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine.engine import Engine
 from kvproto.client import Client, Generation
 from kvproto.messages import Sampling
 from kvproto.regions import qualify

@@ -8,16 +8,16 @@ from __future__ import annotations
 import sys
 import time
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.outputs import SequenceFinished, SequenceStarted, SequenceTokens
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers.codecs.block_shape import BlockShape
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.prospect import Prospect, names_of
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvfleet.worker.tiers.source_address import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers

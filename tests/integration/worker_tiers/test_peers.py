@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.worker.peers import MOST_PEERS, Peers
+from kvfleet.worker.network.peers import MOST_PEERS, Peers
+from kvfleet.worker.network.tier_network import TierNetwork
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tier_network import TierNetwork
 from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto import codec
 from kvproto.buckets import Bucket

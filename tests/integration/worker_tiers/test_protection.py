@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from kvfleet.worker.outputs import SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceStarted, SequenceTokens
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S
 from kvproto.messages import Sampling
 from tests.integration.worker_tiers.protected_worker import (

@@ -16,7 +16,7 @@ from kvproto.buckets import Entry, StaleRevision
 from kvproto.errors import Unavailable
 from kvproto.messages import Bundle
 
-DEMO = Path(kvfleet.worker.__path__[0]) / "demo_model"
+DEMO = Path(kvfleet.worker.__path__[0]) / "model" / "demo_model"
 
 
 @cache

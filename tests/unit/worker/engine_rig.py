@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import Detokenizer, IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
 from kvfleet.worker.model.fake import FakeRunner, _value
-from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import SequenceSpec
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.text.detokenizer import Detokenizer, IdDetokenizer
 from kvproto.errors import KvfleetError
 from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs
 

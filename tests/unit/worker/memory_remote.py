@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from kvfleet.worker.blocks.prospect import BlockName, Finding
 from kvfleet.worker.tiers.base import Landing
-from kvfleet.worker.tiers.prospect import BlockName, Finding
 from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.messages import Tier, TierLoad

@@ -11,12 +11,11 @@ import pytest
 from engine_rig import expected_tokens, make_engine, spec
 from test_engine_thread import Desk
 
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.abort import StepAborted
-from kvfleet.worker.model.base import Drawn
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.outputs import StepResult
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
 from kvproto.errors import Cancelled
 from kvproto.messages import FinishReason, Sampling
 from tests.support.waiting import LIMIT_S

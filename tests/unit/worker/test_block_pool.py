@@ -11,8 +11,8 @@ from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.pool_integrity import check_integrity
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.pool_integrity import check_integrity
 from kvproto import block_hash
 
 ROOT = b"r" * 16

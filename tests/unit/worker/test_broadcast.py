@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from kvfleet.worker import broadcast
-from kvfleet.worker.broadcast import MILESTONE_PERIOD_S, Broadcast
-from kvfleet.worker.kv_publisher import KvPublisher
-from kvfleet.worker.milestones import PER_MESSAGE, MilestoneLog
-from kvfleet.worker.outputs import StepResult
+from kvfleet.worker.engine.outputs import StepResult
+from kvfleet.worker.serve import broadcast
+from kvfleet.worker.serve.broadcast import MILESTONE_PERIOD_S, Broadcast
+from kvfleet.worker.serve.kv_publisher import KvPublisher
+from kvfleet.worker.streams.milestones import PER_MESSAGE, MilestoneLog
 from kvproto import codec
 from kvproto.messages import KvEvents, Milestones
 from kvproto.subjects import Subjects

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfleet.worker.bundle import bundle_hash, model_revision, read_bundle, read_public_prefixes
+from kvfleet.worker.engine.bundle import bundle_hash, model_revision, read_bundle, read_public_prefixes
+from kvfleet.worker.model.model_folder import DEMO_FOLDER, resolve_model, served_name
 from kvfleet.worker.model.support import supported_context
-from kvfleet.worker.model_folder import DEMO_FOLDER, resolve_model, served_name
 from kvproto import codec
 from kvproto.errors import InvalidRequest, UnsupportedModel
 from kvproto.messages import Bundle

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.detokenizer import IdDetokenizer, IdStream
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.text.detokenizer import IdDetokenizer, IdStream
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
 

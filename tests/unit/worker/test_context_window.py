@@ -7,7 +7,7 @@ from engine_rig import relaxed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.context_window import ContextWindow
+from kvfleet.worker.text.context_window import ContextWindow
 from kvproto.errors import ContextLengthExceeded
 from kvproto.messages import Overflow
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvfleet.worker.detokenizer import IdDetokenizer, TokenizerDetokenizer
+from kvfleet.worker.text.detokenizer import IdDetokenizer, TokenizerDetokenizer
 
 
 def byte_level() -> Tokenizer:

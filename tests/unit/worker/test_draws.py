@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.model.base import Drawn, Scored
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
 from kvproto.messages import FinishReason, Sampling, TokenLogprobs
 
 GREEDY8 = Sampling(8, temperature=0.0)

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import ROOT, Clock, Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer, IdStream
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.text.detokenizer import IdDetokenizer, IdStream
 from kvproto.errors import (
     Cancelled,
     ContextLengthExceeded,

@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.engine_thread import EngineThread
-from kvfleet.worker.kv_publisher import KvPublisher
-from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.outputs import StepResult
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
 from tests.support.waiting import LIMIT_S

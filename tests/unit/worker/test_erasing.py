@@ -11,11 +11,11 @@ from engine_rig import ROOT, Transcript, make_engine, spec
 from memory_remote import MemoryRemote
 from test_tiered_schedules import TieredSchedule
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.prospect import BlockName
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.prospect import BlockName
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import ForkedRoot, Root, chain
 from kvproto.messages import Sampling, Tier

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.model.base import Scored
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Draw, Scored, Slice
 from kvproto.messages import Sampling
 
 GREEDY = Draw(Sampling(1, temperature=0.0), 0, 0)
@@ -99,7 +98,8 @@ def _timed(runner: FakeRunner, slices: list[Slice]) -> float:
 
 def test_engine_and_fake_import_neither_torch_nor_nats() -> None:
     code = (
-        "import sys; import kvfleet.worker.engine_thread, kvfleet.worker.model.fake, kvfleet.worker.kv_publisher; "
+        "import sys; import kvfleet.worker.engine.engine_thread, kvfleet.worker.model.fake; "
+        "import kvfleet.worker.serve.kv_publisher; "
         "sys.exit(bool({'torch', 'transformers', 'nats', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

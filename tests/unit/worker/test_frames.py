@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvfleet.worker import frames
-from kvfleet.worker.frames import (
+from kvfleet.worker.engine.outputs import (
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOutput,
+    SequenceStarted,
+    SequenceTokens,
+)
+from kvfleet.worker.streams import frames
+from kvfleet.worker.streams.frames import (
     KEEP_FINISHED_S,
     MAX_READERS,
     PAUSED_LIMIT_S,
@@ -15,14 +22,7 @@ from kvfleet.worker.frames import (
     TOKENS_PER_RESEND,
     FrameBook,
 )
-from kvfleet.worker.milestones import MilestoneLog
-from kvfleet.worker.outputs import (
-    SequenceFailed,
-    SequenceFinished,
-    SequenceOutput,
-    SequenceStarted,
-    SequenceTokens,
-)
+from kvfleet.worker.streams.milestones import MilestoneLog
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import (
     ChoiceFinished,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from engine_rig import make_engine, spec
 
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.giving_way import Departures
-from kvfleet.worker.outputs import SequenceFailed, SequenceFinished
-from kvfleet.worker.request_intake import check_capacity
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished
+from kvfleet.worker.schedule.giving_way import Departures
+from kvfleet.worker.serve.request_intake import check_capacity
 from kvproto.errors import Overloaded
 from kvproto.messages import GenerateRequest, Load, PriorityLoad, Rates, Sampling
 

@@ -8,8 +8,8 @@ import pytest
 from engine_rig import ROOT, expected_tokens, spec
 from tier_rig import SIZE, TieredRig
 
-from kvfleet.worker.outputs import SequenceStarted, SequenceTokens
-from kvfleet.worker.tiers.prospect import Prospect, names_of
+from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.engine.outputs import SequenceStarted, SequenceTokens
 from kvproto.block_hash import chain
 from kvproto.messages import Sampling, Tier
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.kv_size import KvLayout, columns, kv_size, lengths, readable, size_lines
+from kvfleet.worker.model.kv_size import KvLayout, columns, kv_size, lengths, readable, size_lines
 
 QWEN = KvLayout(layers=24, kv_heads=2, head_dim=64, context_length=32_768)
 

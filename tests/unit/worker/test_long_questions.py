@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker import long_questions
-from kvfleet.worker.long_questions import KEEP_S, MAX_QUESTIONS, LongQuestions
+from kvfleet.worker.serve import long_questions
+from kvfleet.worker.serve.long_questions import KEEP_S, MAX_QUESTIONS, LongQuestions
 from kvproto.errors import InvalidRequest, PayloadTooLarge
 from kvproto.messages import AdminCommand, AdminRequest
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.frames import FrameBook
-from kvfleet.worker.milestones import KEPT, PER_MESSAGE, MilestoneLog
-from kvfleet.worker.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.streams.frames import FrameBook
+from kvfleet.worker.streams.milestones import KEPT, PER_MESSAGE, MilestoneLog
 from kvproto import codec
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, KvfleetError
 from kvproto.messages import (

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.content_index import ContentIndex
-from kvfleet.worker.pool_integrity import PoolAudit
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.content_index import ContentIndex
+from kvfleet.worker.blocks.pool_integrity import PoolAudit
 from kvproto.block_hash import chain
 
 ROOT = b"r" * 16
@@ -94,8 +94,8 @@ def test_wrong_books_are_found_within_one_round(spoil: Callable[[BlockPool, list
 
 def test_python_without_assertions_finds_them_too() -> None:
     code = (
-        "from kvfleet.worker.block_pool import BlockPool\n"
-        "from kvfleet.worker.pool_integrity import PoolAudit, check_integrity\n"
+        "from kvfleet.worker.blocks.block_pool import BlockPool\n"
+        "from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity\n"
         "pool = BlockPool(4, 2)\n"
         "pool.allocate(1)\n"
         "check_integrity(pool, [])\n"

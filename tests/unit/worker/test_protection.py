@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from memory_remote import MemoryRemote
 from tier_rig import SIZE, TieredRig
 
+from kvfleet.worker.blocks.prospect import BlockName
 from kvfleet.worker.tiers import protection
-from kvfleet.worker.tiers.prospect import BlockName
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
 from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.messages import Sampling, Tier

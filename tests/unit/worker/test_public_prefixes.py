@@ -10,11 +10,11 @@ import pytest
 from engine_rig import Transcript, make_engine
 from tokenizers import Tokenizer
 
-from kvfleet.worker.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, read_bundle, read_public_prefixes
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.engine.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, read_bundle, read_public_prefixes
+from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.main import worker_record
-from kvfleet.worker.model_folder import DEMO_FOLDER
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
+from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, chain

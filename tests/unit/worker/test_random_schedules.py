@@ -14,11 +14,10 @@ from dataclasses import replace
 import pytest
 from engine_rig import ROOT, Clock, Transcript, WindowedRunner, expected_tokens, make_engine, spec
 
-from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.outputs import StepResult
-from kvfleet.worker.sequence import SequenceSpec
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvproto.errors import Cancelled, ContextLengthExceeded, DeadlineExceeded, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Overflow, Sampling
 

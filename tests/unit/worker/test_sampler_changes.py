@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfleet.worker.model.base import Scored
 from kvfleet.worker.model.sampler import sample
 from kvfleet.worker.model.sampling.changes import Changes, apply
-from kvfleet.worker.step_plan import Draw
+from kvfleet.worker.schedule.step_plan import Draw, Scored
 from kvproto.errors import EngineFailure, InvalidRequest
 from kvproto.messages import Sampling
 

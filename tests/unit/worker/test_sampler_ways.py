@@ -24,11 +24,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from kvcpu.vector.compiled import entry
 from kvfleet.worker.model.sampler import sample, warm_up
 from kvfleet.worker.model.sampling import cpu, portable
 from kvfleet.worker.model.sampling.weights import DrawSettings, weight_bits
-from kvfleet.worker.model.vector.compiled import entry
-from kvfleet.worker.step_plan import Draw
+from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
 
 LIMITS = [
@@ -162,7 +162,7 @@ import torch
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
 from kvfleet.worker.model.sampler import sample, warm_up
-from kvfleet.worker.step_plan import Draw
+from kvfleet.worker.schedule.step_plan import Draw
 
 torch.set_num_threads(1)
 warm_up(torch.device("cpu"))

@@ -8,14 +8,13 @@ from collections.abc import Sequence as Items
 import pytest
 from engine_rig import Clock, Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.model.base import Drawn
+from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.precedence import AGE_S
-from kvfleet.worker.scheduler import Scheduler
-from kvfleet.worker.sequence import Sequence
-from kvfleet.worker.step_plan import Slice
-from kvfleet.worker.waiting_queue import Group, ServiceOrder
+from kvfleet.worker.schedule.precedence import AGE_S
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import Sequence
+from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.waiting_queue import Group, ServiceOrder
 from kvproto.errors import DeadlineExceeded, OutOfMemory
 from kvproto.messages import FinishReason, Sampling
 

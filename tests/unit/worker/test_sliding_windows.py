@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from engine_rig import ROOT, Transcript, WindowedRunner, expected_tokens, make_engine, spec
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.pool_integrity import check_integrity
+from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.pool_integrity import check_integrity
-from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto import block_hash
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling

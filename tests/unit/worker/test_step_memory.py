@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.model.base import Drawn
-from kvfleet.worker.step_memory import RECOVER_STEPS, TokenBudget, run_step
-from kvfleet.worker.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_memory import RECOVER_STEPS, TokenBudget, run_step
+from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
 

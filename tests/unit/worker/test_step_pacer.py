@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from kvfleet.worker.step_pacer import MIN_CHUNK, PROBE_EVERY, STEP_S, StepPacer
+from kvfleet.worker.schedule.step_pacer import MIN_CHUNK, PROBE_EVERY, STEP_S, StepPacer
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.step_rates import RECENT_S, RECENT_STEPS, StepRates, StepTimes
+from kvfleet.worker.schedule.step_rates import RECENT_S, RECENT_STEPS, StepRates, StepTimes
 
 
 def test_mixed_step_counts_as_prefill_beyond_a_decode_step() -> None:

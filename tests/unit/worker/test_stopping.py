@@ -9,9 +9,9 @@ from engine_rig import relaxed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker import text_stream
-from kvfleet.worker.stopping import StopStrings
-from kvfleet.worker.text_stream import NOTHING, TextStream
+from kvfleet.worker.text import text_stream
+from kvfleet.worker.text.stopping import StopStrings
+from kvfleet.worker.text.text_stream import NOTHING, TextStream
 
 
 class Spelling:

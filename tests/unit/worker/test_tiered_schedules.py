@@ -13,12 +13,12 @@ import pytest
 from memory_remote import Faults, MemoryRemote, Unaddressed
 from test_random_schedules import MOST_STEPS, Schedule
 
-from kvfleet.worker.engine import Engine
-from kvfleet.worker.outputs import StepResult
-from kvfleet.worker.sequence import SequenceSpec
+from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import StepResult
+from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers import protection
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.prospect import Prospect, names_of
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.messages import Tier

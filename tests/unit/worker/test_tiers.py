@@ -12,8 +12,8 @@ from engine_rig import ROOT, expected_tokens, spec
 from memory_remote import Faults
 from tier_rig import SIZE, TieredRig
 
+from kvfleet.worker.blocks.prospect import names_of
 from kvfleet.worker.tiers.lending import EngineLender
-from kvfleet.worker.tiers.prospect import names_of
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from tests.support.waiting import LIMIT_S

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvfleet.worker.model.device_watch import CpuWatch
-from kvfleet.worker.tenant_costs import TenantCosts
+from kvfleet.worker.schedule.tenant_costs import TenantCosts
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.worker_metrics import readings
 from kvproto.messages import Heartbeat, Load, Rates, State, Tier, TierLoad

@@ -10,14 +10,14 @@ from dataclasses import replace
 from engine_rig import ROOT, Transcript, spec
 from memory_remote import Faults, MemoryRemote
 
-from kvfleet.worker.block_pool import BlockPool
-from kvfleet.worker.detokenizer import IdDetokenizer
-from kvfleet.worker.engine import Engine
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.outputs import SequenceStarted, StepResult
-from kvfleet.worker.scheduler import Scheduler
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.prospect import Prospect, names_of
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import Root, chain
 from kvproto.messages import Tier

@@ -6,25 +6,13 @@ the pool and attends. Backends share one behaviour suite: the exactness tests ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from kvcpu.blocks import AttentionForm
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """What a layer computes: softmax(cap(scaling * QK^T))V over the last `window` tokens, the token itself included.
-
-    `cap(x) = softcap * tanh(x / softcap)` where there is a `softcap` (Gemma 2); no `window` means all tokens.
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 class AttentionStep(Protocol):

@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
+from kvcpu.blocks import AttentionForm
 from kvfleet.worker.model.abort import Abort
-from kvfleet.worker.model.attention.base import AttentionForm, AttentionStep
+from kvfleet.worker.model.attention.base import AttentionStep
 
 NAME = "kvfleet_paged"
 STEP = "kvfleet_step"  # the keyword that carries the AttentionStep

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfleet.worker.model.attention.base import AttentionForm
+from kvcpu.blocks import AttentionForm
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 
 PADDING = 1.25  # a group of decodes gathers at most this many times the blocks it needs
 GATHERED_TOKENS = 65_536  # of a group at most, to bound the copy

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.attention.cpu import call as a
-from kvfleet.worker.model.attention.cpu.backend import CpuBackend, CpuStep
-from kvfleet.worker.model.fused import call as f
+from kvcpu.attention import attention_call as a
+from kvcpu.attention.backend import CpuBackend, CpuStep
+from kvcpu.fused import fused_call as f
+from kvcpu.linear import linear_call as c
+from kvcpu.vector.program import Program
 from kvfleet.worker.model.fused.layer import Buffers, FusedLayer, Rotation
-from kvfleet.worker.model.linear import call as c
-from kvfleet.worker.model.vector.program import Program
 
 MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
 

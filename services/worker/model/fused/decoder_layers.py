@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfleet.worker.model.attention.base import AttentionForm
+from kvcpu.blocks import AttentionForm
+from kvcpu.fused.modules import ROTATED, FusedMlp, FusedNorm, Rotary
+from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.chain import Chain
 from kvfleet.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
 from kvfleet.worker.model.fused.likeness import signature
-from kvfleet.worker.model.fused.modules import ROTATED, FusedMlp, FusedNorm, Rotary
 from kvfleet.worker.model.fused.trial import TRIALS, same
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
-from kvfleet.worker.model.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
-from kvfleet.worker.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Slice
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from kvcpu.fused.modules import Rotary
+from kvcpu.linear.packed import Multiplier
 from kvfleet.worker.model.fused.decoder_layers import LayerFuser
-from kvfleet.worker.model.fused.modules import Rotary
 from kvfleet.worker.model.fused.small_parts import SmallParts
-from kvfleet.worker.model.linear.packed import Multiplier
 
 
 def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[str, int]:

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvfleet.worker.model.attention.base import AttentionForm
-from kvfleet.worker.model.attention.cpu.backend import CpuBackend, CpuStep
+from kvcpu.attention.backend import CpuBackend, CpuStep
+from kvcpu.blocks import AttentionForm
+from kvcpu.fused import fused_call as f
+from kvcpu.fused.modules import FusedMlp, FusedNorm, Rotary
+from kvcpu.linear import linear_call as c
+from kvcpu.linear.packed import PackedLinear
+from kvcpu.vector.program import Program
 from kvfleet.worker.model.attention.interface import current_step
-from kvfleet.worker.model.fused import call as f
-from kvfleet.worker.model.fused.modules import FusedMlp, FusedNorm, Rotary
-from kvfleet.worker.model.linear import call as c
-from kvfleet.worker.model.linear.packed import PackedLinear
-from kvfleet.worker.model.vector.program import Program
 
 Rotation = tuple[Tensor, Tensor] | None
 WIDTH = max(c.FIELDS, f.NORM_FIELDS, f.ROTATION_FIELDS)

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from kvcpu.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
+from kvcpu.linear.packed import Multiplier, can_pack, plain_weight
+from kvcpu.vector.kinds import MULTIPLIED
+from kvcpu.vector.numbers import LANES
 from kvfleet.worker.model.fused.likeness import signature
-from kvfleet.worker.model.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
 from kvfleet.worker.model.fused.trial import TRIALS, same
-from kvfleet.worker.model.linear.packed import Multiplier, can_pack, plain_weight
-from kvfleet.worker.model.vector.kinds import MULTIPLIED
-from kvfleet.worker.model.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfleet.worker.step_plan import Draw
+from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.errors import InvalidRequest
 
 Ints = npt.NDArray[np.int64]

@@ -9,12 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.sampling import call as c
+from kvcpu.sampling import sampling_call as c
+from kvcpu.vector import team
+from kvcpu.vector.compiled import Entry, entry
 from kvfleet.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
-from kvfleet.worker.model.vector import team
-from kvfleet.worker.model.vector.compiled import Entry, entry
 
-KERNELS = "kvfleet.worker.model.sampling.kernels"
+KERNELS = "kvcpu.sampling.sampling_kernels"
 UNDONE = np.int64(-1)  # neither a token nor a sum of weights
 ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies to what the allocator keeps at hand
 

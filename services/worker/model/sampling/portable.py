@@ -10,14 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.sampling.weights import (
-    DEEPEST,
-    MANTISSA_BITS,
-    NATURAL,
-    POWERS_OF_2,
-    DrawSettings,
-    weight_bits,
-)
+from kvcpu.sampling.sampling_call import DEEPEST, MANTISSA_BITS, POWERS_OF_2
+from kvfleet.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
 
 ROWS_AT_ONCE = 16  # bounds the float64 copies of large vocabularies
 

@@ -24,18 +24,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvcpu.sampling.sampling_call import MANTISSA_BITS
 from kvfleet.worker.model.sampling.chance import uniform
-from kvfleet.worker.step_plan import Draw
+from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# 2**f for |f| <= 1/2, highest power first: Taylor's, whose remainder is below a float64's precision there.
-POWERS_OF_2 = tuple(math.log(2) ** power / math.factorial(power) for power in range(13, -1, -1))
-MANTISSA_BITS = 52
 NATURAL = 1 / math.log(2)  # the scale of temperature 1
-DEEPEST = -200.0  # weights are 0 long before; keeps z finite
 LEAST_TEMPERATURE = 1e-300  # below, only the largest logits have weight anyway
 
 

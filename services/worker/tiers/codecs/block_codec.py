@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvfleet.worker.model.vector.compiled import entry
-from kvfleet.worker.model.vector.numbers import INT8
+from kvcpu.vector.compiled import entry
+from kvcpu.vector.numbers import INT8
 from kvfleet.worker.tiers.codecs.block_shape import KINDS, BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec
 from kvproto.errors import CodecError
@@ -103,7 +103,7 @@ def warm_up() -> None:
         decode(BlockCodec.INT8, shape, memoryview(small), memoryview(raw))
 
 
-KERNELS = "kvfleet.worker.tiers.codecs.kernels"
+KERNELS = "kvcpu.codec.codec_kernels"
 _Kernel = Callable[[Any], None]
 _Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfleet.worker.model.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, SCALE_BYTES
+from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, SCALE_BYTES
 from kvproto.dataplane.block import BlockCodec
 
 KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8}

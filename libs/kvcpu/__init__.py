@@ -1,0 +1,1 @@
+"""CPU kernels: attention, linear layers, fused layers and sampling, compiled to machine code. README.md says how."""

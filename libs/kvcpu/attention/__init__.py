@@ -1,0 +1,1 @@
+"""Attention over blocks: cut into items, attended by threads, combined."""

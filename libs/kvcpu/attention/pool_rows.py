@@ -1,0 +1,85 @@
+"""Where K and V of a token lie in the pool, in place or staged as rows of floats. Numba."""
+
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
+from __future__ import annotations
+
+from numba import njit
+
+from kvcpu.attention import attention_call as c
+from kvcpu.attention.softmax import ONE
+from kvcpu.vector.cells import read_float, read_int
+from kvcpu.vector.conversion import to_floats
+from kvcpu.vector.numbers import INT8, ITEM_BYTES, LANES
+
+
+@njit(nogil=True, error_model="numpy")
+def block_index(token, p):
+    """token // block_size: a division costs as much as a vector of work, and block sizes are powers of two."""
+    return token >> p[c.BLOCK_SHIFT] if p[c.BLOCK_SHIFT] >= 0 else token // p[c.BLOCK_SIZE]
+
+
+@njit(nogil=True, error_model="numpy")
+def run_of(p, table, head, token, value):
+    """Address of the run (K or V of one block, layer and head) that `token` lies in."""
+    block = read_int(table + 8 * block_index(token, p))
+    row = (block * p[c.LAYERS] + p[c.LAYER]) * 2 + value
+    return p[c.POOL] + (row * p[c.KV_HEADS] + head) * p[c.RUN_BYTES]
+
+
+@njit(nogil=True, error_model="numpy")
+def stage(p, table, head, token, count, value, target):
+    """K or V of `count` tokens from `token` on as rows of floats at `target`, filled up to a multiple of LANES."""
+    size, kind, dim = p[c.BLOCK_SIZE], p[c.KV_KIND], p[c.HEAD_DIM]
+    row_bytes = 4 * p[c.PADDED]
+    item = ITEM_BYTES[kind]
+    done = 0
+    while done < count:
+        offset = token + done - block_index(token + done, p) * size
+        rows = min(size - offset, count - done)
+        run = run_of(p, table, head, token + done, value)
+        source = run + offset * dim * item
+        to = target + done * row_bytes
+        if kind == INT8:
+            scales = run + size * dim + 4 * offset
+            for row in range(rows):
+                to_floats(kind, source + row * dim, to + row * row_bytes, dim, read_float(scales + 4 * row))
+        elif dim == p[c.PADDED]:
+            to_floats(kind, source, to, rows * dim, ONE)
+        else:
+            for row in range(rows):
+                to_floats(kind, source + row * dim * item, to + row * row_bytes, dim, ONE)
+        done += rows
+
+
+@njit(nogil=True, error_model="numpy")
+def tile_of(p, table, head, token, low, high, value, buffer):
+    """Address of rows for the LANES tokens from `token` on, of which those from `low` to `high` count.
+
+    In place where the pool holds what the kernels compute with, else staged in `buffer`.
+    """
+    if p[c.DIRECT]:
+        return row_of(p, table, head, token, value)
+    stage(p, table, head, low, high - low, value, buffer + (low - token) * 4 * p[c.PADDED])
+    return buffer
+
+
+@njit(nogil=True, error_model="numpy")
+def tile_bytes(p):
+    """Of K or V of LANES tokens of one head, as the pool keeps them."""
+    return LANES * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
+
+
+@njit(nogil=True, error_model="numpy")
+def ahead_of(p, table, head, token, value):
+    """Address of the tile that begins at `token`, for the next pass over it to find it in the cache: blocks lie
+    anywhere in memory, so the processor cannot guess them. 0 where a tile is no one piece.
+    """
+    return row_of(p, table, head, token, value) if p[c.TILED] else 0
+
+
+@njit(nogil=True, error_model="numpy")
+def row_of(p, table, head, token, value):
+    """Address of one token's numbers."""
+    offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
+    return run_of(p, table, head, token, value) + offset * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]

@@ -1,0 +1,1 @@
+"""What stands between linear layers: norms, rotations, gates."""

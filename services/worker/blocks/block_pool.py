@@ -1,0 +1,389 @@
+"""Who holds which block of the KV pool, and what the unheld ones still contain. Pure; the engine thread owns it.
+
+    free ──allocate──▶ held (refs > 0) ──release, nothing kept──▶ free
+                        │  ▲                                       ▲
+                release │  │ acquire (prefix hit)                  │ evict (leaf first)
+                        ▼  │                                       │
+                       idle: cached, refs == 0 ────────────────────┘
+
+Five rules keep it simple:
+
+* A sequence holds a chain: whoever holds a block holds all blocks before it. `fill` swaps a block whose content is
+  cached already for the cached one, so the rule holds for duplicates too. Hence everything that continues an idle
+  block is idle, and *every* idle block can be had by evicting leaves: available = free + idle.
+* The one exception are `windowed` sequences: they let go of leading blocks that no later token reaches, and hold on to
+  what follows. Leaf-first then means: a block goes once nothing *idle* continues it directly. With a block that
+  goes, everything that continues it leaves the index too, held or not: nobody can find it any more. So what is in the
+  index always has all blocks before it in the index as well.
+* Full blocks are shared by reference, found by hash. Anything less than a full block is shared by copy: `match` names a
+  donor and how many of its leading tokens agree, the caller copies it into a block of its own.
+* Evictions happen in `allocate` only and blocks are stored in `fill` only, so within one engine step all removals come
+  before all stores.
+* Along a chain in the index what is exact comes first and what is lossy (quantised once, or computed on such) after it.
+  A request for exact results neither reads lossy blocks nor lists what it computed in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvfleet.worker.blocks.content_index import Content, ContentIndex, depth_of
+from kvfleet.worker.eviction.base import EvictionPolicy
+from kvfleet.worker.eviction.lru import LruEviction
+from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`. `lossy`:
+    some of it is."""
+
+    blocks: list[int]
+    donor: int | None
+    donor_tokens: int
+    tokens: int
+    lossy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChanges:
+    """Full blocks that left and entered the content index since the last look; removals came first.
+
+    `stored` groups blocks that follow one another: (hash before the run, hashes of the run).
+    """
+
+    removed: list[bytes]
+    stored: list[tuple[bytes, list[bytes]]]
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens each. Blocks are named by 0 ... num_blocks - 1."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.windowed = False  # set before use: holders may let go of the front of their chains
+        self.evictions = 0
+        self.digest = 0
+        self._policy = policy or LruEviction()
+        self._index = ContentIndex()
+        self._refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle = 0
+        self._idle_children: dict[bytes, int] = {}  # hash -> idle blocks that continue it directly
+        self._tick = 0
+        self._removed: list[bytes] = []
+        self._stored: list[tuple[bytes, list[bytes]]] = []
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return len(self._free) + self._idle
+
+    @property
+    def used(self) -> int:
+        """Blocks that a sequence holds."""
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Blocks nobody holds that still have content."""
+        return self._idle
+
+    @property
+    def addressed(self) -> int:
+        """Full blocks with a content address, held or not: what a snapshot lists."""
+        return self._index.addressed
+
+    def idle_among(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` count as available now and would not once acquired."""
+        return sum(1 for block in blocks if not self._refs[block])
+
+    def held_once(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` would become available if a holder of them let go."""
+        return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block of this content, held or not."""
+        return self._index.find(block_hash)
+
+    def lists(self, block_hash: bytes) -> bool:
+        """Whether a full block of this content can be found."""
+        return self._index.find(block_hash) is not None
+
+    def hashes(self) -> list[bytes]:
+        """Content addresses of all full blocks, held or not, parents before children."""
+        return self._index.hashes()
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens take."""
+        return -(-tokens // self.block_size)
+
+    # ------------------------------------------------------------------ finding
+
+    def match(
+        self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int, *, exact: bool = False
+    ) -> Match:
+        """Longest cached prefix of `ids[:limit]`, to the token; changes nothing. `exact`: nothing lossy.
+
+        `hashes` is the chain over the full blocks of `ids` under `root`.
+        """
+        size = self.block_size
+        blocks: list[int] = []
+        for block_hash in hashes[: limit // size]:
+            block = self._index.find(block_hash)
+            if block is None or (exact and self._index[block].lossy):
+                break
+            blocks.append(block)
+        full = len(blocks)
+        start = full * size
+        parent = parent_of(root, hashes, full)
+        donor, donor_tokens = self._index.longest_child(parent, ids[start : min(start + size, limit)], exact=exact)
+        lossy = (bool(blocks) and self._index[blocks[-1]].lossy) or (donor is not None and self._index[donor].lossy)
+        return Match(blocks, donor, donor_tokens, start + donor_tokens, lossy)
+
+    def chain_to(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of a chain, full ones alone."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._index.find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def ancestry(self, block_hash: bytes) -> list[int]:
+        """The chain that ends with this block, as far up as the index has it; empty if it is not there."""
+        blocks: list[int] = []
+        block = self._index.find(block_hash)
+        while block is not None:
+            blocks.append(block)
+            block = self._index.find(self._index[block].before)
+        return blocks[::-1]
+
+    def continuations(self, block_hash: bytes) -> dict[bytes, bytes]:
+        """Every full block that continues this one, directly or not, and the root that it is kept under."""
+        found: dict[bytes, bytes] = {}
+        above = [block_hash]
+        while above:
+            for block in self._index.children(above.pop()):
+                content = self._index[block]
+                if content.hash is not None:
+                    found[content.hash] = content.root
+                    above.append(content.hash)
+        return found
+
+    def lists_block(self, block: int) -> bool:
+        """Whether what this block contains can be found."""
+        return block in self._index
+
+    def content(self, block: int) -> Content:
+        """Of a cached or held block that can be found. Raises KeyError for another one."""
+        return self._index[block]
+
+    def is_lossy(self, block_hash: bytes) -> bool:
+        """Whether what can be found under this hash is lossy."""
+        block = self._index.find(block_hash)
+        return block is not None and self._index[block].lossy
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many full blocks of a chain are cached; few looks, as whatever is cached has all before it cached."""
+        return depth_of(hashes, self.lists)
+
+    # ------------------------------------------------------------------ holding
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Hold cached or held blocks once more, in chain order."""
+        for block in blocks:
+            if not self._refs[block]:
+                self._wake(block)
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks for one holder, evicting cached ones as needed; their bytes are whatever was there before.
+
+        Raises ValueError, and changes nothing, if fewer are available.
+        """
+        if count > self.available:
+            raise ValueError(f"{count} blocks asked for, {self.available} available")
+        blocks = []
+        for _ in range(count):
+            block = self._free.pop() if self._free else self._evict()
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of a holder's blocks, given in chain order. Those with content stay cached until evicted."""
+        self._tick += 1
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
+            if block not in self._index:
+                self._free.append(block)
+            else:
+                self._rest(block)
+
+    # ------------------------------------------------------------------ content
+
+    def fill(
+        self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
+    ) -> int:
+        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: make it
+        findable.
+
+        Returns the block to use from now on: where the same content is cached already the caller holds that one
+        instead, and `block` is free again.
+        """
+        block_hash = hashes[at]
+        twin = self._index.find(block_hash)
+        if twin is not None:
+            self.acquire((twin,))
+            self._refs[block] = 0
+            self._free.append(block)
+            return twin
+        content = Content.of(root, hashes, at, ids, full=True, lossy=lossy)
+        self._index.add(block, content)
+        self.digest ^= digest_term(block_hash)
+        if self._stored and self._stored[-1][1][-1] == content.parent:
+            self._stored[-1][1].append(block_hash)
+        else:
+            self._stored.append((content.parent, [block_hash]))
+        return block
+
+    def keep_tail(
+        self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
+    ) -> None:
+        """Mark the partially filled last block of a holder, the `at`-th of its chain, as worth keeping, before it is
+        released.
+
+        `ids` are the tokens it has KV for, fewer than a block. Of tails of which one begins with the other only the
+        longer is kept.
+        """
+        tail = Content.of(root, hashes, at, ids, full=False, lossy=lossy)
+        if not ids or self._index.longest_child(tail.parent, ids)[1] == len(ids):
+            return
+        for shorter in self._index.shorter_tails(tail.parent, tail.ids):
+            self._forget(shorter)
+        self._index.add(block, tail)
+
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
+        """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
+        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens.
+
+        Returns how many blocks went, a partial tail included.
+        """
+        size, gone = self.block_size, 0
+        first = max(keep // size, root.blocks if isinstance(root, ForkedRoot) else 0)
+        for full in range(len(hashes), first - 1, -1):
+            start = full * size
+            parent = parent_of(root, hashes, full)
+            for tail in self._index.shorter_tails(parent, (*ids[start : start + size], -1)):
+                if not self._refs[tail]:
+                    self._forget(tail)
+                    gone += 1
+            if full <= first:
+                break
+            block = self._index.find(hashes[full - 1])
+            if block is None:
+                continue
+            if self._refs[block] or self._index.has_children(hashes[full - 1]):
+                break
+            self._forget(block)
+            gone += 1
+        return gone
+
+    def drop(self, block_hash: bytes) -> int:
+        """Take a block, whose content is wrong, and all that continues it out of the index: nobody finds them any more.
+
+        Who holds one of them goes on holding it. Returns how many full blocks went.
+        """
+        block = self._index.find(block_hash)
+        if block is None:
+            return 0
+        before = self._index.addressed
+        if self._refs[block]:
+            self._unlist(block)
+        else:
+            self._forget(block)
+        self._sever(block_hash)
+        return before - self._index.addressed
+
+    def take_changes(self) -> PoolChanges:
+        """What was removed and stored since the last call."""
+        changes = PoolChanges(self._removed, self._stored)
+        self._removed, self._stored = [], []
+        return changes
+
+    # ------------------------------------------------------------------ inside
+
+    def _is_leaf(self, block: int) -> bool:
+        """Whether nothing idle continues it."""
+        block_hash = self._index[block].hash
+        return block_hash is None or block_hash not in self._idle_children
+
+    def _rest(self, block: int) -> None:
+        """A cached block that nobody holds any more becomes idle."""
+        self._idle += 1
+        content = self._index[block]
+        siblings = self._idle_children.get(content.before, 0)
+        self._idle_children[content.before] = siblings + 1
+        if not siblings and self.windowed and (before := self._index.find(content.before)) is not None:
+            self._policy.withdraw(before)  # evictable until now, as only held blocks continued it
+        self._policy.touch(block, self._tick)
+        if self._is_leaf(block):
+            self._policy.offer(block)
+
+    def _wake(self, block: int) -> None:
+        """An idle block is about to be held, or to leave the index."""
+        self._idle -= 1
+        self._policy.withdraw(block)
+        content = self._index[block]
+        siblings = self._idle_children.pop(content.before) - 1
+        if siblings:
+            self._idle_children[content.before] = siblings
+            return
+        before = self._index.find(content.before)
+        if before is not None and not self._refs[before]:
+            self._policy.offer(before)
+
+    def _evict(self) -> int:
+        block = self._policy.victim()
+        self._wake(block)
+        before = self._index.addressed
+        block_hash = self._unlist(block)
+        if block_hash is not None and self._index.has_children(block_hash):
+            self._sever(block_hash)
+        self.evictions += before - self._index.addressed
+        return block
+
+    def _forget(self, block: int) -> None:
+        """A cached block that nobody holds becomes free."""
+        self._wake(block)
+        self._unlist(block)
+        self._free.append(block)
+
+    def _unlist(self, block: int) -> bytes | None:
+        block_hash = self._index.remove(block).hash
+        if block_hash is not None:
+            self.digest ^= digest_term(block_hash)
+            self._removed.append(block_hash)
+        return block_hash
+
+    def _sever(self, block_hash: bytes) -> None:
+        """Take everything that continues a block which is gone out of the index; what is idle of it becomes free."""
+        above = [block_hash]
+        while above:
+            for block in self._index.children(above.pop()):
+                idle = not self._refs[block]
+                if idle:
+                    self._wake(block)
+                    self._free.append(block)
+                if (gone := self._unlist(block)) is not None:
+                    above.append(gone)

@@ -1,0 +1,220 @@
+"""The bundle of a model folder: tokenizer, chat template, generation defaults. What an ingress needs, and no more.
+
+Reads files only; no torch, so a fake worker and a real one serve the same bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tokenizers import Tokenizer
+
+from kvfleet.worker.model.model_folder import context_length_of
+from kvproto import codec
+from kvproto.errors import InvalidRequest, UnsupportedModel
+from kvproto.ids import base32
+from kvproto.messages import Bundle
+
+log = logging.getLogger(__name__)
+
+UNTOLD_CONTEXT = 2048
+_SAMPLED_BYTES = 65_536
+_TENSOR_BYTES = 4096
+_MAX_HEADER_BYTES = 100 * 1024 * 1024  # as in the format itself
+MAX_PUBLIC_PREFIXES = 256  # a worker's record says all of them, and is renewed every second
+_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{path} is not a JSON object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    if isinstance(ends, int):
+        ends = [ends]
+    return tuple(ends or ())
+
+
+def _tokenizer_json(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    if not any((folder / name).exists() for name in _SLOW_TOKENIZER_FILES):
+        raise UnsupportedModel(f"{folder} has no tokenizer: no tokenizer.json, tokenizer.model or vocabulary in it")
+    from transformers import AutoTokenizer  # only for folders with a slow tokenizer: converts it
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        text: str = tokenizer.backend_tokenizer.to_str()
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(f"{folder} has no tokenizer that can be used: {error}") from None
+    return text
+
+
+def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named templates: the default one
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def model_revision(folder: Path, load_format: str, dtype: str) -> str:
+    """What decides the bytes of K and V: configuration, weights and dtype. Part of every block hash's root.
+
+    Weights are identified by file name, size, the ends of the file, and beginning and middle of every tensor, so that
+    a fine-tune of some matrices is another model: hashing gigabytes at each start would cost more than it tells.
+    """
+    digest = hashlib.blake2b(f"{load_format}\0{dtype}\0".encode(), digest_size=16)
+    digest.update((folder / "config.json").read_bytes())
+    if load_format != "dummy":
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_SAMPLED_BYTES))
+                for at in [*_tensor_places(file, size), size - _SAMPLED_BYTES]:
+                    file.seek(max(0, at))
+                    digest.update(file.read(_SAMPLED_BYTES if at == size - _SAMPLED_BYTES else _TENSOR_BYTES))
+    return base32(digest.digest())
+
+
+def _tensor_places(file: BinaryIO, size: int) -> list[int]:
+    """Where to look at each tensor of a safetensors file, in the order of the file; none if its header is no header."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size, _MAX_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(file.read(length))
+        spans = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+        return sorted(8 + length + at for start, end in spans for at in (start, (start + end) // 2))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def read_bundle(
+    folder: Path,
+    name: str,
+    *,
+    load_format: str,
+    dtype: str,
+    block_size: int,
+    public_prefixes: Sequence[str] = (),
+) -> Bundle:
+    """Raises UnsupportedModel naming the file that is missing or wrong."""
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        raise UnsupportedModel(f"{folder} is no model folder: there is no config.json in it")
+    config = _read_json(config_path)
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    assert isinstance(text_config, dict)
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    context = context_length_of(text_config.get) or UNTOLD_CONTEXT
+    special = {
+        key: text
+        for key, value in {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}.items()
+        if key.endswith("_token") and (text := _token_text(value)) is not None
+    }
+    tokenizer_json = _tokenizer_json(folder)
+    return Bundle(
+        model=name,
+        tokenizer_json=tokenizer_json,
+        chat_template=_chat_template(folder, tokenizer_config),
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        stop_ids=_stop_ids(generation, text_config),
+        context_length=context,
+        vocab_size=int(text_config.get("vocab_size", 0)),
+        default_temperature=_number(generation.get("temperature")),
+        default_top_p=_number(generation.get("top_p")),
+        default_top_k=generation.get("top_k") if isinstance(generation.get("top_k"), int) else None,
+        model_revision=model_revision(folder, load_format, dtype),
+        block_size=block_size,
+        special_tokens=special,
+        public_prefixes=_whole_blocks(tokenizer_json, public_prefixes, block_size),
+    )
+
+
+def read_public_prefixes(path: Path | None) -> list[str]:
+    """The operator's list of texts whose cache all tenants may share, as a JSON list of strings."""
+    if path is None:
+        return []
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", field="public_prefixes_file") from None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{path} must hold a JSON list of strings", field="public_prefixes_file")
+    if len(texts) > MAX_PUBLIC_PREFIXES:
+        raise InvalidRequest(f"{path} may hold {MAX_PUBLIC_PREFIXES} texts at most", field="public_prefixes_file")
+    return texts
+
+
+def _whole_blocks(tokenizer_json: str, texts: Sequence[str], block_size: int) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each text, floored to whole blocks. Says so of a text that text prompts will not share: too short,
+    or without what the tokenizer puts in front of them (a chat template writes that itself, bare ids need not)."""
+    if not texts:
+        return ()
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    head = _put_in_front(tokenizer)
+    found = []
+    for number, text in enumerate(texts, 1):
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+        if len(ids) < block_size:
+            log.warning(
+                "public prefix %d is not shared: its %d tokens are less than a block of %d",
+                number,
+                len(ids),
+                block_size,
+            )
+            continue
+        if ids[: len(head)] != head:
+            log.warning(
+                "public prefix %d does not begin with %r, which the model's tokenizer puts in front of prompts: those "
+                "of /generate and /v1/completions will never match it. Write that in front of the text",
+                number,
+                tokenizer.decode(list(head), skip_special_tokens=False),
+            )
+        found.append(ids[: len(ids) // block_size * block_size])
+    return tuple(found)
+
+
+def _put_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a prompt begins with before its own tokens: BOS, or nothing."""
+    whole, own = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(own)] == own)
+    return tuple(whole[: next(starts, 0)])
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def bundle_hash(bundle: Bundle) -> str:
+    """Content hash for the members record: an ingress fetches the bundle again when it changes."""
+    return base32(hashlib.blake2b(codec.encode(bundle), digest_size=16).digest())

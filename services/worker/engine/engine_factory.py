@@ -1,0 +1,139 @@
+"""Wiring: settings and a model folder to an engine. The one place that decides between the fake and the real model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.model.base import BlockMemory, ModelRunner
+from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.kv_size import KvLayout, readable, size_lines
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.text.detokenizer import TokenizerDetokenizer
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.codecs import block_codec as codecs
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.tiers import Tiers
+from kvproto.errors import OutOfMemory
+from kvproto.messages import Bundle
+from kvservice.host import cores
+from kvservice.host import free_bytes as host_bytes_free
+
+log = logging.getLogger(__name__)
+
+FAKE_BLOCKS = 8192
+TORCH_MODULES = ("kvfleet.worker.model.loader", "kvfleet.worker.model.assembly", "kvcpu.attention.backend")
+
+
+def build_engine(
+    settings: WorkerSettings,
+    folder: Path,
+    bundle: Bundle,
+    remote_for: Callable[[BlockMemory], Remote] | None = None,
+) -> Engine:
+    """Load the model and put an engine around it. Blocks for as long as the loading takes. `remote_for` makes what
+    speaks to vaults and peers about such blocks.
+
+    Raises UnsupportedModel, InvalidRequest or OutOfMemory with a line that names what is wrong.
+    """
+    runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder)
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    if runner.num_blocks * runner.block_size < runner.context_length:
+        log.warning(
+            "%d blocks hold %d tokens, less than the model's context of %d: longer requests fail as out of memory",
+            runner.num_blocks,
+            runner.num_blocks * runner.block_size,
+            runner.context_length,
+        )
+    scheduler = Scheduler(
+        pool,
+        token_budget=settings.step_tokens,
+        slots=settings.slots,
+        itl_target_s=settings.itl_target_ms / 1000,
+        window=runner.window,
+    )
+    remote = None
+    if remote_for is not None and runner.window is None:
+        codecs.warm_up()
+        remote = remote_for(runner.memory)
+    tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote) if runner.window is None else None
+    if tiers is None:
+        log.info("every layer attends to a window: blocks are kept on the device alone")
+    detokenizer = TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json))
+    return Engine(runner, pool, scheduler, detokenizer, tiers=tiers)
+
+
+def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier | None:
+    """Host memory for blocks, as much as asked for; None if that is less than a block."""
+    size = settings.host_bytes
+    if size is None and settings.runner == "fake":
+        size = FAKE_BLOCKS * runner.bytes_per_block
+    elif size is None:
+        size = int(host_bytes_free() * settings.host_memory_fraction / settings.workers_on_host)
+    blocks = size // runner.bytes_per_block
+    if not blocks:
+        return None
+    take = runner.memory.host_memory
+    log.info("%s of host memory for %d blocks below the device", readable(blocks * runner.bytes_per_block), blocks)
+    return HostTier(take(blocks * runner.bytes_per_block), runner.bytes_per_block, runner.block_size)
+
+
+def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
+    return FakeRunner(
+        num_blocks=settings.blocks or FAKE_BLOCKS,
+        block_size=settings.block_size,
+        vocab_size=bundle.vocab_size,
+        context_length=bundle.context_length,
+        eos_ids=bundle.stop_ids,
+        tokens_per_s=settings.fake_tokens_per_s or None,
+        prefill_tokens_per_s=settings.fake_prefill_tokens_per_s or None,
+    )
+
+
+def import_torch() -> None:
+    """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
+    from kvfleet.worker.model.deferred_compiler import defer_compiler
+    from kvfleet.worker.model.kept_scan import keep_scan
+
+    keep_scan()
+    defer_compiler()
+    for module in TORCH_MODULES:
+        import_module(module)
+
+
+def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
+    import_torch()
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
+    from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
+    from kvfleet.worker.model.loader import load_model
+    from kvfleet.worker.model.step_profile import meter_of, step_bytes
+
+    threads = settings.threads or max(1, cores() // settings.workers_on_host)
+    torch.set_num_threads(threads)
+    disable_progress_bar()  # several workers share one terminal; who starts them shows how far they are
+    loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
+    loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
+    fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
+    blocks = settings.blocks
+    if blocks is None:
+        step = step_bytes(loaded, settings.block_size, settings.step_tokens, meter_of(loaded.device))
+        blocks = blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction, step)
+    shape = loaded.kv_shape
+    if blocks * shape.bytes_per_block(settings.block_size) > free_bytes(loaded.device):
+        raise OutOfMemory(f"{blocks} KV blocks need more than the {readable(free_bytes(loaded.device))} that are free")
+    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window)
+    kv_dtype = "int8" if shape.quantized else str(shape.dtype).removeprefix("torch.")
+    for line in size_lines(layout, settings.block_size, kv_dtype, blocks):
+        log.info(line)
+    log.info("%s, %d threads", loaded.device, threads)
+    return build_runner(loaded, blocks, settings.block_size, settings.attention)

@@ -1,0 +1,291 @@
+"""The thread that owns the engine. Loop.
+
+The asyncio loop puts commands on a deque and sets an event; the thread obeys them between steps, and after each step
+hands the result back with one `call_soon_threadsafe`. Neither side ever waits for the other: results pile up in a deque
+until the loop gets round to them, and the loop then takes them all at once.
+
+Answers to `call` travel in that same deque: when one arrives, the results of exactly the steps before it have been
+delivered, so what it says about the cache can be matched with the events made of those results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
+from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvproto.errors import EngineFailure, KvfleetError
+from kvproto.messages import Load, Rates
+from kvservice.distribution import Distribution
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MEASURE_PERIOD_S = 0.05
+NOTHING_RAN_S = 0.001
+IDLE_PERIOD_S = 1.0  # an idle worker's rates change too: links are measured without requests
+CHECK_PERIOD_S = 1.0  # when idle
+
+
+class EngineThread:
+    """Runs `engine` from `start` to `stop`. All methods are for the loop's thread; callbacks are called there too.
+
+    `on_result` gets the results of one or more steps, in order. `on_crash` is told of an exception out of a step, after
+    which the thread is gone: all its sequences, and all requests still to come, fail as EngineFailure (retryable); of
+    one out of `on_result` too: the thread ends then, and no results are passed on any more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_result: Callable[[list[StepResult]], None],
+        loop: asyncio.AbstractEventLoop,
+        on_crash: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.cancel_to_free = Distribution()  # from a cancel to when the blocks of what it ended were back in the pool
+        self._engine = engine
+        self._on_result = on_result
+        self._on_crash = on_crash
+        self._loop = loop
+        self._commands: deque[Callable[[], None]] = deque()
+        self._calls: set[asyncio.Future[object]] = set()
+        self._results: deque[StepResult | Callable[[], None]] = deque()
+        self._delivery_due = False
+        self._delivers = True  # until `on_result` fails
+        self._wake = threading.Event()
+        self._stopping = False
+        self._measured = engine.load(), engine.rates()
+        self._measured_at = 0.0
+        self._check_due = 0.0
+        self._step_began: float | None = None  # set by the engine's thread, read by all
+        self._over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step under way and join. Sequences still running fail as EngineFailure; calls are cancelled."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for future in tuple(self._calls):
+            future.cancel()
+
+    # ------------------------------------------------------------------ commands
+
+    def submit(self, spec: SequenceSpec) -> None:
+        """Ask for a sequence. One that the engine refuses comes back as SequenceFailed."""
+        self._command(partial(self._add, spec))
+
+    def make_room(self, request: str, attempt: int, count: int) -> asyncio.Future[frozenset[tuple[str, int]]]:
+        """After `submit`: so many sequences are to give way to this attempt. Answered with the attempts that go."""
+        return self.call(lambda engine: engine.make_room(request, attempt, count))
+
+    def cancel(self, request: str, attempt: int | None = None, received: Sequence[int] = ()) -> None:
+        """In no step that begins from now on; the one under way is given up if it is for nobody else."""
+        self._engine.give_up(request, attempt)
+        self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
+
+    def pause(self, request: str, attempt: int | None = None) -> None:
+        self._command(partial(self._engine.pause, request, attempt))
+
+    def resume(self, request: str, attempt: int | None = None) -> None:
+        self._command(partial(self._engine.resume, request, attempt))
+
+    def wake(self) -> None:
+        """Have the engine look after its tiers. From any thread."""
+        self._wake.set()
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether a peer is being sent blocks just now."""
+        return self._engine.tiers is not None and bool(self._engine.tiers.lent)
+
+    def measure(self) -> tuple[Load, Rates]:
+        """Load and rates as of a moment ago; waits for nothing."""
+        return self._measured
+
+    @property
+    def steps_aborted_total(self) -> int:
+        """Steps given up because all they computed for was cancelled."""
+        return self._engine.steps_aborted_total
+
+    @property
+    def protected_blocks_total(self) -> int:
+        """Blocks of running sequences that went to vaults so that a crash costs less."""
+        tiers = self._engine.tiers
+        return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
+
+    @property
+    def counters(self) -> Engine:
+        """The engine, for its counters alone: plain numbers that any thread may read while they grow."""
+        return self._engine
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the engine has been in its present step; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def call(self, query: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """Run `query` on the engine's thread between two steps; the future gets its result or exception.
+
+        Raises EngineFailure, through the future, if the thread is gone.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)  # type: ignore[arg-type]
+        future.add_done_callback(self._calls.discard)
+        self._command(partial(self._answer, query, future))
+        return future
+
+    def post(self, work: Callable[[Engine], None]) -> None:
+        """Have the engine's thread do this between two steps. From any thread; nobody hears how it went."""
+        self._command(partial(work, self._engine))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+        if self._over is not None:  # nobody else will
+            self._obey()
+
+    # ------------------------------------------------------------------ engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                self._obey()
+                tended = self._engine.tend()
+                if tended is not None:
+                    self._hand_over(tended)
+                if self._engine.has_work:
+                    self._obey()  # who was cancelled meanwhile is not in this step
+                    self._step_began = time.monotonic()
+                    result = self._engine.step()
+                    self._step_began = None
+                    self._hand_over(result)
+                    self._measure(MEASURE_PERIOD_S)
+                    if not (result.sequences or result.outputs):  # all wait for blocks that are being copied
+                        self._wake.wait(NOTHING_RAN_S)
+                elif not self._stopping and not self._engine.verify():
+                    self._measure(0.0)
+                    if (due_in := self._engine.due_in) is None:
+                        self._check()
+                    self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
+            self._end(EngineFailure("the engine was stopped"))
+        except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
+            logger.exception("the engine failed")
+            self._end(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
+            if self._on_crash is not None:
+                self._call_soon(self._on_crash, error)
+
+    def _end(self, reason: EngineFailure) -> None:
+        self._step_began = None
+        self._over = reason
+        self._hand_over(self._engine.abandon(reason))
+        self._obey()  # what was asked meanwhile
+
+    def _obey(self) -> None:
+        while True:
+            try:
+                command = self._commands.popleft()
+            except IndexError:
+                return
+            command()
+
+    def _add(self, spec: SequenceSpec) -> None:
+        try:
+            if self._over is not None:
+                raise self._over
+            self._engine.add(spec)
+        except KvfleetError as error:
+            self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error, spec.choice)]))
+
+    def _cancel(self, request: str, attempt: int | None, received: Sequence[int], asked: float) -> None:
+        if self._engine.cancel(request, attempt, received):
+            self.cancel_to_free.observe(time.monotonic() - asked)
+
+    def _answer(self, query: Callable[[Engine], T], future: asyncio.Future[T]) -> None:
+        try:
+            if self._over is not None:
+                raise self._over
+            result = query(self._engine)
+        except Exception as error:  # noqa: BLE001 - the question failed: whoever asked gets to know, the engine goes on
+            self._hand_over(partial(_reject, future, error))
+        else:
+            self._hand_over(partial(_resolve, future, result))
+
+    def _measure(self, period: float) -> None:
+        now = time.monotonic()
+        if now - self._measured_at >= period:
+            self._measured = self._engine.load(), self._engine.rates()
+            self._measured_at = now
+
+    def _check(self) -> None:
+        """Look through the books while there is nothing to do, a part each time: better to crash on wrong ones than to
+        serve wrong blocks."""
+        now = time.monotonic()
+        if now >= self._check_due:
+            self._engine.audit()
+            self._check_due = now + CHECK_PERIOD_S
+
+    def _hand_over(self, result: StepResult | Callable[[], None]) -> None:
+        self._results.append(result)
+        if not self._delivery_due:
+            self._delivery_due = True
+            self._call_soon(self._deliver)
+
+    def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            logger.debug("the event loop is closed, a result of the engine is dropped")
+
+    # ------------------------------------------------------------------ loop's thread
+
+    def _deliver(self) -> None:
+        self._delivery_due = False  # before taking: what comes after this line makes a new delivery due
+        results: list[StepResult] = []
+        while self._results:
+            result = self._results.popleft()
+            if isinstance(result, StepResult):
+                results.append(result)
+                continue
+            self._pass_on(results)
+            results = []
+            result()
+        self._pass_on(results)
+
+    def _pass_on(self, results: list[StepResult]) -> None:
+        if not results or not self._delivers:
+            return
+        try:
+            self._on_result(results)
+        except Exception as error:  # what these results were for would wait for ever
+            self._delivers = False
+            logger.exception("results of the engine were not taken")
+            self._stopping = True
+            self._wake.set()
+            if self._on_crash is not None:
+                self._on_crash(error)
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _reject(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

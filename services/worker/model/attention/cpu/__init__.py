@@ -1,1 +1,0 @@
-"""Attention on a CPU, straight over the block-major pool."""

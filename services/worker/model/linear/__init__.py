@@ -1,1 +1,0 @@
-"""Linear layers on a CPU, on weights packed for it."""

@@ -1,0 +1,1 @@
+"""What a worker asks of vaults and of other workers."""

@@ -1,0 +1,95 @@
+"""Loop: what vaults, and the peer that placement named, have of a request's chain: asked before the engine has it.
+
+Owned by the worker's event loop, but that chains may be hashed on any thread.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvfleet.worker.blocks.prospect import BlockName, Prospect, names_of
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
+from kvfleet.worker.tiers.restorer import FAR_LOOK_S, HANDED_LOOK_S
+from kvproto.block_hash import Root, chain
+from kvproto.messages import GenerateRequest
+from kvproto.regions import seal, split
+
+log = logging.getLogger(__name__)
+
+Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # chains of a request, by what was generated of a choice before
+
+
+class Prospector:
+    def __init__(self, remote: Remote | None, engine: EngineThread, block_size: int, fleet_key: bytes) -> None:
+        self._remote = remote
+        self._engine = engine
+        self._block_size = block_size
+        self._fleet_key = fleet_key
+
+    def of(
+        self, request: GenerateRequest, root: Root, ids: tuple[int, ...], hashed: Hashed, traceparent: str
+    ) -> Callable[[int], Prospect | None]:
+        """What can be had of each choice. Fresh ones share their prompt, and so what is found of it."""
+        shared: list[Prospect | None] = []
+
+        def of(choice: int) -> Prospect | None:
+            if outputs := request.continuation(choice).output_ids:
+                return self._look(request, root, ids + outputs, hashed.get(outputs), traceparent)
+            if not shared:
+                shared.append(self._look(request, root, ids, hashed.get(()), traceparent))
+            return shared[0]
+
+        return of
+
+    def would_look(self, request: GenerateRequest, tokens: int) -> bool:
+        """Whether asking is worth it, for a sequence of so many known tokens."""
+        rate = self._engine.measure()[1].prefill_tokens_per_s
+        if self._remote is None or tokens <= self._block_size:
+            return False
+        return not rate or tokens >= LOOK_WORTH_S * rate or request.handed_over
+
+    def hash(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Hashed:
+        """The chains of a request, which takes long for a long one: on any thread."""
+        size = self._block_size
+        outputs = {request.continuation(choice).output_ids for choice in range(request.sampling.n)}
+        return {one: names_of(root, chain(root, ids + one, size), ids + one, size) for one in outputs}
+
+    def _look(
+        self,
+        request: GenerateRequest,
+        root: Root,
+        known: tuple[int, ...],
+        hashed: Sequence[BlockName] | None,
+        traceparent: str,
+    ) -> Prospect | None:
+        """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
+        if self._remote is None or not self.would_look(request, len(known)):
+            return None
+        size = self._block_size
+        names = hashed if hashed is not None else names_of(root, chain(root, known, size), known, size)
+        far = self._introduce(request)
+        source = request.source if far or not split(request.source)[0] else ""
+        finding = self._remote.look(
+            names,
+            exact=request.exact,
+            peer=source,
+            on_ready=self._engine.wake,
+            limit_s=FAR_LOOK_S if far else HANDED_LOOK_S if request.handed_over else None,
+            traceparent=traceparent,
+        )
+        return Prospect(names, finding, source, request.handed_over, far, traceparent)
+
+    def _introduce(self, request: GenerateRequest) -> bool:
+        """Whether its source is a worker of another region, vouched for by who has the fleet's key."""
+        if self._remote is None or not split(request.source)[0]:
+            return False
+        sealed = seal(self._fleet_key, request.source, request.source_addresses)
+        if not self._fleet_key or not hmac.compare_digest(sealed, request.source_seal):
+            log.warning("request %s: the addresses of %s are not believed", request.request, request.source)
+            return False
+        self._remote.introduce(request.source, request.source_addresses)
+        return True

@@ -1,0 +1,169 @@
+"""Loop: the worker's part of the data plane. Owns its listener, its keys, and who the vaults and peers are.
+
+vaults' records, watched ──every quarter second──▶ RemoteTiers (set_vaults)
+a peer's record, when a request names it ──Peers──▶ RemoteTiers (set_peers)
+kvf_keys ──▶ KeyRing ──▶ RemoteTiers and DataPlaneServer
+peers ──data plane──▶ DataPlaneServer ──▶ PeerStore ──▶ EngineLender ──▶ the engine's thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from pathlib import Path
+
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.network.peers import Peers
+from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers.lending import EngineLender
+from kvfleet.worker.tiers.peer_store import PeerStore
+from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.source_address import SourceAddress, vaults_of
+from kvfleet.worker.tiers.tiers import Tiers
+from kvproto.buckets import Bucket
+from kvproto.connection import Connection
+from kvproto.dataplane.block import BlockCodec
+from kvproto.dataplane.keys import KeyRing, KeyWatch, follow_keys
+from kvproto.dataplane.server import Counters, DataPlaneServer
+from kvproto.errors import Unavailable
+from kvproto.members import Members
+from kvproto.messages import Role, Tier, WorkerRecord
+from kvproto.regions import link_key
+from kvproto.subjects import Subjects
+from kvproto.tasks import end
+from kvservice import tracing
+from kvservice.block_spans import recorder_of
+from kvservice.data_plane import client_context, limits_of, reachable, server_context
+from kvservice.tracing import Tracer
+
+log = logging.getLogger(__name__)
+
+REFRESH_PERIOD_S = 0.25
+LINK_KEY = "between-regions"  # no id of the bucket: those are random, or `first`
+
+
+class TierNetwork:
+    """Made before the model is loaded, as the engine is built around `remote`; `listen` once there is an engine,
+    `follow` once NATS is to be asked. `stop` from the loop that started it."""
+
+    def __init__(
+        self, settings: WorkerSettings, worker: str, host: str, folder: Path, tracer: Tracer = tracing.NULL
+    ) -> None:
+        """`folder` is for the Unix socket. Raises InvalidRequest or Unavailable for TLS files of no use."""
+        far = {LINK_KEY: link_key(settings.fleet_key.encode())} if settings.region and settings.fleet_key else {}
+        self.ring = KeyRing(accepted=far)
+        self._far_keys = KeyRing(far) if far else None
+        self.remote: RemoteTiers | None = None
+        self._settings = settings
+        self._worker = worker
+        self._host = host
+        self._folder = folder
+        self._tracer = tracer
+        self._tls = server_context(settings), client_context(settings)
+        self._server: DataPlaneServer | None = None
+        self._keys: KeyWatch | None = None
+        self._vaults: Members | None = None
+        self._peers: Peers | None = None
+        self._workers: Members | None = None  # watched from when this one goes
+        self._watching: asyncio.Task[None] | None = None
+        self._model: str | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._known: list[SourceAddress] = []
+
+    def remote_for(self, memory: BlockMemory) -> RemoteTiers:
+        """What the engine of such blocks asks."""
+        settings = RemoteSettings(
+            self._worker,
+            self._host,
+            memory.kv_format,
+            BlockShape(*memory.rows),
+            BlockCodec(self._settings.vault_codec),
+        )
+        self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1], far_keys=self._far_keys, tracer=self._tracer)
+        return self.remote
+
+    def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
+        """Serve peers from now on; returns the addresses for the worker's record. Raises Unavailable."""
+        self._server = DataPlaneServer(
+            PeerStore(EngineLender(tiers, thread.post), tiers.memory.kv_format),
+            self.ring,
+            self._worker,
+            tcp=(self._settings.data_plane_host, self._settings.data_plane_port),
+            unix_path=self._folder / f"{self._worker}.sock",
+            tls=self._tls[0],
+            limits=limits_of(self._settings),
+            on_traced=recorder_of(self._tracer, Tier.PEER),
+        )
+        self._server.start()
+        return reachable(self._server.addresses, self._settings)
+
+    async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
+        """Learn keys and addresses, and go on doing so. Raises Unavailable."""
+        self._keys = await follow_keys(connection, subjects, self.ring)
+        self._model = me.model
+        self._vaults = Members(connection, subjects, hears=False, role=Role.VAULT)
+        self._workers = Members(connection, subjects, hears=False, role=Role.WORKER)
+        await self._vaults.start()
+        if self.remote is not None:
+            self._peers = Peers(await Bucket.open(connection, subjects.members_bucket), me, self.remote.set_peers)
+        self._refresh()
+        self._refreshing = asyncio.create_task(self._keep_fresh(), name="tier-addresses")
+
+    def meet(self, worker: str) -> Awaitable[None] | None:
+        """See `Peers`."""
+        return None if self._peers is None else self._peers.meet(worker)
+
+    @property
+    def served(self) -> Counters:
+        """What peers asked of this worker."""
+        return Counters() if self._server is None else self._server.counters
+
+    def has_successor(self) -> bool | None:
+        """Whether another worker of this model takes new work; None: not known yet. Who asks is about to go: from then
+        on all workers are watched."""
+        if self._workers is None or self._model is None:
+            return False
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch_workers(), name="successors")
+        if not self._watching.done():
+            return None
+        return any(view.record.id != self._worker for view in self._workers.view.ready(self._model))
+
+    async def _watch_workers(self) -> None:
+        assert self._workers is not None
+        try:
+            await self._workers.start()
+        except Unavailable as error:
+            log.warning("who else serves this model is not known: %s", error)
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_PERIOD_S)
+            try:
+                self._refresh()
+            except Exception:  # a loop's top: else vaults would stay as they are for ever
+                log.exception("vaults could not be taken over")
+
+    def _refresh(self) -> None:
+        assert self._vaults is not None
+        found = vaults_of(record for record, _ in self._vaults.view.members.values())
+        if found != self._known and self.remote is not None:
+            self._known = found
+            self.remote.set_vaults(found)
+
+    async def stop(self) -> None:
+        """Nobody is served, nobody is asked any more."""
+        await end(task for task in (self._refreshing, self._watching) if task is not None)
+        for members in (self._vaults, self._workers):
+            if members is not None:
+                await members.stop()
+        if self._keys is not None:
+            await self._keys.stop()
+        loop = asyncio.get_running_loop()
+        if self._server is not None:
+            await loop.run_in_executor(None, self._server.close)
+        if self.remote is not None:
+            await loop.run_in_executor(None, self.remote.close)

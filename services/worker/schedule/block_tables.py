@@ -1,0 +1,145 @@
+"""Each sequence's block table: what it holds in the pool, when it grows, when it lets go. Pure.
+
+        passed         shared          own, filled      own, partial     to grow into
+    [ -1 | -1 | ... | full block | ... | full block | ... | tail ]- - - - - - - - - -
+                                                              ^ computed
+
+A sequence is admitted with blocks for all its known tokens. Where every layer attends to a window (`window` tokens,
+each token itself included) it takes them as it goes instead, and lets go of those that no later token can reach: so it
+never needs more than the window and one block, however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.pool_integrity import check_integrity
+from kvfleet.worker.schedule.sequence import Sequence, State
+
+
+class BlockTables:
+    """Carries out on the pool what the scheduler decides; owned by it."""
+
+    def __init__(self, pool: BlockPool, window: int | None = None) -> None:
+        self.pool = pool
+        self.window = window
+        self._size = pool.block_size
+        pool.windowed = pool.windowed or window is not None
+
+    def at_once(self, tokens: int) -> int:
+        """Fewest blocks with which a sequence of so many tokens can be computed."""
+        all_of_them = self.pool.blocks_for(tokens)
+        if self.window is None:
+            return all_of_them
+        return min(all_of_them, self.pool.blocks_for(self.window - 1) + 1)
+
+    # ------------------------------------------------------------------ begin
+
+    def match(self, sequence: Sequence) -> Match:
+        """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
+        limit = len(sequence.ids) - 1
+        match = self.pool.match(sequence.root, sequence.hashes, sequence.ids, limit, exact=sequence.spec.exact)
+        full = len(match.blocks)
+        for sibling in sequence.siblings:  # a running one's partial block is not in the index, but can be copied
+            if match.tokens == limit:
+                break
+            if sibling.state is State.RUNNING and sibling.computed > match.tokens:
+                end = min(sequence.agrees_with(sibling), sibling.computed, limit, (full + 1) * self._size)
+                if end > match.tokens and sibling.blocks[full] >= 0:
+                    match = Match(match.blocks, sibling.blocks[full], end - full * self._size, end, sibling.lossy)
+        return match
+
+    def fits(self, sequence: Sequence, match: Match, others: int, given: int = 0) -> bool:
+        """Whether it can run beside `others`, each of which may need a block to grow soon, with `given` blocks more."""
+        held = match.blocks[self._first_reached(match.tokens) :]
+        needed = max(1, self.at_once(len(sequence.ids)) - len(held))
+        return needed + others <= self.pool.available + given - self.pool.idle_among(held)
+
+    def hold(self, sequence: Sequence, match: Match) -> list[tuple[int, int]]:
+        """Start a sequence on what it matched and on new blocks. Returns the copies to be made first."""
+        full = len(match.blocks)
+        passed = min(self._first_reached(match.tokens), full)
+        held = match.blocks[passed:]
+        self.pool.acquire(held)
+        new = self.pool.blocks_for(len(sequence.ids)) - full if self.window is None else int(match.donor is not None)
+        sequence.blocks = [-1] * passed + held + self.pool.allocate(new)
+        sequence.passed = passed
+        sequence.computed = match.tokens
+        sequence.filled = full
+        sequence.lossy, sequence.private = match.lossy, False
+        return [] if match.donor is None else [(match.donor, sequence.blocks[full])]
+
+    # ------------------------------------------------------------------ go on
+
+    def extend(self, sequence: Sequence, tokens: int, spare: int = 0) -> int:
+        """For how many of the next `tokens` tokens there is room, taking blocks of which `spare` stay available."""
+        room = len(sequence.blocks) * self._size - sequence.computed
+        if room >= tokens:
+            return tokens
+        missing = self.pool.blocks_for(sequence.computed + tokens) - len(sequence.blocks)
+        taken = min(missing, max(self.pool.available - spare, 0))
+        sequence.blocks += self.pool.allocate(taken)
+        return min(tokens, room + taken * self._size)
+
+    def advance(self, sequence: Sequence, end: int) -> None:
+        """KV of all tokens before `end` is there: full blocks become findable, those out of reach are let go."""
+        sequence.computed = end
+        size = self._size
+        for at in range(sequence.filled, end // size):
+            if self._is_findable(sequence, at):
+                sequence.blocks[at] = self.pool.fill(
+                    sequence.blocks[at],
+                    sequence.root,
+                    sequence.hashes,
+                    at,
+                    sequence.block_ids(at, size),
+                    lossy=sequence.lossy,
+                )
+                sequence.lossy = sequence.lossy or self.pool.is_lossy(sequence.hashes[at])
+            sequence.filled = at + 1
+        if self.window is not None and (reached := self._first_reached(end)) > sequence.passed:
+            self.pool.release(sequence.blocks[sequence.passed : reached])
+            sequence.blocks[sequence.passed : reached] = [-1] * (reached - sequence.passed)
+            sequence.passed = reached
+
+    def let_go(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+        """All blocks go back to the pool, the partial last one kept where it is of use."""
+        size = self._size
+        last = sequence.computed // size
+        if keep_tail and sequence.computed % size and sequence.filled == last and self._is_findable(sequence, last):
+            ids = sequence.block_ids(last, size)
+            block, hashes = sequence.blocks[last], sequence.hashes
+            self.pool.keep_tail(block, sequence.root, hashes, last, ids, lossy=sequence.lossy)
+        self.pool.release(sequence.blocks[sequence.passed :])
+        sequence.blocks = []
+        sequence.computed = sequence.filled = sequence.passed = 0
+
+    # ------------------------------------------------------------------ inside
+
+    def _first_reached(self, computed: int) -> int:
+        """Index of the first block that tokens from `computed` on attend to."""
+        return 0 if self.window is None else max(0, computed - self.window + 1) // self._size
+
+    def _is_findable(self, sequence: Sequence, at: int) -> bool:
+        """Whether the `at`-th block may be listed. Those before it must be in the index: one that was let go may have
+        been evicted. Where the index has a lossy block, an exact sequence's own is not listed, nor any after it."""
+        if sequence.spec.exact and not sequence.private and at < len(sequence.hashes):
+            sequence.private = self.pool.is_lossy(sequence.hashes[at])
+        if sequence.private:
+            return False
+        return self.window is None or not at or self.pool.lists(sequence.hashes[at - 1])
+
+    def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
+        """Raises AssertionError if the tables of these, who with `others` are all that hold blocks, disagree with the
+        pool."""
+        size = self._size
+        for sequence in sequences:
+            assert sequence.filled == sequence.computed // size
+            assert len(sequence.blocks) * size >= sequence.computed
+            assert len(sequence.hashes) == len(sequence.ids) // size
+            assert sequence.computed < len(sequence.ids)
+            assert sequence.blocks[: sequence.passed] == [-1] * sequence.passed
+            assert -1 not in sequence.blocks[sequence.passed :]
+            assert sequence.passed == min(self._first_reached(sequence.computed), len(sequence.blocks))
+        check_integrity(self.pool, [*(sequence.blocks for sequence in sequences), *others])

@@ -1,0 +1,92 @@
+"""Work by priority, and who gives way when there is more than a worker takes. Pure.
+
+Whoever comes may take the place of somebody of lower priority who waits and of whom nobody has seen anything. What has
+begun, here or elsewhere, is never sent away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvfleet.worker.schedule.sequence import Sequence, State
+from kvproto.errors import Overloaded
+from kvproto.messages import Load, PriorityLoad, Rates
+
+LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+
+Attempt = tuple[str, int]
+Queued = tuple[Sequence, int]  # and its prompt tokens that are still to be computed
+
+
+def by_priority(queued: Iterable[Queued]) -> tuple[PriorityLoad, ...]:
+    """Highest first; empty where all is of priority 0, as it mostly is."""
+    found: dict[int, list[int]] = {}
+    for sequence, tokens in queued:
+        level = found.setdefault(sequence.spec.priority, [0, 0, 0])
+        level[0] += 1
+        level[1] += _is_fresh(sequence)
+        level[2] += tokens
+    if found.keys() <= {0}:
+        return ()
+    return tuple(PriorityLoad(priority, *found[priority]) for priority in sorted(found, reverse=True))
+
+
+def until_served(load: Load, rates: Rates, priority: int) -> float:
+    """Seconds until what is served before a newcomer of this priority is prefilled; 0 while that is not measured."""
+    if not rates.prefill_tokens_per_s:
+        return 0.0
+    levels = load.priorities or (PriorityLoad(0, 0, 0, load.queued_prefill_tokens),)
+    ahead = sum(level.queued_prefill_tokens for level in levels if level.priority >= priority)
+    return ahead / rates.prefill_tokens_per_s
+
+
+def full(wait_s: float) -> Overloaded:
+    """What whoever has to go hears."""
+    retry_after_s = min(max(wait_s, LEAST_RETRY_S), MOST_RETRY_S)
+    return Overloaded("this worker has all it takes, waiting and running", retry_after_s=round(retry_after_s, 3))
+
+
+def could_give_way(load: Load, priority: int, leaving: int = 0) -> int:
+    """How many sequences would, at most, to one of this priority. `leaving` were asked to: the lowest of all."""
+    if not load.priorities:
+        return max(load.waiting - leaving, 0) if priority > 0 else 0
+    return max(sum(level.unstarted for level in load.priorities if level.priority < priority) - leaving, 0)
+
+
+class Departures:
+    """Who was asked to give way and is still counted. Owned by the request desk."""
+
+    def __init__(self) -> None:
+        self._asked = 0  # sequences; the engine has not said yet who goes
+        self._going: set[Attempt] = set()
+
+    def ask(self, count: int) -> None:
+        self._asked += count
+
+    def answered(self, count: int, going: Iterable[Attempt]) -> None:
+        self._asked -= count
+        self._going.update(going)
+
+    def count(self, pending: Callable[[Attempt], int]) -> int:
+        """`pending`: how many sequences of an attempt have not ended yet."""
+        left = {attempt: pending(attempt) for attempt in self._going}
+        self._going = {attempt for attempt, number in left.items() if number}
+        return self._asked + sum(left.values())
+
+
+def giving_way(waiting: Iterable[Sequence], priority: int, count: int) -> list[Sequence]:
+    """Of whole attempts, `count` sequences or a few more: the lowest priority first, of it who came last. None if
+    there are fewer."""
+    below = [sequence for sequence in waiting if sequence.spec.priority < priority]
+    below.sort(key=lambda sequence: (sequence.spec.priority, -sequence.arrival))
+    found: dict[int, Sequence] = {}
+    for sequence in below:
+        if len(found) >= count:
+            break
+        if id(sequence) not in found and all(map(_is_fresh, sequence.siblings)):
+            found |= {id(sibling): sibling for sibling in sequence.siblings}
+    return list(found.values()) if len(found) >= count else []
+
+
+def _is_fresh(sequence: Sequence) -> bool:
+    return sequence.state is State.WAITING and not sequence.started and not sequence.spec.output_ids

@@ -1,0 +1,321 @@
+"""Decides what each step runs. Pure: sequences in, a plan out; time is passed in. The engine thread owns it.
+
+Per step: what is past its deadline fails; a waiting sequence of higher priority may push lower ones out; every running
+sequence that needs one token decodes; then prompts get as many tokens as the pacer allows, in the order of service:
+those begun and those that wait, who are admitted while slots and blocks last.
+
+Why this never livelocks: blocks are only ever taken from sequences of worse rank, ranks never change, so the
+best-ranked running sequence advances until it ends; a preempted one keeps its rank and is admitted again only when all
+its known tokens fit beside what runs; and a sequence that cannot grow although it runs alone fails. Pushing out needs
+the higher priority, so nobody is ever pushed out by whom he pushed out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from operator import attrgetter
+
+from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.schedule.block_tables import BlockTables
+from kvfleet.worker.schedule.precedence import level_of
+from kvfleet.worker.schedule.prompt_leaders import PromptLeaders
+from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
+from kvfleet.worker.schedule.step_plan import Draw, Slice, StepPlan
+from kvfleet.worker.schedule.tenant_shares import TenantShares
+from kvfleet.worker.schedule.waiting_queue import ServiceOrder, WaitingQueue
+from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
+
+_rank = attrgetter("rank")
+
+
+class Scheduler:
+    """`token_budget`: tokens per step at most, `slots`: sequences that run at the same time at most.
+
+    `itl_target_s`: how long a step beside running streams may take in any case. `window`: how many tokens, itself
+    included, a token attends to in every layer, so that older blocks can go; None if any layer attends to all.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        token_budget: int = 512,
+        slots: int = 64,
+        itl_target_s: float = 0.0,
+        window: int | None = None,
+    ) -> None:
+        if token_budget < 1 or slots < 1:
+            raise ValueError(f"token_budget {token_budget} and slots {slots} must be positive")
+        self.pool = pool
+        self.slots = slots
+        self.preemptions = 0
+        self.tables = BlockTables(pool, window)
+        self.pacer = StepPacer(token_budget, itl_target_s)
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # sorted by rank
+        # What tiers below do: say whether a sequence whose turn it is waits for blocks to be brought, so many blocks
+        # being left to others; hear of who is about to give its blocks away.
+        self.claims: Callable[[Sequence, Match, int], bool] = lambda sequence, match, spare: False
+        self.on_preempt: Callable[[Sequence], None] = lambda sequence: None
+        self._shares = TenantShares()
+        self._next_deadline = float("inf")  # no earlier than this
+
+    # ------------------------------------------------------------------ queue
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Add a new or resumed sequence."""
+        sequence.share = self._shares.enter(sequence.spec.tenant)
+        self._wait(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """What was brought for a sequence is on the device, or nothing more will come."""
+        self._wait(sequence)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
+        self._leave(sequence)
+        sequence.state = State.PAUSED
+        sequence.restores = 0
+
+    def finish(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+        """Take a sequence out for good; what it computed stays cached."""
+        self._leave(sequence, keep_tail=keep_tail)
+        sequence.state = State.FINISHED
+
+    def slide(self, sequence: Sequence) -> None:
+        """Drop a running sequence's oldest tokens. It stays, and computes the rest again like a prompt."""
+        self.tables.let_go(sequence)
+        sequence.slide(self.pool.block_size)
+
+    # ------------------------------------------------------------------ step
+
+    def schedule(self, now: float) -> StepPlan:
+        plan = StepPlan()
+        if now >= self._next_deadline:
+            self._expire(plan, now)
+        if self.waiting:
+            self._push_out(now)
+        begun = self._plan_decodes(plan)
+        if begun or (self.waiting and len(self.running) < self.slots):
+            self._plan_prompts(plan, begun, now)
+        return plan
+
+    def _expire(self, plan: StepPlan, now: float) -> None:
+        live = [s for s in (*self.waiting, *self.running) if s.spec.deadline is not None]
+        self._next_deadline = float("inf")
+        for sequence in live:
+            deadline = sequence.spec.deadline
+            assert deadline is not None
+            if deadline > now:
+                self._next_deadline = min(self._next_deadline, deadline)
+                continue
+            where = "in the queue" if not sequence.started else f"after {sequence.num_outputs} tokens"
+            took = now - sequence.enqueued
+            self._fail(plan, sequence, DeadlineExceeded(f"deadline passed {took:.3f} s after arrival, {where}"))
+
+    def _push_out(self, now: float) -> None:
+        """Make room for who would be served next, at the cost of running sequences of lower priority."""
+        lowest = min((s.spec.priority for s in self.running), default=None)
+        if lowest is None or self.waiting.highest_priority <= lowest:
+            return
+        begun = [s for s in self.running if s.remaining > 1]
+        first = ServiceOrder(begun, self.waiting.groups(), now).pop()
+        if first is None or first.state is State.RUNNING:
+            return
+        match = self.tables.match(first)
+        if PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
+            return
+        victims: list[Sequence] = []
+        given = 0
+        candidates = (s for s in reversed(self.running) if _may_push_out(first, s, now))
+        while len(self.running) - len(victims) >= self.slots or not self.tables.fits(
+            first, match, len(self.running) - len(victims), given
+        ):
+            victim = next(candidates, None)
+            if victim is None:
+                return  # not even all of them would be enough
+            victims.append(victim)
+            given += self.pool.held_once(victim.blocks)
+        for victim in victims:
+            self._preempt(victim)
+
+    # ------------------------------------------------------------------ decodes
+
+    def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """A slice for every sequence that needs one token. Returns those that need more, each with room for one."""
+        size = self.pool.block_size
+        slices, sequences = plan.slices, plan.sequences
+        begun = []
+        for sequence in tuple(self.running):
+            computed = sequence.computed
+            full = computed == len(sequence.blocks) * size
+            if sequence.state is not State.RUNNING or (full and not self._grow(plan, sequence)):
+                continue
+            if computed + 1 < len(sequence.ids):
+                begun.append(sequence)
+                continue
+            slices.append(Slice(sequence.ids[computed:], computed, sequence.blocks, _draw(sequence)))
+            sequences.append(sequence)
+            if computed >= sequence.charged:
+                sequence.charged = computed + 1
+                sequence.share.served += 1
+        plan.decodes = len(slices)
+        return begun
+
+    def _grow(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Make sure that the next token has a slot, at the cost of worse-ranked sequences, in the end of itself."""
+        while not self.tables.extend(sequence, 1):
+            victim = self.running[-1]
+            if victim is sequence and len(self.running) == 1:
+                if self.pool.used == sum(block >= 0 for block in sequence.blocks):
+                    self._fail(plan, sequence, self._out_of_memory(sequence))
+                return False  # else blocks are being copied, and free soon
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    # ------------------------------------------------------------------ prompts
+
+    def _plan_prompts(self, plan: StepPlan, begun: list[Sequence], now: float) -> None:
+        allowance = self.pacer.allowance(plan.decodes)
+        waiting = self.waiting.groups() if len(self.running) < self.slots else []
+        order = ServiceOrder(begun, waiting, now)
+        leaders = PromptLeaders(begun, self.pool.block_size)
+        unplanned = {id(sequence) for sequence in begun}
+        while allowance.grant(0) and (sequence := order.pop()) is not None:
+            served: Sequence | None = sequence
+            if sequence.state is State.WAITING:
+                if len(self.running) >= self.slots:
+                    order.drop_waiting()
+                    continue
+                if self.tables.at_once(len(sequence.ids)) > self.pool.num_blocks:
+                    self._fail(plan, sequence, self._out_of_memory(sequence))
+                    continue
+                served = self._admit(plan, sequence, leaders)
+                if served is sequence and _runs(sequence):
+                    unplanned.add(id(sequence))
+            if served is None:
+                order.drop_waiting()  # whoever does not fit is not overtaken by smaller ones, else it might never run
+            elif id(served) in unplanned:
+                unplanned.discard(id(served))
+                self._plan_chunk(plan, served, allowance)
+
+    def _admit(self, plan: StepPlan, sequence: Sequence, leaders: PromptLeaders) -> Sequence | None:
+        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room.
+
+        One that waits for blocks from below leaves the queue, and its turn is over.
+        """
+        if (leader := leaders.known(sequence)) is not None:
+            return leader
+        match = self.tables.match(sequence)
+        if (leader := leaders.find(sequence, match)) is not None:
+            return leader
+        if not self.tables.fits(sequence, match, len(self.running)):
+            return None
+        if self.tables.window is None and self.claims(sequence, match, len(self.running)):
+            self.waiting.remove(sequence)
+            sequence.state = State.RESTORING
+            return sequence
+        self.waiting.remove(sequence)
+        plan.copies += self.tables.hold(sequence, match)
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=_rank)
+        leaders.add(sequence)
+        if not sequence.started:
+            sequence.started = True
+            sequence.cached_tokens = match.tokens
+            plan.started.append(sequence)
+        return sequence
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, allowance: Allowance) -> None:
+        start = sequence.computed
+        remaining = len(sequence.ids) - start
+        wanted = max(1, allowance.grant(start, remaining))
+        count = self.tables.extend(sequence, wanted, spare=len(self.running) - 1)
+        if not count:
+            return
+        draw = _draw(sequence) if count == remaining else None
+        if sequence.spec.trace is not None:
+            sequence.spec.trace.chunk(count)
+        plan.add_chunk(sequence, Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
+        allowance.spend(start, count)
+        if start + count > sequence.charged:
+            sequence.share.served += start + count - max(start, sequence.charged)
+            sequence.charged = start + count
+
+    # ------------------------------------------------------------------ inside
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        self.waiting.add(sequence)
+        if sequence.spec.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.spec.deadline)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        if sequence.spec.trace is not None:
+            sequence.spec.trace.preemptions += 1
+        self.on_preempt(sequence)
+        sequence.restores = 0
+        self._withdraw(sequence)
+        self._wait(sequence)
+
+    def _fail(self, plan: StepPlan, sequence: Sequence, error: KvfleetError) -> None:
+        self.finish(sequence)
+        plan.failed.append((sequence, error))
+
+    def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+        if sequence.state in (State.WAITING, State.RESTORING, State.RUNNING):
+            self._shares.leave(sequence.spec.tenant)
+        self._withdraw(sequence, keep_tail=keep_tail)
+
+    def _withdraw(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+        """Out of the queue it is in; its blocks go back to the pool."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.RUNNING:
+            at = bisect_left(self.running, sequence.rank, key=_rank)
+            assert self.running[at] is sequence
+            del self.running[at]
+        self.tables.let_go(sequence, keep_tail=keep_tail)
+
+    def _out_of_memory(self, sequence: Sequence) -> OutOfMemory:
+        tokens = len(sequence.ids)
+        return OutOfMemory(
+            f"{tokens} tokens need {self.tables.at_once(tokens)} blocks, this worker has {self.pool.num_blocks}"
+        )
+
+    def check_integrity(self, others: Items[Items[int]] = ()) -> None:
+        """Raises AssertionError if queues, sequences and pool disagree; `others` hold blocks too."""
+        self.waiting.check_integrity()
+        assert all(sequence.state is State.RUNNING for sequence in self.running)
+        assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
+        assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
+        assert len(self.running) <= self.slots
+        self.tables.check_integrity(self.running, others)
+
+
+def _runs(sequence: Sequence) -> bool:
+    return sequence.state is State.RUNNING
+
+
+def _draw(sequence: Sequence) -> Draw:
+    """The next token's, with what the request asks for and nothing else."""
+    spec, index = sequence.spec, sequence.num_outputs
+    banned = sequence.banned if index < spec.sampling.min_tokens else ()
+    if sequence.prompt_seen is None or sequence.penalised is None:
+        return Draw(spec.sampling, spec.choice, index, (), (), banned)
+    return Draw(spec.sampling, spec.choice, index, sequence.prompt_seen, sequence.penalised, banned)
+
+
+def _may_push_out(one: Sequence, other: Sequence, now: float) -> bool:
+    """By every measure: what has come to its turn by waiting is not pushed out again by what came later."""
+    return (
+        one.spec.priority > other.spec.priority
+        and one.rank < other.rank
+        and level_of(one.spec.priority, now - one.enqueued) > level_of(other.spec.priority, now - other.enqueued)
+    )

@@ -1,0 +1,102 @@
+"""What one forward pass does: which tokens of which sequences, in which blocks. Plain values, made by the scheduler.
+
+Draw and Slice are made per sequence and step and never changed; freezing them would cost three times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from kvfleet.worker.schedule.sequence import Sequence
+from kvproto.errors import KvfleetError
+from kvproto.messages import Sampling, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Draw:
+    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone.
+
+    `prompt_ids` and `output_ids` are what came before, for penalties; `banned` must not be drawn. All three are empty
+    where the request asks for nothing that needs them. `output_ids` is the sequence's own list, which grows afterwards.
+    """
+
+    sampling: Sampling
+    choice: int
+    index: int
+    prompt_ids: Items[int] = ()
+    output_ids: Items[int] = ()
+    banned: Items[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token drawn for a request that asks for log probabilities."""
+
+    token: int
+    logprobs: TokenLogprobs
+
+
+Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+
+
+@dataclass(slots=True)
+class Slice:
+    """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`.
+
+    `blocks` is the block table, at least up to the last position; token p lives in slot p % block_size of
+    `blocks[p // block_size]`. An entry is -1 where no layer can reach the block any more (sliding windows). `draw` is
+    None where more of the prompt is still to come.
+    """
+
+    ids: Items[int]
+    start: int
+    blocks: Items[int]
+    draw: Draw | None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. `copies` (source block, target block) happen first, one after the other, in this order."""
+
+    slices: list[Slice] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # whose slice it is, same order
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
+    failed: list[tuple[Sequence, KvfleetError]] = field(default_factory=list)
+    decodes: int = 0  # the first so many slices: sequences that run on their one last token
+    prefill_tokens: int = 0
+    prefill_positions: float = 0.0  # sum over the prefill tokens
+
+    @property
+    def fed_tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+    def add_chunk(self, sequence: Sequence, part: Slice) -> None:
+        """Prompt tokens, or tokens that have to be computed again."""
+        self.slices.append(part)
+        self.sequences.append(sequence)
+        count = len(part.ids)
+        self.prefill_tokens += count
+        self.prefill_positions += count * (part.start + (count - 1) / 2)
+
+    def abandon(self) -> None:
+        """Nothing of it was computed."""
+        self.slices, self.sequences = [], []
+        self.decodes = self.prefill_tokens = 0
+        self.prefill_positions = 0.0
+
+    def drop(self, at: int) -> Sequence:
+        """Take one slice out again. Returns whose it was."""
+        part = self.slices.pop(at)
+        if at < self.decodes:
+            self.decodes -= 1
+        else:
+            count = len(part.ids)
+            self.prefill_tokens -= count
+            self.prefill_positions -= count * (part.start + (count - 1) / 2)
+        return self.sequences.pop(at)

@@ -1,0 +1,161 @@
+"""The sequences that wait, by (priority, tenant), and each step's order of service over them. Pure.
+
+Within a group it is first come, first served, but those with a deadline take one another's places so that the earliest
+goes first. Between groups the order changes from step to step and within a step, because who is served is charged:
+
+    level, then the tenant served least, then prompts already begun, then arrival
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from operator import attrgetter
+
+from kvfleet.worker.schedule.precedence import level_of
+from kvfleet.worker.schedule.sequence import Sequence, State
+
+_arrival = attrgetter("arrival")
+_deadline = attrgetter("spec.deadline", "arrival")
+
+Key = tuple[int, int, bool, int]
+
+
+class Group:
+    """Those of one (priority, tenant). The ones with a deadline own `places` together, by arrival."""
+
+    def __init__(self) -> None:
+        self._plain: list[Sequence] = []  # by arrival
+        self._dated: list[Sequence] = []  # by deadline
+        self._places: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._dated)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order of service. Sequences may leave meanwhile; those that are not come to cost nothing."""
+        plain_after, dated_after = -1, (float("-inf"), -1)
+        while True:
+            at = bisect_right(self._plain, plain_after, key=_arrival)
+            dated_at = bisect_right(self._dated, dated_after, key=_deadline)
+            plain = self._plain[at] if at < len(self._plain) else None
+            if dated_at < len(self._dated) and (plain is None or self._places[dated_at] < plain.arrival):
+                dated = self._dated[dated_at]
+                dated_after = _deadline(dated)
+                yield dated
+            elif plain is not None:
+                plain_after = plain.arrival
+                yield plain
+            else:
+                return
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.spec.deadline is None:
+            insort(self._plain, sequence, key=_arrival)
+        else:
+            insort(self._dated, sequence, key=_deadline)
+            insort(self._places, sequence.arrival)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A place goes with who leaves: the next in the order of deadlines has the next place, not the same again."""
+        dated = sequence.spec.deadline is not None
+        queue, key = (self._dated, _deadline) if dated else (self._plain, _arrival)
+        at = bisect_left(queue, key(sequence), key=key)
+        assert queue[at] is sequence
+        del queue[at]
+        if dated:
+            del self._places[at]
+
+    def check_integrity(self) -> None:
+        assert self._plain == sorted(self._plain, key=_arrival)
+        assert self._dated == sorted(self._dated, key=_deadline)
+        assert self._places == sorted(self._places)
+        assert len(self._places) == len(self._dated)
+        assert all(sequence.state is State.WAITING for sequence in chain(self._plain, self._dated))
+
+
+class WaitingQueue:
+    """Adding and removing cost a search in one group; owned by the scheduler."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, str], Group] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self._groups.values())
+
+    def add(self, sequence: Sequence) -> None:
+        self._groups.setdefault(_group_of(sequence), Group()).add(sequence)
+        self._count += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        group = self._groups[_group_of(sequence)]
+        group.remove(sequence)
+        self._count -= 1
+        if not group:
+            del self._groups[_group_of(sequence)]
+
+    @property
+    def highest_priority(self) -> int:
+        """Of those that wait. Raises ValueError if nobody does."""
+        return max(priority for priority, _ in self._groups)
+
+    def groups(self) -> list[Group]:
+        """Each in the order of service; whoever goes through them may take sequences out."""
+        return list(self._groups.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the queue disagrees with its sequences."""
+        assert self._count == sum(map(len, self._groups.values()))
+        for key, group in self._groups.items():
+            assert group
+            assert all(_group_of(sequence) == key for sequence in group)
+            group.check_integrity()
+
+
+class ServiceOrder:
+    """One step's candidates for prompt tokens, best first: prompts `begun`, and each group of waiting ones in turn.
+
+    Counters only grow while a step is planned, so keys only get worse, and it is enough to look again at a candidate
+    that comes to the top.
+    """
+
+    def __init__(self, begun: Iterable[Sequence], waiting: Iterable[Iterable[Sequence]], now: float) -> None:
+        self._now = now
+        self._heap: list[tuple[Key, Sequence, Iterator[Sequence]]] = []
+        for members in chain(((sequence,) for sequence in begun), waiting):
+            rest = iter(members)
+            first = next(rest)
+            self._heap.append((self._key(first), first, rest))
+        heapify(self._heap)
+
+    def pop(self) -> Sequence | None:
+        """The best candidate that is left."""
+        while self._heap:
+            key, sequence, rest = heappop(self._heap)
+            if (current := self._key(sequence)) != key:
+                heappush(self._heap, (current, sequence, rest))
+                continue
+            if (following := next(rest, None)) is not None:
+                heappush(self._heap, (self._key(following), following, rest))
+            return sequence
+        return None
+
+    def drop_waiting(self) -> None:
+        """From here on prompts begun alone."""
+        self._heap = [candidate for candidate in self._heap if candidate[1].state is not State.WAITING]
+        heapify(self._heap)
+
+    def _key(self, sequence: Sequence) -> Key:
+        spec = sequence.spec
+        level = level_of(spec.priority, self._now - sequence.enqueued)
+        return -level, sequence.share.served, sequence.state is State.WAITING, sequence.arrival
+
+
+def _group_of(sequence: Sequence) -> tuple[int, str]:
+    return sequence.spec.priority, sequence.spec.tenant

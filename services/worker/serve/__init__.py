@@ -1,0 +1,1 @@
+"""The worker on NATS: requests in, frames out, and the way it goes."""

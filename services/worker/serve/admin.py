@@ -1,0 +1,216 @@
+"""Loop: answers on a worker's admin and blocks subjects; questions about blocks run on the engine thread.
+
+An answer longer than a NATS message is fetched part by part; it is kept for a few seconds so that all parts are of one
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvfleet.worker.blocks.prospect import names_of
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.serve.kv_export import to_safetensors
+from kvfleet.worker.serve.long_questions import LongQuestions
+from kvfleet.worker.tiers.base import Remote
+from kvproto import codec
+from kvproto.block_hash import Root, chain
+from kvproto.connection import Connection, Message
+from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PermissionDenied
+from kvproto.ids import DEFAULT_TENANT, is_token
+from kvproto.messages import (
+    AdminCommand,
+    AdminReply,
+    AdminRequest,
+    Bundle,
+    Heartbeat,
+    Inspection,
+    SnapshotRequest,
+    Tier,
+    WorkerRecord,
+    WorkerStats,
+)
+from kvproto.subjects import is_inbox
+from kvproto.tenant_roots import TenantRoots
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 768 * 1024
+KEEP_ANSWER_S = 15.0
+MAX_KEPT = 8
+VAULT_LIMIT_S = 0.1
+
+
+ABROAD = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions may ask
+
+
+class AdminDesk:
+    """Owned by the worker's event loop. Each question is answered in a task of its own; callbacks never wait."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        record: WorkerRecord,
+        engine: EngineThread,
+        bundle: Bundle,
+        roots: TenantRoots,
+        broadcast: Broadcast,
+        heartbeat: Callable[[], Heartbeat],
+        begin_drain: Callable[[], None],
+        remote: Remote | None = None,
+    ) -> None:
+        self._remote = remote
+        self._connection = connection
+        self._record = record
+        self._engine = engine
+        self._bundle = codec.encode(bundle)
+        self._roots = roots
+        self._broadcast = broadcast
+        self._heartbeat = heartbeat
+        self._begin_drain = begin_drain
+        self._kept: dict[str, tuple[float, bytes]] = {}
+        self._long_questions = LongQuestions()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def on_admin(self, message: Message) -> None:
+        if is_inbox(message.reply):
+            self._spawn(self._answer(message))
+
+    async def on_admin_abroad(self, message: Message) -> None:
+        """Of another region: only what that one needs of a worker here."""
+        if is_inbox(message.reply):
+            self._spawn(self._answer(message, among=ABROAD))
+
+    async def on_snapshot(self, message: Message) -> None:
+        if is_inbox(message.reply):
+            self._spawn(self._snapshot(message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: Message, among: Collection[AdminCommand] = tuple(AdminCommand)) -> None:
+        try:
+            request = codec.decode(AdminRequest, message.data)
+            if request.command not in among:
+                raise PermissionDenied(f"{request.command.value} is not for other regions", field="command")
+            data = await self._data(request)
+            parts = max(1, -(-len(data) // PART_BYTES))
+            if request.part >= parts:
+                raise InvalidRequest(f"the answer has {parts} parts", field="part")
+            start = request.part * PART_BYTES
+            digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+            reply = AdminReply(request.part, parts, data[start : start + PART_BYTES], digest)
+        except KvfleetError as error:
+            reply = AdminReply(code=error.code, message=str(error))
+        await self._publish(message.reply, codec.encode(reply))
+
+    async def _publish(self, subject: str, data: bytes) -> None:
+        try:
+            await self._connection.publish(subject, data)
+        except KvfleetError as error:
+            log.debug("an answer was not sent: %s", error)
+
+    async def _data(self, request: AdminRequest) -> bytes:
+        if request.command is AdminCommand.BUNDLE:
+            return self._bundle
+        if request.command is AdminCommand.STATS:
+            return codec.encode(WorkerStats(self._record, self._heartbeat()))
+        if request.command is AdminCommand.DRAIN:
+            self._begin_drain()
+            return b""
+        tenant = request.tenant or DEFAULT_TENANT
+        if not is_token(tenant):
+            raise InvalidRequest("is no tenant", field="tenant")
+        ids = self._long_questions.ids_of(request, asyncio.get_running_loop().time())
+        if ids is None:
+            return b""
+        root = self._roots.of(tenant, ids)
+        if request.command is AdminCommand.INSPECT:
+            inspection = await self._engine.call(lambda engine: _inspect(engine, root, ids))
+            return codec.encode(await self._with_vaults(inspection, root, ids))
+        if request.command is AdminCommand.ERASE:
+            await self._erase(request, tenant, ids)
+            return b""
+        return await self._kv(replace(request, ids=ids), tenant, root)
+
+    async def _erase(self, request: AdminRequest, tenant: str, ids: tuple[int, ...]) -> None:
+        """Each sequence goes up to where others continue it, so whichever comes last takes what they share."""
+        chains = [ids]
+        for stray in request.strays:
+            if stray.start > len(ids):
+                raise InvalidRequest(f"begins behind {stray.start} ids, there are {len(ids)}", field="strays")
+            chains.append(ids[: stray.start] + stray.ids)
+        for one in chains:
+            root = self._roots.of(tenant, one)
+            await self._engine.call(partial(_erase, root=root, ids=one, keep=request.keep))
+
+    async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
+        """Also what vaults have of it, as far as they say in time."""
+        if self._remote is None:
+            return inspection
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        size = self._record.block_size
+        names = names_of(root, chain(root, ids, size), ids, size)
+
+        def on_ready() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(answered.set)
+
+        finding = self._remote.look(names, exact=False, peer="", on_ready=on_ready)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answered.wait(), VAULT_LIMIT_S)
+        if not finding.vault:
+            return inspection
+        held = max((*inspection.tiers.values(), finding.vault * size))
+        return replace(inspection, tiers=inspection.tiers | {Tier.VAULT.value: held})
+
+    async def _kv(self, request: AdminRequest, tenant: str, root: Root) -> bytes:
+        """One layer's K and V as safetensors, kept for the fetching of its parts."""
+        now = asyncio.get_running_loop().time()
+        self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_ANSWER_S}
+        ids = hashlib.blake2b(repr(request.ids).encode(), digest_size=16).hexdigest()
+        key = f"{tenant}/{ids}/{request.layer}"
+        if request.part and key in self._kept:
+            return self._kept[key][1]
+        try:
+            k, v = await self._engine.call(lambda engine: engine.read_kv(root, request.ids, request.layer))
+        except IndexError:
+            raise NotFound(f"there is no layer {request.layer}", field="layer") from None
+        data = await asyncio.get_running_loop().run_in_executor(None, to_safetensors, k, v)
+        if len(self._kept) < MAX_KEPT:
+            self._kept[key] = (now, data)
+        return data
+
+    async def _snapshot(self, message: Message) -> None:
+        """What this worker holds, raw, in parts under the size of a NATS message."""
+        try:
+            asked = codec.decode(SnapshotRequest, message.data).tier
+            parts = await self._broadcast.snapshot(self._engine, asked)
+        except KvfleetError as error:
+            log.debug("snapshot: %s", error)
+            return
+        for part in parts:
+            await self._publish(message.reply, codec.encode(part))
+
+
+def _erase(engine: Engine, root: Root, ids: tuple[int, ...], keep: int) -> None:
+    """On the engine's thread."""
+    engine.erase(root, ids, keep)
+
+
+def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:
+    """On the engine's thread."""
+    cached, blocks = engine.locate(root, ids)
+    tiers = {tier.value: tokens for tier, tokens in engine.depths(root, ids).items()}
+    return Inspection(cached, tuple(blocks), tiers)

@@ -1,0 +1,137 @@
+"""Loop: what a worker tells every placement replica, batched: block events and milestones of attempts.
+
+One timer for both, set when there is something to say and not yet its time; while nothing happens nothing runs.
+Milestones wait for NATS while it is away (the heartbeat's beat asks again); events do not: a listener sees the gap and
+pulls a snapshot. Of milestones there is no snapshot, so the last ones before an outage are said again after it: at
+once, and when all listeners should be back too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import StepResult
+from kvfleet.worker.serve.kv_publisher import KvPublisher
+from kvfleet.worker.streams.milestones import MilestoneLog
+from kvfleet.worker.streams.outbox import Outbox
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.messages import KvEvents, Snapshot, Tier
+from kvproto.subjects import Subjects
+
+MILESTONE_PERIOD_S = 0.02  # between two messages
+UNSURE_S = 10.0  # longer than it takes to notice that a server is gone: what was said since then may not have arrived
+ALL_BACK_S = 5.0  # after this connection all others should be back
+
+
+class Broadcast:
+    """Owned by the worker's event loop. Never waits: what it sends goes through the outbox."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        outbox: Outbox,
+        subjects: Subjects,
+        worker: str,
+        publisher: KvPublisher,
+        milestones: MilestoneLog,
+    ) -> None:
+        self._connection = connection
+        self._outbox = outbox
+        self._events_subject = subjects.events(worker)
+        self._milestones_subject = subjects.milestones(worker)
+        self._publisher = publisher
+        self._milestones = milestones
+        self._milestones_at = 0.0  # when the next message of them may leave
+        self._unsure_since: float | None = None  # after an outage, until everybody is back
+        self._settling: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handles do not tell
+        self._snapshots = 0  # being taken
+
+    def changes(self, results: Sequence[StepResult]) -> None:
+        """What the cache became by these steps, and what their attempts came to."""
+        now = asyncio.get_running_loop().time()
+        self._send_events(self._publisher.batch(results, now, hold=not self._snapshots))
+        self.wake()
+
+    async def snapshot(self, engine: EngineThread, asked: Tier | None) -> list[Snapshot]:
+        """All parts of what the engine holds now. Raises EngineFailure if it is gone.
+
+        Its answer comes when the steps before it have been told. While it is awaited no change is held back, so the
+        digest it names is always that of an event.
+        """
+        self._snapshots += 1
+        try:
+            self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
+            held, digest = await engine.call(lambda engine: (engine.holdings(), engine.digest))
+        finally:
+            self._snapshots -= 1
+        return self._publisher.snapshot(held, digest, asked)
+
+    def wake(self) -> None:
+        """Something may be there to say: set the timer to its time, if it is not set to an earlier one."""
+        due = self._publisher.due
+        if self._milestones and self._connection.is_connected:
+            due = self._milestones_at if due is None else min(due, self._milestones_at)
+        if due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = asyncio.get_running_loop().call_at(due, self._ring)
+
+    def away(self) -> None:
+        """The connection is lost, and what it was given lately may be too."""
+        if self._settling is not None:
+            self._settling.cancel()
+        if self._unsure_since is None:
+            self._unsure_since = asyncio.get_running_loop().time() - UNSURE_S
+
+    async def back(self) -> None:
+        """There is a connection again."""
+        self._say_again()
+        self._settling = asyncio.get_running_loop().call_later(ALL_BACK_S, self._settle)
+
+    def _settle(self) -> None:
+        self._say_again()
+        self._unsure_since = None
+
+    def _say_again(self) -> None:
+        if self._unsure_since is not None:
+            self._milestones.take_back(self._unsure_since)
+            self.wake()
+
+    def flush(self) -> None:
+        """Hand everything to the outbox: the process is about to end."""
+        if self._settling is not None:
+            self._settling.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
+        while self._milestones:
+            self._send_milestones()
+
+    def _ring(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        if (due := self._publisher.due) is not None and due <= now:
+            self._send_events(self._publisher.flush(now))
+        if now >= self._milestones_at and self._connection.is_connected:
+            self._milestones_at = now + MILESTONE_PERIOD_S
+            self._send_milestones()
+        self.wake()
+
+    def _send_events(self, events: KvEvents | None) -> None:
+        if events is not None:
+            self._outbox.send(self._events_subject, codec.encode_events(events))
+
+    def _send_milestones(self) -> None:
+        now = asyncio.get_running_loop().time()
+        sure_until = now - UNSURE_S if self._unsure_since is None else self._unsure_since
+        message = self._milestones.take(now, sure_until)
+        if message is not None:
+            self._outbox.send(self._milestones_subject, codec.encode(message))

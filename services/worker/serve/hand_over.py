@@ -1,0 +1,222 @@
+"""Loop: how a draining worker lets go of what it works on, so that nobody notices. Owned by the worker's event loop.
+
+    those about to end do ──▶ somebody else is ready: all go ──▶ their readers say that it goes on ──▶ the process ends
+                       │                ▲                  and pull the blocks from here
+                       └─ nobody is ────┘ they go on here; when time runs out, their blocks go to vaults, and they go
+
+A reader that can resume (a Client, an ingress) is told `Moved`, goes on elsewhere, and has its new worker bring the
+blocks from this one; with its successor's first word it cancels the attempt here, and that is what is waited for. The
+request of a bare producer travels as a `Capsule` to whichever placement takes it; the producer sees nothing of it, and
+placement cancels it here when its successor has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.streams.frames import FrameBook
+from kvfleet.worker.streams.outbox import Outbox
+from kvfleet.worker.streams.readers import Reader
+from kvfleet.worker.streams.records import Record
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
+from kvproto.messages import Capsule, Continuation, Encoding, Failed, Frame, GenerateRequest, Moved
+from kvproto.subjects import Subjects
+from kvservice.tracing import work_for
+
+log = logging.getLogger(__name__)
+
+FINISH_S = 0.5  # what ends within this is not worth a move
+LAST_S = 1.5  # of the time to drain, for moves when nobody was ready to take over
+CAPSULE_S = 1.0  # for a placement to take one
+LEAST_S = 0.1  # for a step that comes when time has run out
+POLL_S = 0.02
+
+Key = tuple[str, int]
+
+
+class HandOver:
+    """`has_successor`: whether another worker of this model is ready, None while that is being found out."""
+
+    def __init__(
+        self,
+        worker: str,
+        connection: Connection,
+        subjects: Subjects,
+        engine: EngineThread,
+        frames: FrameBook,
+        outbox: Outbox,
+        broadcast: Broadcast,
+        has_successor: Callable[[], bool | None],
+    ) -> None:
+        self.moved_total = 0
+        self._worker = worker
+        self._connection = connection
+        self._subjects = subjects
+        self._engine = engine
+        self._frames = frames
+        self._outbox = outbox
+        self._broadcast = broadcast
+        self._has_successor = has_successor
+        self._awaited: set[Key] = set()  # moved, and their blocks still wanted
+
+    def let_go(self, request: str, attempt: int) -> None:
+        """All readers of a moved request, or placement, say that it goes on elsewhere, or that nobody wants it."""
+        self._awaited.discard((request, attempt))
+
+    async def run(self, limit_s: float) -> None:
+        """Returns when nothing is left here that anybody needs, after `limit_s` at the latest."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit_s
+
+        async def wait(condition: Callable[[], object], end: float) -> None:
+            while condition() and loop.time() < end:
+                await asyncio.sleep(POLL_S)
+
+        await wait(lambda: self._frames.running_count, loop.time() + min(FINISH_S, limit_s / 4))
+        alone = max(loop.time(), until - LAST_S)
+        await wait(lambda: self._frames.running_count and not self._has_successor(), alone)
+        if not self._frames.running_count:
+            return
+        await self._move(until)
+        await wait(lambda: self._awaited, until)
+        await wait(lambda: self._engine.is_lending, until)
+
+    async def _move(self, until: float) -> None:
+        clock = asyncio.get_running_loop().time
+        to_vaults = not self._has_successor()
+        settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # a step that hangs keeps nobody from being told
+        keys = [(record.request, record.attempt) for record in self._frames.running]
+        for record in self._frames.running:
+            if record.trace is not None:
+                record.trace.moving()
+        try:
+            async with asyncio.timeout_at(settled_by):
+                await self._engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
+                while to_vaults and not await self._engine.call(lambda engine: engine.is_settled):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            log.warning("the engine has not let go of all blocks in time")
+        except KvfleetError as error:  # the engine is gone: what it told until now is all there is
+            log.warning("blocks are not handed over: %s", error)
+        self._broadcast.flush()  # who decides where they go on should know what is here
+        watched = [record for record in self._frames.running if _needs_placement(record)]
+        moved = [record for record in self._frames.running if not _needs_placement(record)]
+        now = clock()
+        self._outbox.send_frames([self._end(record, now) for record in moved])
+        await asyncio.gather(*(self._send(record, until) for record in watched))
+        log.info("moved %d requests, %d of them as capsules", len(moved) + len(watched), len(watched))
+
+    def _end(self, record: Record, now: float) -> tuple[Record, Frame]:
+        """`Moved`, unless its last reader left after the engine had let go of it: nobody else would say so then."""
+        if record.is_left:
+            return self._fail(record, Cancelled("the request was cancelled"), now)
+        self.moved_total += 1
+        self._awaited.add((record.request, record.attempt))
+        return self._frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now)
+
+    def _fail(self, record: Record, error: KvfleetError, now: float) -> tuple[Record, Frame]:
+        return self._frames.end(record, _failed(record, error), now)
+
+    async def _send(self, record: Record, until: float) -> None:
+        """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
+        work_for(None if record.trace is None else record.trace.span)
+        clock = asyncio.get_running_loop().time
+        carried = _plain(record)
+        if record.terminal is not None or record.asked is None or carried is None:
+            return  # it ended, a moment ago
+        asked = replace(record.asked, inbox=carried.inbox, encoding=carried.encoding)
+        capsule = Capsule(record.tenant, self._worker, _carried(record, asked, self._worker, clock()))
+        limit_s = min(CAPSULE_S, max(until - clock(), LEAST_S))
+        refusal: Draining | None = None
+        try:
+            await self._connection.request(self._subjects.placement_capsules(), codec.encode(capsule), limit_s)
+        except (KvfleetError, TimeoutError) as error:
+            why = "no placement is there to move it" if isinstance(error, WorkerLost) else str(error)
+            log.warning(
+                "request %s is not moved: %s",
+                record.request,
+                why,
+                extra={"request": record.request},
+            )
+            refusal = Draining(f"worker {self._worker} is going, and the request could not be moved: {why}")
+        if record.terminal is not None:
+            log.info(
+                "request %s ended here while it was offered to placement",
+                record.request,
+                extra={"request": record.request},
+            )
+        elif record.is_left:  # where it goes on is placement's to know; who left is sent nothing from here
+            log.info(
+                "request %s was cancelled while it was offered to placement",
+                record.request,
+                extra={"request": record.request},
+            )
+            self._outbox.send_frames([self._end(record, clock())])
+        elif refusal is not None:
+            self._outbox.send_frames([self._fail(record, refusal, clock())])
+        else:
+            self._tell_moved(record, carried, clock())
+
+    def _tell_moved(self, record: Record, carried: Reader, now: float) -> None:
+        """A placement has it: all but the producer hear of it."""
+        _, moved = self._end(record, now)
+        for watcher in record.watchers:
+            self._outbox.send(watcher, codec.encode_frames([moved]))
+        late = _failed(record, Draining(f"worker {self._worker} is going, and the request goes on for another reader"))
+        for reader in record.readers:
+            if reader != carried:
+                self._outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else late])
+        # A plain reader that was told to ask again will not say that it goes on.
+        record.readers = [one for one in record.readers if one == carried or one.encoding is Encoding.FRAMES]
+
+
+def _plain(record: Record) -> Reader | None:
+    """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
+    return next((reader for reader in record.readers if reader.encoding is not Encoding.FRAMES), None)
+
+
+def _needs_placement(record: Record) -> bool:
+    """Somebody reads it who cannot resume, and was placed by somebody who can have it resumed."""
+    return bool(record.watchers) and _plain(record) is not None and not record.is_left
+
+
+def _failed(record: Record, error: KvfleetError) -> Failed:
+    return Failed(
+        record.request, record.attempt, error.code, error.message, error.retryable, None, record.output_tokens
+    )
+
+
+def _hand_over(engine: Engine, keys: Iterable[Key], *, keep: bool) -> None:
+    """On the engine's thread."""
+    for request, attempt in keys:
+        engine.hand_over(request, attempt, keep=keep)
+
+
+def _carried(record: Record, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:
+    """The request as another worker is to go on with it. Pure."""
+    choices = []
+    for number, track in enumerate(record.tracks):
+        before = asked.continuation(number)
+        chars = before.text_sent + sum(map(len, track.text))
+        ended = track.ended.reason if track.ended is not None else None
+        choices.append(Continuation(before.output_ids + tuple(track.ids), chars, ended))
+    first = choices[0]
+    one = len(choices) == 1
+    return replace(
+        asked,
+        output_ids=first.output_ids if one else (),
+        text_sent=first.text_sent if one else 0,
+        continuations=() if one else tuple(choices),
+        deadline_ms=None if asked.deadline_ms is None else max(0, int((record.deadline - now) * 1000)),
+        source=worker,
+        source_tokens=0,
+        handed_over=True,
+    )

@@ -1,0 +1,300 @@
+"""READ THIS FIRST: a worker's life, from request to frames.
+
+The event loop owns subscriptions, the frame book and the lease; the engine thread alone touches model and blocks. A
+request's way: `request_desk` checks, accepts and hands it over; results of each step come back in `on_results`, become
+frames (one message per step and batch inbox) and cache events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
+from kvfleet.worker.network.peers import Meet
+from kvfleet.worker.serve.admin import AdminDesk
+from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.serve.hand_over import HandOver
+from kvfleet.worker.serve.kv_publisher import KvPublisher
+from kvfleet.worker.serve.parting import Parting
+from kvfleet.worker.serve.request_desk import RequestDesk
+from kvfleet.worker.serve.request_intake import WorkerLimits
+from kvfleet.worker.streams.frames import FrameBook
+from kvfleet.worker.streams.milestones import MilestoneLog
+from kvfleet.worker.streams.outbox import Outbox
+from kvfleet.worker.streams.records import Record
+from kvfleet.worker.tiers.base import Remote
+from kvproto import codec
+from kvproto.connection import Connection, Subscription
+from kvproto.errors import (
+    DeadlineExceeded,
+    KvfleetError,
+)
+from kvproto.members import Fenced, Lease
+from kvproto.messages import (
+    Bundle,
+    Failed,
+    Frame,
+    Heartbeat,
+    Load,
+    Rates,
+    State,
+    WorkerRecord,
+)
+from kvproto.subjects import Subjects, receipt_inboxes
+from kvproto.tasks import end
+from kvproto.tenant_roots import TenantRoots
+from kvservice import tracing
+from kvservice.tracing import Tracer
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 0.5
+
+
+class WorkerLoop:
+    """Owned by the process's event loop. `start` when the engine is loaded; `drain` then `stop` to end."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        subjects: Subjects,
+        lease: Lease,
+        engine: EngineThread,
+        publisher: KvPublisher,
+        bundle: Bundle,
+        encode_prompt: Callable[[str], list[int]],
+        limits: WorkerLimits,
+        on_fatal: Callable[[str], None],
+        remote: Remote | None = None,
+        has_successor: Callable[[], bool | None] = lambda: False,
+        on_drain: Callable[[], None] = lambda: None,
+        tracer: Tracer = tracing.NULL,
+        meet: Meet = lambda worker: None,
+    ) -> None:
+        """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
+        self._on_drain = on_drain
+        self._connection = connection
+        self._subjects = subjects
+        self._lease = lease
+        self._engine = engine
+        self._limits = limits
+        self._on_fatal = on_fatal
+        self._publisher = publisher
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._state = State.READY
+        self._load = Load()
+        self._rates = Rates()
+        assert isinstance(lease.record, WorkerRecord)
+        self.record = lease.record
+        self.milestones = MilestoneLog(self.record.id, self.record.epoch)
+        self.frames = FrameBook(self.record.id, self.milestones)
+        self.outbox = Outbox(connection, self.frames.leases)
+        self._broadcast = Broadcast(connection, self.outbox, subjects, self.record.id, publisher, self.milestones)
+        roots = TenantRoots(
+            self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
+        )
+        self.requests = RequestDesk(
+            self.record,
+            engine,
+            self.frames,
+            self.outbox,
+            self._broadcast,
+            roots,
+            encode_prompt,
+            limits,
+            lambda: self._state,
+            self._spawn,
+            remote,
+            tracer,
+            meet,
+        )
+        self.admin = AdminDesk(
+            connection,
+            self.record,
+            engine,
+            bundle,
+            roots,
+            self._broadcast,
+            self.heartbeat,
+            self._asked_to_drain,
+            remote,
+        )
+        self.hand_over = HandOver(
+            self.record.id,
+            connection,
+            subjects,
+            engine,
+            self.frames,
+            self.outbox,
+            self._broadcast,
+            has_successor,
+        )
+        self.requests.on_let_go = self.hand_over.let_go
+        self.parting = Parting(connection, subjects, engine, self.record, has_successor)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
+        me, names = self.record.id, self._subjects
+        self._connection.on_disconnect.append(self._broadcast.away)
+        self._connection.on_reconnect.append(self._broadcast.back)
+        verbs = (
+            ("generate.*", self.requests.on_generate),
+            ("cancel", self.requests.on_cancel),
+            ("cancel.*", self.requests.on_cancel),
+            ("resend", self.requests.on_resend),
+            ("resend.*", self.requests.on_resend),
+            ("pause", self.requests.on_pause),
+            ("pause.*", self.requests.on_pause),
+            ("admin", self.admin.on_admin_abroad),
+        )
+        abroad = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
+        for subject, callback in (
+            *abroad,
+            (names.worker_generate_all(me), self.requests.on_generate),
+            (names.worker_cancel(me), self.requests.on_cancel),
+            (names.worker_cancel_all(me), self.requests.on_cancel),
+            (names.worker_resend(me), self.requests.on_resend),
+            (names.worker_resend_all(me), self.requests.on_resend),
+            (names.worker_pause(me), self.requests.on_pause),
+            (names.worker_pause_all(me), self.requests.on_pause),
+            (receipt_inboxes(self._connection.inbox_prefix), self.requests.on_unheard),
+            (names.worker_admin(me), self.admin.on_admin),
+            (names.blocks(me), self.admin.on_snapshot),
+        ):
+            self._subscriptions.append(await self._connection.subscribe(subject, callback))
+        await self._connection.synced()
+        await self._lease.set(replace(self.record, state=State.READY))
+        self._spawn(self._lease.run(self._on_fenced))
+        self._spawn(self.outbox.run())
+        self._spawn(self._beat())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task of this loop. One that fails ends the process: a worker without its heartbeat only looks alive."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the worker failed", exc_info=error)
+            self._on_fatal(f"{type(error).__name__}: {error}")
+
+    def _asked_to_drain(self) -> None:
+        self.begin_drain()
+        self._on_drain()
+
+    def begin_drain(self) -> None:
+        """Take no new work; what runs goes on."""
+        if self._state is not State.DRAINING:
+            self._state = State.DRAINING
+            self._spawn(self._announce_drain())
+
+    async def _announce_drain(self) -> None:
+        await self._publish_heartbeat()
+        try:
+            await self._lease.set(replace(self.record, state=State.DRAINING))
+        except KvfleetError as error:
+            log.warning("the record does not say draining yet: %s", error)
+
+    async def drain(self) -> None:
+        """Take no new work, hand over what runs, and leave behind what others will ask for, for a bounded time."""
+        until = asyncio.get_running_loop().time() + self._limits.drain_s
+        self.begin_drain()
+        await self.hand_over.run(self._limits.drain_s)
+        await self.parting.run(until - asyncio.get_running_loop().time())
+        self._broadcast.flush()
+        await self.outbox.drain()
+
+    async def stop(self) -> None:
+        """Release the lease, so that everybody knows at once, and let go of everything."""
+        if self.milestones:  # not drained before
+            self._broadcast.flush()
+            await self.outbox.drain()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        self.requests.close()
+        await self._lease.release()
+        for subscription in self._subscriptions:
+            try:
+                await subscription.unsubscribe()
+            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
+                log.debug("unsubscribe: %s", error)
+        await end(tasks)
+
+    def _on_fenced(self, error: Fenced) -> None:
+        self._on_fatal(str(error))
+
+    def on_crash(self, error: BaseException) -> None:
+        """A step raised, or `on_results`: the state of the engine or of its streams is unknown, so the process ends
+        loudly; its requests go on elsewhere."""
+        log.critical("the engine failed", exc_info=error)
+        self._spawn(self._end_after_crash(error))
+
+    async def _end_after_crash(self, error: BaseException) -> None:
+        self._broadcast.flush()
+        await self.outbox.drain()
+        self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------------ results
+
+    def on_results(self, results: list[StepResult]) -> None:
+        """Called on the loop with the results of one or more steps, in order."""
+        now = asyncio.get_running_loop().time()
+        framed: list[tuple[Record, Frame]] = []
+        for result in results:
+            for output in result.outputs:
+                sent = self.frames.add(output, now)
+                framed += sent
+                if sent and type(output) is SequenceFailed and len(sent[0][0].tracks) > 1:
+                    self._engine.cancel(output.request, output.attempt)  # its other choices
+        if framed:
+            self.outbox.send_frames(framed)
+        self._broadcast.changes(results)
+
+    async def _beat(self) -> None:
+        while True:
+            await self._publish_heartbeat()
+            now = asyncio.get_running_loop().time()
+            self._end_overdue(now)
+            self.requests.tend_readers(now)
+            self.frames.sweep(now)
+            self._broadcast.wake()  # for those that ended, and for what waited for NATS
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+    def _end_overdue(self, now: float) -> None:
+        ended: list[tuple[Record, Frame]] = []
+        for record in self.frames.overdue(now):
+            self._engine.cancel(record.request, record.attempt)
+            late = DeadlineExceeded("the request's deadline passed, or it was paused and nobody came back")
+            failed = Failed(record.request, record.attempt, late.code, late.message, output_tokens=record.output_tokens)
+            ended.append(self.frames.end(record, failed, now))
+        self.outbox.send_frames(ended)
+
+    async def _publish_heartbeat(self) -> None:
+        self._load, self._rates = self._engine.measure()
+        if self._connection.is_connected:
+            self.outbox.send(self._subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            worker=self.record.id,
+            epoch=self.record.epoch,
+            state=self._state,
+            load=self._load,
+            rates=self._rates,
+            event_seq=self._publisher.seq,
+            digest=self._publisher.plain_digest,
+            held=self._load.blocks_addressed,
+            step_age_s=self._engine.step_age_s,
+            tier_digest=self._publisher.digest,
+        )

@@ -1,0 +1,391 @@
+"""Loop: what readers ask a worker for: generate, cancel, pause, repeat. Owned by the worker's event loop.
+
+A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused to whoever
+waits for the acknowledgement. One that is known already gets one more reader: that is how a repeat goes on reading, or
+has its result again. `loop` owns the worker's life and brings back what the engine makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.network.peers import Meet
+from kvfleet.worker.network.prospector import Hashed, Prospector
+from kvfleet.worker.schedule.giving_way import Attempt, Departures
+from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.serve.request_intake import (
+    WorkerLimits,
+    check_capacity,
+    check_request,
+    content_of,
+    of_its_asker,
+    sequences_of,
+)
+from kvfleet.worker.streams import request_trace
+from kvfleet.worker.streams.frames import FrameBook
+from kvfleet.worker.streams.outbox import Outbox
+from kvfleet.worker.streams.readers import Reader
+from kvfleet.worker.streams.records import Record
+from kvfleet.worker.tiers.base import Remote
+from kvproto import codec
+from kvproto.block_hash import Root
+from kvproto.connection import Message, is_no_responders
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
+from kvproto.messages import (
+    Accepted,
+    CancelRequest,
+    Failed,
+    GenerateRequest,
+    PauseRequest,
+    ResendRequest,
+    State,
+    WorkerRecord,
+)
+from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
+from kvproto.tenant_roots import TenantRoots
+from kvproto.trace_context import in_headers, sampled
+from kvservice import tracing
+from kvservice.tracing import Tracer
+
+log = logging.getLogger(__name__)
+
+INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
+INLINE_IDS = 4096  # of hashing
+
+Spawn = Callable[[Coroutine[object, object, None]], None]
+
+
+Aside = tuple[str, int, str, str]  # request, attempt, inbox, tenant
+
+
+class RequestDesk:
+    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of attempts that were
+    handed over and that all readers have cancelled here: it is the word that they go on elsewhere."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        engine: EngineThread,
+        frames: FrameBook,
+        outbox: Outbox,
+        broadcast: Broadcast,
+        roots: TenantRoots,
+        encode_prompt: Callable[[str], list[int]],
+        limits: WorkerLimits,
+        state: Callable[[], State],
+        spawn: Spawn,
+        remote: Remote | None = None,
+        tracer: Tracer = tracing.NULL,
+        meet: Meet = lambda worker: None,
+    ) -> None:
+        self._tracer = tracer
+        self._meet = meet
+        self.requests_total = 0
+        self.refused_total = 0
+        self.malformed_total = 0
+        self.on_let_go: Callable[[str, int], None] = lambda request, attempt: None
+        self._record = record
+        self._engine = engine
+        self._frames = frames
+        self._outbox = outbox
+        self._broadcast = broadcast
+        self._roots = roots
+        self._encode_prompt = encode_prompt
+        self._limits = limits
+        self._state = state
+        self._spawn = spawn
+        self._prospector = Prospector(remote, engine, record.block_size, limits.fleet_key)
+        self._departures = Departures()
+        self._preparing: set[Aside] = set()
+        self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+
+    def close(self) -> None:
+        self._preparers.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ generate
+
+    async def on_generate(self, message: Message) -> None:
+        """Accept one attempt and hand it to the engine, or say why not to whoever waits for the acknowledgement."""
+        tenant = message.subject.rsplit(".", 1)[-1]
+        if not may_read(message.reply, tenant):
+            self.refused_total += 1  # not even that is told there
+            return
+        request: GenerateRequest | None = None
+        try:
+            request = codec.decode(GenerateRequest, message.data)
+            if message.headers and (given := sampled(in_headers(message.headers))) is not None:
+                request = replace(request, traceparent=given)
+            limits = self._limits
+            request = of_its_asker(request, message.reply, limits.fleet_key, limits.max_producer_priority)
+            give_way = self._check(request, len(self._preparing))
+            if not may_read(request.inbox, tenant):
+                raise InvalidRequest("is another tenant's", field="inbox")
+            key = request.request, request.attempt, request.inbox, tenant
+            if key in self._preparing:
+                return
+            meeting = self._meet(request.source)
+            known = len(request.prompt_ids) + _generated(request)
+            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
+                self._preparing.add(key)  # from now on a cancel finds it
+                self._spawn(self._prepare_aside(message, request, key, meeting))
+                return
+            ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
+            self._take(request, ids, self._roots.of(tenant, ids), tenant, message.reply, give_way, {})
+        except KvfleetError as error:
+            if isinstance(error, CodecError):
+                self.malformed_total += 1
+            self.refused_total += 1
+            await self._refuse(message, request, error)
+
+    async def _prepare_aside(
+        self, message: Message, request: GenerateRequest, key: Aside, meeting: Awaitable[None] | None
+    ) -> None:
+        """A long prompt takes long to be tokenised and hashed: on a thread, so that leases and other streams do not
+        wait for it."""
+        tenant = key[-1]
+        on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
+        try:
+            if meeting is not None:
+                await meeting
+            ids = request.prompt_ids or tuple(await on_thread(self._encode_prompt, request.prompt or ""))
+            root = self._roots.of(tenant, ids)
+            hashed = (
+                await on_thread(self._prospector.hash, request, root, ids)
+                if self._prospector.would_look(request, len(ids) + _generated(request))
+                else {}
+            )
+            if key in self._preparing:  # else it was cancelled meanwhile
+                give_way = self._check(request)  # others came meanwhile
+                self._take(request, ids, root, tenant, message.reply, give_way, hashed)
+        except KvfleetError as error:
+            self.refused_total += 1
+            await self._refuse(message, request, error)
+        finally:
+            self._preparing.discard(key)
+
+    def _take(
+        self,
+        request: GenerateRequest,
+        ids: tuple[int, ...],
+        root: Root,
+        tenant: str,
+        reply: str,
+        give_way: int,
+        hashed: Hashed,
+    ) -> None:
+        """Raises InvalidRequest or Unavailable if the attempt is known and this is no further reader of it."""
+        content = content_of(request, ids, tenant)
+        known = self._frames.known(request.request, request.attempt)
+        if known is None:
+            self._accept(request, ids, root, tenant, reply, content, hashed)
+            if give_way:
+                self._make_room(request, give_way)
+            return
+        if known.content != content:
+            raise InvalidRequest("another request of this id runs here, or did a moment ago", field="request")
+        frames = self._frames.join(known, request, reply)
+        if known.terminal is None:
+            self._park(known)  # a newcomer wants to read
+        self._acknowledge(request, reply)
+        if known.trace is not None and known.terminal is None:
+            known.trace.joined(request.traceparent)
+        self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
+        if request.watcher and known.terminal is not None:
+            self._outbox.send(reply, codec.encode_frames([known.terminal]))
+
+    def _acknowledge(self, request: GenerateRequest, reply: str) -> None:
+        if is_inbox(reply):
+            accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
+            self._outbox.send(reply, codec.encode_frames([accepted]))
+
+    def _accept(
+        self,
+        request: GenerateRequest,
+        ids: tuple[int, ...],
+        root: Root,
+        tenant: str,
+        reply: str,
+        content: bytes,
+        hashed: Hashed,
+    ) -> None:
+        self.requests_total += 1
+        about = {"request": request.request, "tenant": tenant}
+        log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
+        now = asyncio.get_running_loop().time()
+        record = self._frames.open(request, reply, tenant, now, content)
+        record.trace = trace = request_trace.begin(self._tracer, self._record.id, request, tenant)
+        self._broadcast.wake()
+        self._acknowledge(request, reply)
+        remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
+        if remaining is not None:
+            record.deadline = now + remaining
+        if not record.pending:
+            self._outbox.send_frames(self._frames.conclude(record, len(ids), now))
+            return
+        for spec in sequences_of(
+            request,
+            sorted(record.pending),
+            prompt_ids=ids,
+            root=root,
+            tenant=tenant,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            prospect=self._prospector.of(
+                request, root, ids, hashed, trace.span.traceparent if trace is not None else ""
+            ),
+            trace=None if trace is None else trace.sequence,
+        ):
+            self._engine.submit(spec)
+
+    def _make_room(self, request: GenerateRequest, count: int) -> None:
+        def answered(answer: asyncio.Future[frozenset[Attempt]]) -> None:
+            failed = answer.cancelled() or answer.exception() is not None  # the engine is gone, and all sequences
+            self._departures.answered(count, () if failed else answer.result())
+
+        self._departures.ask(count)
+        self._engine.make_room(request.request, request.attempt, count).add_done_callback(answered)
+
+    def _check(self, request: GenerateRequest, before: int = 0) -> int:
+        """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
+        new = self._frames.known(request.request, request.attempt) is None
+        draining = new and self._state() is State.DRAINING
+        check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
+        if not new:
+            return 0  # one more reader is no more work
+        limit = self._limits.waiting + self._record.slots
+        taken = self._frames.pending_sequences + before
+        leaving = self._departures.count(self._frames.pending_of)
+        load, rates = self._engine.measure()
+        return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
+
+    async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
+        """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
+        if not is_inbox(message.reply):
+            return
+        *_, name, attempt = ("", *message.reply.split("."))  # an inbox of ours ends in both
+        failed = Failed(
+            request.request if request else name,
+            request.attempt if request else int(attempt) if attempt.isdigit() else 0,
+            error.code,
+            error.message,
+            error.retryable,
+            error.field,
+            retry_after_s=error.retry_after_s,
+        )
+        log.debug("request %s: refused: %s", failed.request, error, extra={"request": failed.request})
+        self._outbox.send(message.reply, codec.encode_frames([failed]))
+
+    # ------------------------------------------------------------------ what runs
+
+    async def on_cancel(self, message: Message) -> None:
+        try:
+            cancel = codec.decode(CancelRequest, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        asker = tenant_of_word(message.subject)
+        self._preparing -= {
+            (request, attempt, inbox, tenant)
+            for request, attempt, inbox, tenant in self._preparing
+            if request == cancel.request
+            and asker in (None, tenant)
+            and cancel.attempt in (None, attempt)
+            and (not cancel.inbox or cancel.inbox == inbox)
+        }
+        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker):
+            self.on_let_go(cancel.request, attempt)
+        for attempt in self._frames.attempts(cancel.request, asker):
+            if cancel.attempt in (None, attempt):
+                self._leave(cancel.request, attempt, cancel.inbox, cancel.received)
+
+    def _leave(self, request: str, attempt: int, inbox: str, received: Sequence[int] = ()) -> None:
+        """A reader leaves, all of them without `inbox`; with the last one, who has `received` so many tokens of each
+        choice, the attempt ends."""
+        record = self._frames.find(request, attempt)
+        if record is None or (inbox and not record.is_read_at(inbox)):
+            return
+        if self._frames.leave(record, inbox):
+            self._engine.cancel(request, attempt, received)
+        else:
+            self._park(record)
+
+    async def on_unheard(self, message: Message) -> None:
+        """NATS has nobody to give a reader's frames to."""
+        number = message.subject.rsplit(".", 1)[-1]
+        if is_no_responders(message) and number.isdecimal():
+            self._frames.leases.on_notice(int(number), asyncio.get_running_loop().time())
+
+    def tend_readers(self, now: float) -> None:
+        """Call about twice a second: who is gone leaves, and the others are asked whether they are there."""
+        for inbox in self._frames.leases.gone(now, steady=self._outbox.is_steady):
+            log.info("nobody listens at %s any more: what is read there alone ends", inbox)
+            for record in self._frames.read_at(inbox):
+                self._leave(record.request, record.attempt, inbox)
+        self._outbox.ask_for_receipts(now)
+
+    async def on_pause(self, message: Message) -> None:
+        try:
+            pause = codec.decode(PauseRequest, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        record = self._frames.find(pause.request, pause.attempt)
+        if record is None or not record.is_of(tenant_of_word(message.subject)):
+            return
+        if not pause.inbox or record.is_read_at(pause.inbox):
+            self._frames.pause(record, pause.inbox, paused=pause.paused)
+            self._park(record, again=pause.paused)
+
+    def _park(self, record: Record, *, again: bool = False) -> None:
+        """Parked while all its readers want that. `again`: they have just said so."""
+        key, parked = (record.request, record.attempt), record.paused_at is not None
+        if record.wants_pause and (again or not parked):
+            record.paused_at = asyncio.get_running_loop().time()
+            if not parked:
+                self._engine.pause(*key)
+        elif parked and not record.wants_pause:
+            record.paused_at = None
+            self._engine.resume(*key)
+
+    async def on_resend(self, message: Message) -> None:
+        """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
+        try:
+            asked = codec.decode(ResendRequest, message.data)
+            asker = tenant_of_word(message.subject)
+            if not is_inbox(asked.inbox) or (asker is not None and producers_tenant(asked.inbox) != asker):
+                raise CodecError("must be an inbox of one's own", field="inbox")
+        except CodecError as error:
+            self._malformed(message, error)
+            return
+        known = self._frames.known(asked.request, asked.attempt)
+        if known is not None and not (known.is_of(asker) and may_read(asked.inbox, known.tenant)):
+            self.refused_total += 1
+            log.warning("%s asks for an attempt of another tenant", asked.inbox)
+            return
+        frames = self._frames.repeat(
+            asked.request,
+            asked.attempt,
+            asked.from_index,
+            asked.from_indices,
+            step_age_s=self._engine.step_age_s,
+        )
+        if not frames:
+            lost = WorkerLost(f"worker {self._record.id} does not know this attempt")
+            frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
+        for frame in frames:
+            self._outbox.send(asked.inbox, codec.encode_frames([frame]))
+
+    def _malformed(self, message: Message, error: CodecError) -> None:
+        self.malformed_total += 1
+        log.debug("%s: %s", message.subject, error)
+
+
+def _generated(request: GenerateRequest) -> int:
+    """Tokens of the choice that goes on furthest."""
+    return max(len(request.continuation(choice).output_ids) for choice in range(request.sampling.n))

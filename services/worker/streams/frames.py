@@ -1,0 +1,350 @@
+"""Frames of running requests, and of finished ones for a while, so that lost ones can be sent again. Pure.
+
+accepted ──▶ running (tokens collect) ──terminal──▶ finished ──30 s──▶ forgotten
+
+An attempt has one terminal frame however many choices it has: of several, each that ends says so (`ChoiceFinished`),
+the last one is followed by `Finished`, and one that fails ends the attempt. It may have several readers, who come and
+leave; it runs for as long as there is one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from kvfleet.worker.engine.outputs import (
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOutput,
+    SequenceStarted,
+    SequenceTokens,
+)
+from kvfleet.worker.streams.milestones import MilestoneLog
+from kvfleet.worker.streams.readers import Leases, Reader
+from kvfleet.worker.streams.records import Record, tracks_of
+from kvproto.errors import Unavailable
+from kvproto.messages import (
+    ChoiceFinished,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Moved,
+    Progress,
+    Started,
+    Tier,
+    Tokens,
+)
+from kvproto.subjects import is_inbox
+
+KEEP_FINISHED_S = 30.0
+KEEP_FINISHED_TOKENS = 4_000_000  # of all together; an alternative's log probability counts as one
+LEAST_TOKENS = 32  # a record without any takes memory too
+MAX_READERS = 16  # of an attempt, and as many watchers
+PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
+TOKENS_PER_RESEND = 2048
+SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
+
+Key = tuple[str, int]
+
+
+class FrameBook:
+    """Owned by the worker's event loop. One record per attempt; exactly one terminal frame each.
+
+    Every attempt's way in and out leads through here, so this is what notes its milestones.
+    """
+
+    def __init__(self, worker: str, milestones: MilestoneLog) -> None:
+        self.recomputed_total = 0  # tokens of continued attempts
+        self._worker = worker
+        self._milestones = milestones
+        self._records: dict[Key, Record] = {}
+        self._finished: OrderedDict[Key, int] = OrderedDict()  # and the tokens kept of each
+        self._kept = 0
+        self._running: dict[Key, Record] = {}
+        self.leases = Leases()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def running(self) -> list[Record]:
+        return list(self._running.values())
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def pending_sequences(self) -> int:
+        """What the engine has to do with: choices of running attempts that have not ended."""
+        return sum(len(record.pending) for record in self._running.values())
+
+    def pending_of(self, key: Key) -> int:
+        """The same of one attempt."""
+        record = self._running.get(key)
+        return 0 if record is None else len(record.pending)
+
+    def find(self, request: str, attempt: int) -> Record | None:
+        """A running attempt."""
+        return self._running.get((request, attempt))
+
+    def known(self, request: str, attempt: int) -> Record | None:
+        """A running attempt, or one that ended a short while ago."""
+        return self._records.get((request, attempt))
+
+    def attempts(self, request: str, tenant: str | None = None) -> list[int]:
+        """Running attempts of a request, which is the tenant's, if one is named."""
+        return [
+            attempt for (name, attempt), record in self._running.items() if name == request and record.is_of(tenant)
+        ]
+
+    def open(self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b"") -> Record:
+        """Accept an attempt that is not known yet."""
+        reader = Reader(request.inbox, request.encoding)
+        self.leases.hold(reader)
+        record = Record(
+            request.request,
+            request.attempt,
+            [reader],
+            [reply] if request.watcher and is_inbox(reply) else [],
+            self._milestones.accept(tenant, request.request, request.attempt, now),
+            *tracks_of(request),
+            tenant,
+            request,
+            content,
+        )
+        self._records[request.request, request.attempt] = record
+        self._running[request.request, request.attempt] = record
+        return record
+
+    def join(self, record: Record, request: GenerateRequest, reply: str) -> list[Frame]:
+        """One more reader of a known attempt; all that it is to be sent now, from the first token that it lacks.
+
+        What an inbox that reads already asks for once more was delivered twice, or only its acknowledgement was lost:
+        there is nothing to send. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
+        attempt was continued, from further on than this reader is, or has all the readers that it may have.
+        """
+        here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
+        if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
+            raise Unavailable("this attempt goes on after tokens that are elsewhere: its beginning is not here")
+        if record.terminal is None:
+            watches = request.watcher and is_inbox(reply) and reply not in record.watchers
+            reads = not record.is_read_at(request.inbox)
+            if len(record.readers) + reads > MAX_READERS or len(record.watchers) + bool(watches) > MAX_READERS:
+                raise Unavailable(f"this attempt has {MAX_READERS} readers already")
+            if watches:
+                record.watchers.append(reply)
+            if not reads:
+                return []
+            reader = Reader(request.inbox, request.encoding)
+            record.readers.append(reader)
+            self.leases.hold(reader)
+        elif request.again and record.is_read_at(request.inbox):
+            return []  # all of it was sent there
+        return self.repeat(record.request, record.attempt, 0, here)[1:]
+
+    def leave(self, record: Record, inbox: str = "") -> bool:
+        """A reader leaves a running attempt (all of them, without `inbox`). Whether it was the last: the attempt is to
+        be cancelled then, and its end is sent to whoever was there last."""
+        leaving = [reader for reader in record.readers if reader.inbox == inbox]
+        if not inbox or len(leaving) == len(record.readers):
+            record.is_left = True
+            return True
+        for reader in leaving:
+            record.readers.remove(reader)
+            self.leases.release(reader)
+        record.paused_by -= {inbox, ""}  # it may have been who had all parked; who still wants that says so
+        return False
+
+    def pause(self, record: Record, inbox: str, *, paused: bool) -> None:
+        """What a reader wants (all of them, without `inbox`)."""
+        if not paused:
+            record.paused_by -= {inbox, ""} if inbox else record.paused_by
+        elif not inbox or record.is_read_at(inbox):
+            record.paused_by.add(inbox)
+
+    def let_go(self, request: str, attempt: int | None, inbox: str, tenant: str | None = None) -> list[int]:
+        """A reader of an attempt that has moved goes on elsewhere (all of them, without `inbox`; any attempt, without
+        `attempt`; anybody's, without `tenant`). The attempts that no reader needs here any more."""
+        numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
+        free = []
+        for number in numbers:
+            record = self._records.get((request, number))
+            if record is None or not record.is_of(tenant):
+                continue
+            if not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
+                continue
+            record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
+            if not record.readers:
+                free.append(number)
+        return free
+
+    def read_at(self, inbox: str) -> list[Record]:
+        """Running attempts with a reader there."""
+        return [record for record in self._running.values() if record.is_read_at(inbox)]
+
+    def add(self, output: SequenceOutput, now: float) -> list[tuple[Record, Frame]]:
+        """The frames to send for one output of the engine; none for an attempt that has already ended."""
+        record = self._records.get((output.request, output.attempt))
+        if record is None or record.terminal is not None:
+            return []
+        if type(output) is SequenceTokens:
+            track = record.tracks[output.choice]
+            track.ids.extend(output.ids)
+            track.text.extend(output.text)
+            if output.logprobs:
+                track.logprobs.extend(output.logprobs)
+            tokens = Tokens(
+                output.request,
+                output.attempt,
+                output.choice,
+                output.index,
+                output.ids,
+                output.text,
+                output.logprobs,
+            )
+            if not record.course.spoke:
+                record.course.first_token(now)
+            return [(record, tokens)]
+        if isinstance(output, SequenceStarted):
+            self.recomputed_total += output.recomputed_tokens
+            if record.started is not None:
+                return []  # another choice of the same prompt: what it found is what the first one left
+            # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
+            hit = min(output.cached_tokens, output.prompt_tokens)
+            cached = _by_tier(hit, output.restored)
+            record.started = Started(
+                output.request,
+                output.attempt,
+                self._worker,
+                output.prompt_tokens,
+                cached,
+                output.queue_seconds,
+                output.recomputed_tokens,
+            )
+            record.course.started(record.started, now)
+            return [(record, record.started)]
+        if isinstance(output, SequenceFinished):
+            return self._finish(record, output, now)
+        assert isinstance(output, SequenceFailed)
+        error = output.error
+        failed = Failed(
+            output.request,
+            output.attempt,
+            error.code,
+            error.message,
+            error.retryable,
+            error.field,
+            record.output_tokens,
+            error.retry_after_s,
+        )
+        return [self.end(record, failed, now)]
+
+    def _finish(self, record: Record, output: SequenceFinished, now: float) -> list[tuple[Record, Frame]]:
+        """A choice has ended; the attempt with it, if it was the last."""
+        key = record.request, record.attempt
+        ended = ChoiceFinished(*key, output.choice, output.reason, output.output_tokens)
+        record.tracks[output.choice].ended = ended
+        record.pending.discard(output.choice)
+        several = len(record.tracks) > 1
+        out: list[tuple[Record, Frame]] = [(record, ended)] if several else []
+        if record.pending:
+            return out
+        cached = min(output.cached_tokens, output.prompt_tokens)
+        if several and record.started is not None:
+            cached = record.started.cached_tokens  # later choices find what the first one computed
+        ends = [track.ended for track in record.tracks if track.ended is not None]
+        total = sum(end.output_tokens for end in ends)
+        finished = Finished(*key, ends[0].reason, output.prompt_tokens, total, cached, self._worker)
+        return [*out, self.end(record, finished, now)]
+
+    def conclude(self, record: Record, prompt_tokens: int, now: float) -> list[tuple[Record, Frame]]:
+        """An attempt all of whose choices had ended before: nothing was lost but its end, so nothing is generated."""
+        key = record.request, record.attempt
+        ends = [track.ended for track in record.tracks if track.ended is not None]
+        record.started = Started(*key, self._worker, prompt_tokens, {})
+        record.course.started(record.started, now)
+        finished = Finished(*key, ends[0].reason, prompt_tokens, record.output_tokens, 0, self._worker)
+        return [(record, record.started), self.end(record, finished, now)]
+
+    def end(self, record: Record, terminal: Finished | Failed | Moved, now: float) -> tuple[Record, Frame]:
+        """Close an attempt with its one terminal frame: the first that is given."""
+        if record.terminal is not None:
+            return record, record.terminal
+        record.terminal, record.finished_at = terminal, now
+        record.pending.clear()
+        record.asked = None
+        for reader in record.readers:
+            self.leases.release(reader)
+        kept = LEAST_TOKENS + sum(track.weight for track in record.tracks)
+        self._finished[record.request, record.attempt] = kept
+        self._kept += kept
+        self._running.pop((record.request, record.attempt), None)
+        record.course.ended(terminal, now)
+        if record.trace is not None:
+            record.trace.end(record, terminal)
+        while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
+            self._forget()
+        return record, terminal
+
+    def repeat(
+        self,
+        request: str,
+        attempt: int,
+        from_index: int,
+        from_indices: Sequence[int] = (),
+        *,
+        step_age_s: float = 0.0,
+    ) -> list[Frame]:
+        """How far the attempt is, and everything from `from_index` on. Empty for an unknown attempt.
+
+        Choices that `from_indices` has an entry for are repeated from there.
+        """
+        record = self._records.get((request, attempt))
+        if record is None:
+            return []
+        frames: list[Frame] = [Progress(request, attempt, record.output_tokens, step_age_s)]
+        if record.started is not None:
+            frames.append(record.started)
+        for choice, track in enumerate(record.tracks):
+            skip = max(0, (from_indices[choice] if choice < len(from_indices) else from_index) - track.first_index)
+            count = SCORED_PER_RESEND if track.logprobs else TOKENS_PER_RESEND
+            for start in range(skip, len(track.ids), count):
+                part = slice(start, start + count)
+                ids, text, logprobs = tuple(track.ids[part]), tuple(track.text[part]), tuple(track.logprobs[part])
+                frames.append(Tokens(request, attempt, choice, track.first_index + start, ids, text, logprobs))
+            if track.ended is not None and len(record.tracks) > 1:
+                frames.append(track.ended)
+        if record.terminal is not None:
+            frames.append(record.terminal)
+        return frames
+
+    def overdue(self, now: float) -> list[Record]:
+        """Running attempts past their deadline, or paused for so long that nobody will ever let them go on."""
+        return [
+            record
+            for record in self._running.values()
+            if now > record.deadline or (record.paused_at is not None and now - record.paused_at > PAUSED_LIMIT_S)
+        ]
+
+    def sweep(self, now: float) -> None:
+        """Forget what finished more than 30 s ago."""
+        while self._finished and now - self._records[next(iter(self._finished))].finished_at >= KEEP_FINISHED_S:
+            self._forget()
+
+    def _forget(self) -> None:
+        """What finished first."""
+        key, kept = self._finished.popitem(last=False)
+        self._kept -= kept
+        del self._records[key]
+
+
+def _by_tier(hit: int, restored: Mapping[Tier, int]) -> dict[str, int]:
+    """Cached tokens by the tier they came from; what was not brought from below was on the device."""
+    cached: dict[str, int] = {}
+    for tier, tokens in restored.items():
+        if count := min(tokens, hit):
+            cached[tier.value] = count
+            hit -= count
+    return {Tier.DEVICE.value: hit} | cached if hit else cached

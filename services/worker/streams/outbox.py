@@ -1,0 +1,118 @@
+"""Loop: sends a worker's frames, in order, from one task, so that no producer of frames ever waits for NATS.
+
+Now and then a message asks for a receipt, to learn whether anybody listens: `readers` says which. While NATS is away
+frames are dropped once the connection's buffer is full: the frame book still has them, and readers ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+from kvfleet.worker.streams.readers import Leases, Reader
+from kvfleet.worker.streams.records import Record
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.errors import Cancelled, Unavailable
+from kvproto.fleet_view import RECONNECT_GRACE_S
+from kvproto.messages import TERMINAL, Encoding, Failed, Frame
+from kvproto.subjects import receipt_inbox
+
+log = logging.getLogger(__name__)
+
+MAX_BACKLOG = 65_536
+NO_FRAMES = codec.encode_frames([])
+LARGEST_BATCH = 512 * 1024  # bytes; a NATS server takes 1 MiB unless told otherwise
+
+
+class Outbox:
+    """Owned by the worker's event loop. `send` never blocks; `run` is the one task that publishes."""
+
+    def __init__(self, connection: Connection, leases: Leases) -> None:
+        self._connection = connection
+        self._leases = leases
+        self._backlog: deque[tuple[str, bytes]] = deque()
+        self._wake = asyncio.Event()
+        self.dropped_total = 0
+
+    def send(self, subject: str, data: bytes) -> None:
+        if len(self._backlog) >= MAX_BACKLOG:
+            self.dropped_total += 1
+            return
+        self._backlog.append((subject, data))
+        self._wake.set()
+
+    def send_frames(self, framed: Iterable[tuple[Record, Frame]]) -> None:
+        """One message per batch inbox with everything for it; one message per frame for producers' inboxes."""
+        batches: dict[str, list[Frame]] = {}
+        for record, frame in framed:
+            for reader in record.readers:
+                if reader.encoding is Encoding.FRAMES:
+                    batches.setdefault(reader.inbox, []).append(frame)
+                elif not _is_cancel(frame):  # placement cancels, having it run elsewhere or told the producer why not
+                    self._send_plain(reader, frame)
+            if record.watchers and isinstance(frame, TERMINAL):
+                for watcher in record.watchers:
+                    self.send(watcher, codec.encode_frames([frame]))
+        for inbox, frames in batches.items():
+            self._send_batch(inbox, frames)
+
+    def send_to(self, reader: Reader, frames: list[Frame]) -> None:
+        """What one reader lacks."""
+        if reader.encoding is Encoding.FRAMES:
+            self._send_batch(reader.inbox, frames)
+        else:
+            for frame in frames:
+                self._send_plain(reader, frame)
+
+    def ask_for_receipts(self, now: float) -> None:
+        """Where nothing was sent of late."""
+        for inbox in self._leases.due(now):
+            self.send(inbox, NO_FRAMES)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this connection is so old that others have had the time to come back to NATS too."""
+        return self._connection.is_settled(RECONNECT_GRACE_S)
+
+    def _send_plain(self, reader: Reader, frame: Frame) -> None:
+        self.send(reader.inbox, codec.encode_plain_frame(frame, as_json=reader.encoding is Encoding.JSON))
+
+    def _send_batch(self, inbox: str, frames: list[Frame]) -> None:
+        """In one message, or in as many as NATS takes: many streams with log probabilities are large."""
+        data = codec.encode_frames(frames)
+        if len(data) <= LARGEST_BATCH or len(frames) == 1:
+            self.send(inbox, data)
+            return
+        half = len(frames) // 2
+        self._send_batch(inbox, frames[:half])
+        self._send_batch(inbox, frames[half:])
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while self._backlog:
+            subject, data = self._backlog.popleft()
+            number = self._leases.receipt(subject, clock())
+            reply = "" if number is None else receipt_inbox(self._connection.inbox_prefix, number)
+            try:
+                await self._connection.publish(subject, data, reply=reply)
+            except Unavailable as error:
+                self.dropped_total += 1
+                log.debug("frame for %s dropped: %s", subject, error)
+
+    async def drain(self) -> None:
+        """Send what is left, before the process ends."""
+        await self._flush()
+        await self._connection.synced(1.0)
+
+
+def _is_cancel(frame: Frame) -> bool:
+    return isinstance(frame, Failed) and frame.code == Cancelled.code

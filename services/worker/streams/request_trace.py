@@ -1,0 +1,123 @@
+"""The spans of one traced attempt at this worker. Owned by the event loop; made when the attempt ends.
+
+    generate                       accepted until its terminal frame
+     ├─ queue                      until it was first scheduled; restores lie in it
+     ├─ restore                    each tier that blocks came from
+     ├─ prefill                    until its first token was drawn
+     ├─ decode                     until it ended
+     ├─ hand_over                  of one that moved: since the worker began to let go
+     └─ look, fetch ─▶ vault, peer   begun on transfer threads (`tiers`)
+
+Of several choices the first one's way is told, and the tokens of all. Only `generate` lives while the request runs.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvfleet.worker.schedule.sequence_trace import Restored, SequenceTrace
+from kvfleet.worker.streams.records import Record
+from kvproto.messages import Failed, Finished, GenerateRequest, Moved
+from kvservice.tracing import Span, Tracer, Value, unix_ns
+
+
+def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) -> AttemptTrace | None:
+    """None unless whoever sent it traces it: no trace begins at a worker."""
+    if request.traceparent is None:
+        return None
+    sampling = request.sampling
+    said: dict[str, Value] = {
+        "messaging.system": "nats",
+        "messaging.operation.name": "generate",
+        "messaging.operation.type": "process",
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvfleet",
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.choice.count": sampling.n,
+        "kvfleet.worker.id": worker,
+        "kvfleet.tenant": tenant,
+        "kvfleet.request.id": request.request,
+        "kvfleet.attempt": request.attempt,
+        "kvfleet.priority": request.priority,
+        "kvfleet.handed_over": request.handed_over,
+    }
+    span = tracer.begin("generate", request.traceparent, said, kind="server")
+    return None if span is None else AttemptTrace(span)
+
+
+class AttemptTrace:
+    """`sequence` is what the engine fills."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.sequence = SequenceTrace()
+        self._moving_since: int | None = None
+
+    def joined(self, traceparent: str | None) -> None:
+        """One more reader, of another trace perhaps."""
+        self.span.link(traceparent)
+
+    def moving(self) -> None:
+        """The worker lets go of it."""
+        self._moving_since = time.time_ns()
+
+    def end(self, record: Record, terminal: Finished | Failed | Moved) -> None:
+        """Its terminal frame is there."""
+        now, span, came = time.time_ns(), self.span, self.sequence
+        span.set({"gen_ai.usage.output_tokens": record.output_tokens})
+        if record.started is not None:
+            started = record.started
+            tiers = {f"kvfleet.cached.{tier}_tokens": count for tier, count in started.cached.items()}
+            span.set(
+                {
+                    "gen_ai.usage.input_tokens": started.prompt_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": started.cached_tokens,
+                    "kvfleet.recomputed_tokens": started.recomputed_tokens,
+                }
+                | tiers
+            )
+        self._phases(came, now)
+        if self._moving_since is not None:
+            moved = {"kvfleet.hand_over.moved": isinstance(terminal, Moved)}
+            span.child("hand_over", moved, at=self._moving_since).end(at=now)
+        if isinstance(terminal, Finished):
+            span.set({"gen_ai.response.finish_reasons": [terminal.reason.value]})
+        elif isinstance(terminal, Moved):
+            span.event("moved")
+        span.end(error=terminal.code if isinstance(terminal, Failed) else None, at=now)
+
+    def _phases(self, came: SequenceTrace, now: int) -> None:
+        if came.enqueued is None:
+            return
+        span, enqueued = self.span, unix_ns(came.enqueued)
+        ended = now if came.ended is None else unix_ns(came.ended)
+        admitted = ended if came.admitted is None else unix_ns(came.admitted)
+        span.child("queue", at=enqueued).end(at=admitted)
+        for restored in came.restores:
+            span.child("restore", _about(restored), at=unix_ns(restored.began)).end(
+                error=restored.failure or None, at=unix_ns(restored.ended)
+            )
+        if came.admitted is None:
+            return
+        prefilled = ended if came.prefilled is None else unix_ns(came.prefilled)
+        fed = {"kvfleet.prefill.chunks": came.chunks, "kvfleet.prefill.tokens": came.fed_tokens}
+        span.child("prefill", fed, at=admitted).end(at=prefilled)
+        if came.prefilled is None:
+            return
+        span.event("first_token", at=prefilled)
+        drawn = {
+            "gen_ai.usage.output_tokens": came.drawn_tokens,
+            "kvfleet.decode.steps": came.steps,
+            "kvfleet.preemptions": came.preemptions,
+        }
+        span.child("decode", drawn, at=prefilled).end(at=ended)
+
+
+def _about(restored: Restored) -> dict[str, Value]:
+    return {
+        "kvfleet.tier": restored.tier.value,
+        "kvfleet.blocks": restored.wanted,
+        "kvfleet.blocks.hit": restored.blocks,
+        "kvfleet.bytes": restored.nbytes,
+    }

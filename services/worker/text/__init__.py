@@ -1,0 +1,1 @@
+"""From token ids to text: detokenizing, stop strings, and what a full context drops. Pure."""

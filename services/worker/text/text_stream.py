@@ -1,0 +1,153 @@
+"""Generated ids in, (ids, text pieces) that may leave the engine out. Pure apart from the detokenizer it is given.
+
+An id is released once all text up to its end can no longer change or be cut off by a stop string. Holding the id and
+not only its text means that text is never left over without an id, and that any prefix of the released ids is a state
+that another worker can go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvfleet.worker.text.detokenizer import DetokenizerStream
+from kvfleet.worker.text.stopping import StopStrings
+from kvproto.messages import TokenLogprobs
+
+
+class Released(NamedTuple):
+    """`text[i]` belongs to `ids[i]`, and so does `logprobs[i]` where there are any."""
+
+    ids: tuple[int, ...]
+    text: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def then(self, other: Released) -> Released:
+        return Released(self.ids + other.ids, self.text + other.text, self.logprobs + other.logprobs)
+
+
+NOTHING = Released((), ())
+REPLAYED_IDS = 32  # one by one
+CHARACTER_IDS = 4  # at most, of UTF-8
+
+
+class TextStream:
+    """Text of one sequence. `stopped` once a stop string was found: the text ends before it."""
+
+    def __init__(self, decoder: DetokenizerStream, stops: StopStrings) -> None:
+        self.stopped = False
+        self.next_index = 0  # generated index of the next id to leave
+        self._decoder = decoder
+        self._stops = stops
+        self._watches = bool(stops)
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []  # of the held ids, where the request asks for them
+        self._known_ids = 0  # ids, from the first held one on, that the client has
+        self._known_text = 0  # characters of the coming pieces that the client has
+        self._owed = ""  # text of known ids that the client lacks: travels with the next id
+
+    def replay(self, ids: Sequence[int], text_sent: int) -> None:
+        """Rebuild the state from what an earlier attempt generated; `ids` themselves never leave.
+
+        `text_sent` characters are with the client: what follows continues exactly there.
+        """
+        count, text = self._skip(ids)
+        if (end := self._stops.find(text)) >= 0:
+            self.stopped, text = True, text[:end]
+        elif count and (watched := self._stops.longest - 1) > 0:  # a stop string may begin there
+            self._ids.append(ids[count - 1])
+            self._pieces.append(text[-watched:])
+            text = text[:-watched]
+        for token in ids[count:]:
+            if self.stopped:
+                break
+            text += "".join(self.push(token).text)
+        self.next_index = len(ids)
+        self._known_ids = len(self._ids)
+        self._known_text = max(text_sent - len(text), 0)
+        self._owed = text[text_sent:]
+
+    def _skip(self, ids: Sequence[int]) -> tuple[int, str]:
+        """Leading ids that are settled, and their text: all but the last ones, and those of a character that ends
+        there."""
+        most = len(ids) - REPLAYED_IDS
+        for count in range(most, max(most - CHARACTER_IDS, 0), -1):
+            if (text := self._decoder.skip(ids[:count])) is not None:
+                return count, text
+        return 0, ""
+
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Released:
+        """A generated id. Returns what may leave now."""
+        piece = self._decoder.push(token)
+        if not self._ids and not self._watches and not self._decoder.pending:
+            return self._give((token,), (piece,), () if logprobs is None else (logprobs,))
+        self._ids.append(token)
+        self._pieces.append(piece)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        return self._release()
+
+    def finish(self) -> Released:
+        """Generation has ended without a stop string: all that is held leaves, a stop string completed by it aside."""
+        if self.stopped or not self._ids:
+            return NOTHING
+        self._pieces[-1] += self._decoder.flush()
+        self._cut()
+        return self._pop(len(self._ids))
+
+    def _release(self) -> Released:
+        if self._cut():
+            return self._pop(len(self._ids))
+        text = "".join(self._pieces)
+        safe = len(text) - self._stops.held(text)
+        count, end = 0, 0
+        for piece in self._pieces[: len(self._pieces) - self._decoder.pending]:
+            end += len(piece)
+            if end > safe:
+                break
+            count += 1
+        return self._pop(count)
+
+    def _cut(self) -> bool:
+        """Cut the held text before the first stop string in it, if there is one."""
+        end = self._stops.find("".join(self._pieces)) if self._watches else -1
+        if end < 0:
+            return False
+        self.stopped = True
+        for at, piece in enumerate(self._pieces):
+            self._pieces[at] = piece[:end]
+            end = max(end - len(piece), 0)
+        return True
+
+    def _pop(self, count: int) -> Released:
+        if not count:
+            return NOTHING
+        ids, pieces = tuple(self._ids[:count]), tuple(self._pieces[:count])
+        replayed = len(self._ids) - len(self._logprobs) if self._logprobs else 0  # came first, and without
+        logprobs = tuple(self._logprobs[: max(count - replayed, 0)])
+        del self._ids[:count], self._pieces[:count], self._logprobs[: len(logprobs)]
+        return self._give(ids, pieces, logprobs)
+
+    def _give(self, ids: tuple[int, ...], pieces: tuple[str, ...], logprobs: tuple[TokenLogprobs, ...]) -> Released:
+        if self._known_ids or self._known_text or self._owed:
+            ids, pieces = self._leave_out_known(ids, pieces)
+        self.next_index += len(ids)
+        return Released(ids, pieces, logprobs)
+
+    def _leave_out_known(
+        self, ids: tuple[int, ...], pieces: tuple[str, ...]
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Without what the client has; only the first releases after a replay need this."""
+        new_ids, new_pieces = [], []
+        for token, piece in zip(ids, pieces, strict=True):
+            skipped = min(self._known_text, len(piece))
+            self._known_text -= skipped
+            self._owed += piece[skipped:]
+            if self._known_ids:
+                self._known_ids -= 1
+                continue
+            new_ids.append(token)
+            new_pieces.append(self._owed)
+            self._owed = ""
+        return tuple(new_ids), tuple(new_pieces)
