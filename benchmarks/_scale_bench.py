@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks import _fleet_prompts as prompts
 from benchmarks._processes import cpu_seconds
 from benchmarks._requester import Requester
-from kvfleet.cli import embedded_nats
-from kvfleet.cli.init import create_buckets
+from kvfleet.cli.embedded import embedded_nats
+from kvfleet.cli.operator.init import create_buckets
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.members import Members

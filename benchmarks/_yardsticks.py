@@ -32,7 +32,7 @@ import uvicorn
 import uvloop
 
 from benchmarks._http import Connection
-from kvfleet.cli import embedded_nats
+from kvfleet.cli.embedded import embedded_nats
 from kvproto.testing.free_ports import free_port
 
 PLACE, GENERATE, TOKENS = "yardstick.place", "yardstick.generate", "yardstick.tokens"

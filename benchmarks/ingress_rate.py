@@ -28,9 +28,9 @@ from benchmarks._http import Connection
 from benchmarks._processes import cpu_seconds
 from benchmarks._report import finish, parse_quick, progress, spread
 from benchmarks._yardsticks import tokens_per_s
-from kvfleet.cli import embedded_nats
-from kvfleet.cli.init import create_buckets
-from kvfleet.cli.processes import Process
+from kvfleet.cli.embedded import embedded_nats
+from kvfleet.cli.embedded.processes import Process
+from kvfleet.cli.operator.init import create_buckets
 from kvproto.testing.free_ports import free_port
 from kvservice import launch
 

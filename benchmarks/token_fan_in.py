@@ -36,8 +36,8 @@ from benchmarks._processes import cpu_seconds
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._yardsticks import messages_per_s
 from benchmarks.ingress_rate import MARK, wait_ready
-from kvfleet.cli import embedded_nats
-from kvfleet.cli.init import create_buckets
+from kvfleet.cli.embedded import embedded_nats
+from kvfleet.cli.operator.init import create_buckets
 from kvproto.testing.free_ports import free_port
 from kvservice import launch
 

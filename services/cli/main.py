@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from kvfleet import __version__
-from kvfleet.cli.forks import begin
+from kvfleet.cli.embedded.forks import begin
 from kvfleet.cli.process_commands import PROCESS_COMMANDS, become
 from kvservice import launch
 

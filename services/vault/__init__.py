@@ -1,0 +1,1 @@
+"""A vault: keeps blocks of many workers in memory and on disk, and serves them to workers."""

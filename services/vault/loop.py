@@ -22,8 +22,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvfleet.vault.changes import Change, net, pieces, tier_events
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.changes import Change, net, pieces, tier_events
+from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
 from kvproto.dataplane.server import DataPlaneServer

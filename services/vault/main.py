@@ -9,11 +9,11 @@ import sys
 import time
 from dataclasses import replace
 
-from kvfleet.vault.disk import DiskStore
-from kvfleet.vault.disk_thread import DiskThread
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import CLOSE_S, VaultLoop
 from kvfleet.vault.settings import VaultSettings, default_max_bytes
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.store import VaultStore
 from kvfleet.vault.vault_metrics import readings
 from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneServer

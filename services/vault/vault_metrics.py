@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvfleet.vault.disk_thread import DiskThread
+from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import VaultLoop
 from kvproto.connection import Connection
 from kvproto.dataplane.server import Counters

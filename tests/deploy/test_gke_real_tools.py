@@ -37,7 +37,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, Ran]:
     """One run, and where it ran."""
     if KUBECTL is None:
         pytest.skip("kubectl is not installed")
-    if importlib.util.find_spec("kvfleet.cli.secrets_command") is None:
+    if importlib.util.find_spec("kvfleet.cli.secrets.secrets_command") is None:
         pytest.skip("`kvfleet secrets` is not there")
     stage = make_stage(tmp_path_factory.mktemp("quickstart"))
     (stage.base / "kubeconfig").write_text(yaml.safe_dump(KUBECONFIG))

@@ -15,9 +15,9 @@ import pytest
 import torch
 from tiny_models import ROOT, TOLERANCE, Rig, Turn
 
-from kvfleet.vault.disk import DiskStore
-from kvfleet.vault.disk_thread import DiskThread
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.disk.disk_thread import DiskThread
+from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.blocks.prospect import Prospect, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult

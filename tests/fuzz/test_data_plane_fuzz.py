@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.store import VaultStore
 from kvproto.block_hash import child, pack_ids
 from kvproto.dataplane import handshake
 from kvproto.dataplane.block import BlockCodec, BlockHeader

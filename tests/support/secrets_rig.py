@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from kvfleet.cli.secrets_folder import Wanted, fill
+from kvfleet.cli.secrets.secrets_folder import Wanted, fill
 from kvproto.testing.nats_server import NatsServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.cli.init import create_buckets
+from kvfleet.cli.operator.init import create_buckets
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.dataplane.client import DataPlaneClient

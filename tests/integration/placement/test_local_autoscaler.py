@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest_asyncio
 
-from kvfleet.cli.autoscaler import Known, LocalAutoscaler
+from kvfleet.cli.embedded.autoscaler import Known, LocalAutoscaler
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message

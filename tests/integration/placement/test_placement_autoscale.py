@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from fake_fleet import MODEL, FakeWorker, StartWorker
 
-from kvfleet.cli.autoscaler import ask_all
+from kvfleet.cli.embedded.autoscaler import ask_all
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.io.subscriptions import Hearing
 from kvfleet.placement.loop import PlacementLoop

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.cli.init import create_buckets
+from kvfleet.cli.operator.init import create_buckets
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client

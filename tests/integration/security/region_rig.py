@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvfleet.cli.operator_login import Login
+from kvfleet.cli.operator.operator_login import Login
 from kvproto.connection import Connection
 from kvproto.subjects import inbox_prefix
 from kvproto.testing.nats_process import NatsProcess

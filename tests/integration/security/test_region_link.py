@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.cli.init import create_buckets
+from kvfleet.cli.operator.init import create_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed
 from kvproto.subjects import Subjects

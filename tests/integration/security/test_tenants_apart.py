@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection, Message

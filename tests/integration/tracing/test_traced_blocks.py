@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from kvfleet.vault.disk import DiskStore
-from kvfleet.vault.disk_thread import DiskThread
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.disk.disk_thread import DiskThread
+from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.tiers.base import Landing
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvproto.dataplane import wire

@@ -15,10 +15,10 @@ from vault_rig import Fleet, replayed, split
 
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.vault.block_table import bytes_for
-from kvfleet.vault.changes import BLOCKS_PER_EVENT
 from kvfleet.vault.loop import VaultLoop
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.block_table import bytes_for
+from kvfleet.vault.store.changes import BLOCKS_PER_EVENT
+from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.block_hash import digest_term, in_tier
 from kvproto.buckets import Bucket

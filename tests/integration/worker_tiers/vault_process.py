@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.store import VaultStore
 from kvproto.dataplane.server import DataPlaneServer
 from tests.integration.worker_tiers.rig import KEYS
 

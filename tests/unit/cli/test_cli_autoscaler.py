@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.cli.autoscaler import Limits, Wanted, merged, read_limits, steps
+from kvfleet.cli.embedded.autoscaler import Limits, Wanted, merged, read_limits, steps
 from kvproto.messages import ModelSignals, PlacementStats
 
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfleet.cli.console import out
-from kvfleet.cli.plan import _show
-from kvfleet.cli.plan_rates import NoRates, of_file, read
-from kvfleet.cli.planning import Demand, Worker, erlang_c, fleet_of, lognormal, plan, ttft_share
+from kvfleet.cli.planning.plan import _show
+from kvfleet.cli.planning.plan_rates import NoRates, of_file, read
+from kvfleet.cli.planning.planning import Demand, Worker, erlang_c, fleet_of, lognormal, plan, ttft_share
 from kvfleet.placement.simulate.sim_worker import Speed
 from kvfleet.placement.simulate.simulation import FleetShape, Simulation
 from kvfleet.placement.simulate.trace import Row, make_trace

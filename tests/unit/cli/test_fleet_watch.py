@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvfleet.cli.autoscaler import LocalAutoscaler
-from kvfleet.cli.fleet import Fleet
-from kvfleet.cli.processes import Child, spawn
+from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
+from kvfleet.cli.embedded.fleet import Fleet
+from kvfleet.cli.embedded.processes import Child, spawn
 
 STAYS = "exec sleep 600"
 FAILS = "exit 3"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.cli.forks import Forked, Forks, of_services, of_workers
-from kvfleet.cli.processes import popen
+from kvfleet.cli.embedded.forks import Forked, Forks, of_services, of_workers
+from kvfleet.cli.embedded.processes import popen
 from kvservice import launch
 from tests.support.waiting import LIMIT_S, wait_until
 

@@ -15,8 +15,8 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
-from kvfleet.cli.secrets_certificates import hosts_of, is_of, is_signed_by, pin, read_certificate, read_key
-from kvfleet.cli.secrets_folder import DEFAULT_HOSTS, ROLES, Report, Wanted, fill
+from kvfleet.cli.secrets.secrets_certificates import hosts_of, is_of, is_signed_by, pin, read_certificate, read_key
+from kvfleet.cli.secrets.secrets_folder import DEFAULT_HOSTS, ROLES, Report, Wanted, fill
 from kvfleet.ingress.auth.api_keys import parse_keys
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvproto.errors import InvalidRequest, Unavailable

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.cli.top_rates import FleetRates
+from kvfleet.cli.clients.top_rates import FleetRates
 
 Fleet = dict[str, dict[str, Any]]
 

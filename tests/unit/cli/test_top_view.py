@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvfleet.cli.clients.top_view import Snapshot, milliseconds, page, rate, screen, share, size
 from kvfleet.cli.console import printable
-from kvfleet.cli.top_view import Snapshot, milliseconds, page, rate, screen, share, size
 from kvproto.messages import Load, TierLoad
 
 HOST = asdict(TierLoad(3, 300_000, 1_000_000, 48, 2, 600, 0.25, 7, 1, {"late": 2, "lost": 0}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.cli import explain
+from kvfleet.cli.clients import explain
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
 from kvfleet.ingress.fleet.placement_report import placements_report, read_request_id
 from kvfleet.ingress.limits.callers import OPEN, Caller, require_policy

@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from kvfleet.vault.disk import DiskStore
+from kvfleet.vault.disk.disk import DiskStore
 from kvproto.block_hash import child, pack_ids
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 

@@ -20,9 +20,9 @@ from disk_blocks import ROOT, block, payload_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvfleet.vault import disk
-from kvfleet.vault.disk import DiskStore
-from kvfleet.vault.segments import MAGIC, PREFIX_BYTES, read_prefix, record_start
+from kvfleet.vault.disk import disk
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.disk.segments import MAGIC, PREFIX_BYTES, read_prefix, record_start
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from tests.support.waiting import LIMIT_S
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvfleet.vault.block_table import bytes_for
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.store.block_table import bytes_for
+from kvfleet.vault.store.store import VaultStore
 from kvproto.dataplane.block import BlockHeader
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.vault.block_table import bytes_for
-from kvfleet.vault.disk import DiskStore
-from kvfleet.vault.disk_thread import DiskThread
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.disk.disk_thread import DiskThread
+from kvfleet.vault.store.block_table import bytes_for
+from kvfleet.vault.store.store import VaultStore
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 from tests.support.waiting import LIMIT_S, wait_until
 

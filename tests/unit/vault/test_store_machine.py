@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvfleet.vault.block_table import bytes_for
-from kvfleet.vault.changes import Change, net, tier_events
-from kvfleet.vault.store import ServedBlocks, VaultStore
+from kvfleet.vault.store.block_table import bytes_for
+from kvfleet.vault.store.changes import Change, net, tier_events
+from kvfleet.vault.store.store import ServedBlocks, VaultStore
 from kvproto.dataplane.block import BlockHeader
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 

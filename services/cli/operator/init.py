@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvfleet.cli.console import err, fail
-from kvfleet.cli.operator_login import Ca, Cert, Key, Login, SeedFile
+from kvfleet.cli.operator.operator_login import Ca, Cert, Key, Login, SeedFile
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.dataplane.keys import ensure_key, rotate_key
 from kvproto.errors import KvfleetError

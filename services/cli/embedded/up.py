@@ -21,16 +21,16 @@ import httpx
 import typer
 from rich.status import Status
 
-from kvfleet.cli import embedded_nats
-from kvfleet.cli import forks as forking
-from kvfleet.cli.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.console import err, fail
-from kvfleet.cli.fleet import Fleet
-from kvfleet.cli.fleet_state import fleet_key, folders
-from kvfleet.cli.init import create_buckets
-from kvfleet.cli.metrics_targets import MetricsTargets
-from kvfleet.cli.ports import PortTaken, claim, listen
-from kvfleet.cli.processes import Child, FleetEnded, StartFailed, child, spawn
+from kvfleet.cli.embedded import embedded_nats
+from kvfleet.cli.embedded import forks as forking
+from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
+from kvfleet.cli.embedded.fleet import Fleet
+from kvfleet.cli.embedded.fleet_state import fleet_key, folders
+from kvfleet.cli.embedded.metrics_targets import MetricsTargets
+from kvfleet.cli.embedded.ports import PortTaken, claim, listen
+from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, child, spawn
+from kvfleet.cli.operator.init import create_buckets
 from kvproto.errors import KvfleetError
 from kvservice import launch
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from kvfleet.cli import sse
-from kvfleet.cli.answers import Unreadable, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.clients import sse
+from kvfleet.cli.clients.answers import Unreadable, json_of, shaped_as_an_ingress_says
 
 
 class NoRates(Exception):

@@ -25,7 +25,7 @@ from pathlib import Path
 import nkeys  # type: ignore[import-untyped]
 from cryptography import x509
 
-from kvfleet.cli.secrets_certificates import (
+from kvfleet.cli.secrets.secrets_certificates import (
     Authority,
     Key,
     certificate_pem,

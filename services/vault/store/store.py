@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvfleet.vault.block_table import BlockTable, Entry, bytes_for
-from kvfleet.vault.changes import Change
-from kvfleet.vault.counters import StoreCounters
+from kvfleet.vault.store.block_table import BlockTable, Entry, bytes_for
+from kvfleet.vault.store.changes import Change
+from kvfleet.vault.store.counters import StoreCounters
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 
 SPARE_FRACTION = 8  # of the memory, one part in so many is kept free by writing to disk ahead

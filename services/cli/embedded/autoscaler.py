@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import typer
 
 from kvfleet.cli.console import err
-from kvfleet.cli.drain import costs, tell
-from kvfleet.cli.processes import Child
+from kvfleet.cli.embedded.processes import Child
+from kvfleet.cli.operator.drain import costs, tell
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, is_no_responders

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvfleet.vault.changes import Change
-from kvfleet.vault.counters import StoreCounters
-from kvfleet.vault.eviction_order import EvictionOrder
-from kvfleet.vault.memory import BlockMemory, Raw, class_of
+from kvfleet.vault.store.changes import Change
+from kvfleet.vault.store.counters import StoreCounters
+from kvfleet.vault.store.eviction_order import EvictionOrder
+from kvfleet.vault.store.memory import BlockMemory, Raw, class_of
 from kvproto.dataplane.block import BlockHeader
 
 ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables

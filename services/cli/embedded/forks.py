@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 
-from kvfleet.cli.processes import Process, popen
+from kvfleet.cli.embedded.processes import Process, popen
 from kvservice import launch
 
 LARGEST_MESSAGE = 4096
@@ -25,7 +25,7 @@ available = sys.platform == "linux"
 @cache
 def of_services() -> Forks:
     """What all services import is imported once."""
-    return Forks(lambda fd: popen(launch.command("kvfleet.cli.forked", str(fd)), {}, [fd]))
+    return Forks(lambda fd: popen(launch.command("kvfleet.cli.embedded.forked", str(fd)), {}, [fd]))
 
 
 @cache

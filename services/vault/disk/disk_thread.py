@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from kvfleet.vault.block_table import Entry
-from kvfleet.vault.disk import DiskStore
-from kvfleet.vault.store import VaultStore
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.store.block_table import Entry
+from kvfleet.vault.store.store import VaultStore
 from kvproto.dataplane.block import BlockHeader
 
 log = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvfleet.cli import planning
+from kvfleet.cli.clients.generate import Key, headers, known_url
 from kvfleet.cli.console import err, fail, out, printable
-from kvfleet.cli.generate import Key, headers, known_url
-from kvfleet.cli.kv_size import KvDType, known_size, readable
-from kvfleet.cli.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
-from kvfleet.cli.up import Device, DType
+from kvfleet.cli.embedded.up import Device, DType
+from kvfleet.cli.planning import planning
+from kvfleet.cli.planning.kv_size import KvDType, known_size, readable
+from kvfleet.cli.planning.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
 from kvservice import launch
 from kvservice.byte_size import parse_bytes
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli import sse
-from kvfleet.cli.answers import Unreadable, asking
+from kvfleet.cli.clients import sse
+from kvfleet.cli.clients.answers import Unreadable, asking
 from kvfleet.cli.console import err, fail, out
 
 

@@ -10,13 +10,13 @@ import httpx
 import typer
 from rich.live import Live
 
-from kvfleet.cli import sse
-from kvfleet.cli.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.clients import sse
+from kvfleet.cli.clients.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url, headers
+from kvfleet.cli.clients.keyboard import Keyboard, Pressed
+from kvfleet.cli.clients.top_rates import FleetRates
+from kvfleet.cli.clients.top_view import Snapshot, page, screen
 from kvfleet.cli.console import Terminal, fail, out
-from kvfleet.cli.generate import DEFAULT_URL, Key, Url, headers
-from kvfleet.cli.keyboard import Keyboard, Pressed
-from kvfleet.cli.top_rates import FleetRates
-from kvfleet.cli.top_view import Snapshot, page, screen
 
 TIMEOUT_S = 3.0
 LEDGER_LINES = 50

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvfleet.cli.autoscaler import LocalAutoscaler
 from kvfleet.cli.console import err
-from kvfleet.cli.processes import Child, FleetEnded, stop
+from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
+from kvfleet.cli.embedded.processes import Child, FleetEnded, stop
 
 STOP_WITHIN_S = 9.0
 LOOK_EVERY_S = 0.05

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvfleet.cli.ports import PortTaken
+from kvfleet.cli.embedded.ports import PortTaken
 
 FOLDER = "targets"
 FILE = "kvfleet.json"

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfleet.cli.processes import Child, StartFailed, spawn
+from kvfleet.cli.embedded.processes import Child, StartFailed, spawn
 
 DEFAULT_PORT = 4222
 

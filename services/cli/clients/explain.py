@@ -16,10 +16,10 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvfleet.cli import sse
-from kvfleet.cli.answers import asking, json_of
+from kvfleet.cli.clients import sse
+from kvfleet.cli.clients.answers import asking, json_of
+from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url, headers
 from kvfleet.cli.console import Terminal, fail, out, printable
-from kvfleet.cli.generate import DEFAULT_URL, Key, Url, headers
 from kvproto.messages import Tier
 
 UNKNOWN = "-"

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfleet.vault.record_file import opened, overwrite, read, write
-from kvfleet.vault.segments import (
+from kvfleet.vault.disk.record_file import opened, overwrite, read, write
+from kvfleet.vault.disk.segments import (
     MAGIC,
     PREFIX_BYTES,
     Kind,

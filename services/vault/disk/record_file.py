@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfleet.vault.segments import PREFIX_BYTES, Kind, Prefix
+from kvfleet.vault.disk.segments import PREFIX_BYTES, Kind, Prefix
 
 _ZEROS = memoryview(bytes(1024 * 1024))
 

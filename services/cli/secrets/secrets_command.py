@@ -31,7 +31,7 @@ def secrets(
 
     What is there is kept. Nothing secret is printed; files are for their owner alone.
     """
-    from kvfleet.cli.secrets_folder import Wanted, fill  # cryptography is needed here alone
+    from kvfleet.cli.secrets.secrets_folder import Wanted, fill  # cryptography is needed here alone
 
     wanted = Wanted(tuple(host or ()), tuple(tenant or ()), days, renew_certificates, force)
     try:

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from kvfleet.cli.console import fail, out
-from kvfleet.cli.up import Device, DType
+from kvfleet.cli.embedded.up import Device, DType
 from kvservice import launch
 from kvservice.byte_size import parse_bytes
 

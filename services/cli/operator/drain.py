@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from kvfleet.cli.console import err, fail, out
-from kvfleet.cli.operator_login import Ca, Cert, Key, Login, SeedFile
+from kvfleet.cli.operator.operator_login import Ca, Cert, Key, Login, SeedFile
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError, NotFound, Unavailable, WorkerLost, from_code

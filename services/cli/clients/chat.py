@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli import sse
-from kvfleet.cli.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
-from kvfleet.cli.console import err, fail, out, printable
-from kvfleet.cli.generate import (
+from kvfleet.cli.clients import sse
+from kvfleet.cli.clients.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.clients.generate import (
     DEFAULT_URL,
     ContextOverflow,
     Key,
@@ -25,6 +24,7 @@ from kvfleet.cli.generate import (
     given,
     headers,
 )
+from kvfleet.cli.console import err, fail, out, printable
 
 with contextlib.suppress(ImportError):  # where Python has it, importing it gives input() line editing and history
     import readline  # noqa: F401

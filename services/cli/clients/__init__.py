@@ -1,0 +1,1 @@
+"""Commands that ask an ingress: generate, chat, explain and top."""

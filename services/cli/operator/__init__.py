@@ -1,0 +1,1 @@
+"""What an operator does to a running fleet: make its buckets, drain a worker."""

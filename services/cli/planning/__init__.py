@@ -1,0 +1,1 @@
+"""How many workers, how much memory: `plan` and `kv-size`."""

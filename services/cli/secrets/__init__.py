@@ -1,0 +1,1 @@
+"""Keys, passwords and certificates of a fleet: `secrets` and `key`."""

@@ -1,0 +1,1 @@
+"""What a vault holds: blocks in memory, their order of eviction, and what changed."""
