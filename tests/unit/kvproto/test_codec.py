@@ -91,7 +91,7 @@ def has_default(field: Any) -> bool:
 MESSAGES = [
     kind
     for kind in vars(m).values()
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == m.__name__
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__.startswith(f"{m.__name__}.")
 ]
 EVENT_PARTS = {m.BlockRun, m.TierEvents, m.KvEvents}
 MAPPED = [kind for kind in MESSAGES if kind not in EVENT_PARTS]

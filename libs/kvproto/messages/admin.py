@@ -1,0 +1,90 @@
+"""What an ingress or an operator asks of one worker, and what it answers. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from kvproto.codec_types import MaxLength
+from kvproto.messages.members import Heartbeat, WorkerRecord
+from kvproto.messages.vocabulary import AdminCommand, Count, File, Name, Text, Tokens32
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Token ids that were computed behind the first `start` of a history, and are no part of it."""
+
+    start: Count
+    ids: Tokens32
+
+
+Strays = Annotated[tuple[Stray, ...], MaxLength(256)]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRequest:
+    """A command on a worker's admin subject, answered part by part. `inspect`, `read_kv` and `erase` name tenant and
+    ids, `erase` also the strays beside them. Ids that are too many for one message are told before, under the name of
+    the `question`: see `kvproto.admin`.
+    """
+
+    command: AdminCommand
+    tenant: Name = ""
+    ids: Tokens32 = ()
+    layer: Count = 0
+    part: Count = 0
+    question: Name = ""
+    ids_before: Count = 0  # that were told of this question
+    more_ids: bool = False  # it is not the question yet
+    keep: Count = 0  # leading ids that `erase` leaves alone
+    strays: Strays = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdminReply:
+    """The asked part of an answer; `data` of all parts together is the answer's bytes. An error has `code` set."""
+
+    part: Count = 0
+    parts: Count = 1
+    data: Annotated[bytes, MaxLength(1_000_000)] = b""
+    digest: Name = ""
+    code: Name | None = None
+    message: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """Answer to `stats`."""
+
+    record: WorkerRecord
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Answer to `inspect`: how much of a token sequence this worker holds."""
+
+    cached_tokens: Count
+    blocks: tuple[int, ...]
+    tiers: dict[str, Count] = field(default_factory=dict)  # tokens from the start, in the tier or a faster one
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What an ingress needs of a model: it holds no model files, so both always agree."""
+
+    model: Name
+    tokenizer_json: File
+    chat_template: Text | None
+    bos_token: Name | None
+    eos_token: Name | None
+    stop_ids: tuple[int, ...]
+    context_length: Count
+    vocab_size: Count
+    default_temperature: float | None = None
+    default_top_p: float | None = None
+    default_top_k: int | None = None
+    model_revision: Name = ""
+    block_size: Count = 16
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    public_prefixes: tuple[Tokens32, ...] = ()  # shared by all tenants: whole blocks of registered system prompts

@@ -1,0 +1,128 @@
+"""What a worker streams to the inbox of a request. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproto.messages.vocabulary import Count, FinishReason, Name, Seconds, Text, Tokens32
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The worker has the request: from here on it sends exactly one terminal frame."""
+
+    request: Name
+    attempt: Count
+    worker: Name
+    epoch: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What was really cached, per tier, in tokens. Sent once, before the first tokens."""
+
+    request: Name
+    attempt: Count
+    worker: Name
+    prompt_tokens: Count
+    cached: dict[str, int]
+    queue_s: Seconds = 0.0
+    recomputed_tokens: Count = 0  # of a continued attempt: what an earlier one had computed, and is computed again
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's probabilities: the token's own, and the most probable ones, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens `index` ... `index + len(ids) - 1` of one choice, one piece of text per id.
+
+    Pieces may be empty while text is held back (a character or a stop string may be incomplete); together they are
+    exactly the final text. `logprobs` has one entry per id where the request asked for them, else none.
+    """
+
+    request: str
+    attempt: int
+    choice: int
+    index: int
+    ids: Tokens32
+    text: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """Not terminal: one of several choices has ended. Sent for each, before `Finished`, and only where n > 1."""
+
+    request: Name
+    attempt: Count
+    choice: Count
+    reason: FinishReason
+    output_tokens: Count  # of this choice, those of earlier attempts included
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Terminal. `output_tokens` counts all generated tokens, those of earlier attempts included.
+
+    Of several choices it is the sum of theirs, and `reason` is that of choice 0.
+    """
+
+    request: Name
+    attempt: Count
+    reason: FinishReason
+    prompt_tokens: Count
+    output_tokens: Count
+    cached_tokens: Count = 0
+    worker: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal. `retryable`: the same request may succeed elsewhere."""
+
+    request: Name
+    attempt: Count
+    code: Name
+    message: Text
+    retryable: bool = False
+    field: Name | None = None
+    output_tokens: Count = 0
+    retry_after_s: Seconds | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Terminal for this attempt: the worker lets go of the sequence; go on elsewhere after `output_tokens`."""
+
+    request: Name
+    attempt: Count
+    output_tokens: Count
+    to: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Answer to ResendRequest: the worker lives and has generated tokens up to `next_index`.
+
+    Of several choices that is the sum of theirs: a reader that has fewer in all lacks some.
+    """
+
+    request: Name
+    attempt: Count
+    next_index: Count
+    step_age_s: Seconds = 0.0  # how long the engine has been in its present step
+
+
+Frame = Accepted | Started | Tokens | ChoiceFinished | Finished | Failed | Moved | Progress
+TERMINAL = (Finished, Failed, Moved)

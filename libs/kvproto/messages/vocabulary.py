@@ -1,0 +1,81 @@
+"""Types and words that messages share. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from kvproto.codec_types import Ids, MaxLength, Range
+
+Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, packed u32le on the wire
+MAX_NAME_CHARS = 256
+Name = Annotated[str, MaxLength(MAX_NAME_CHARS)]  # ids, roles, model names
+Text = Annotated[str, MaxLength(8_388_608)]
+File = Annotated[str, MaxLength(67_108_864)]  # a tokenizer.json may have tens of megabytes
+Addresses = Annotated[tuple[Annotated[str, MaxLength(256)], ...], MaxLength(8)]  # unix:PATH, tcp:HOST:PORT
+Count = Annotated[int, Range(0, 2**63 - 1)]
+U64 = Annotated[int, Range(0, 2**64 - 1)]
+Seconds = Annotated[float, Range(0.0, 1e12)]
+LogitBias = Annotated[dict[int, float], MaxLength(4096)]  # token id -> added to its logit
+
+
+class State(StrEnum):
+    """A member's state. `dead` is never written by a member itself: it is how readers show one that vanished."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Role(StrEnum):
+    INGRESS = "ingress"
+    PLACEMENT = "placement"
+    WORKER = "worker"
+    VAULT = "vault"
+
+
+class Tier(StrEnum):
+    """Where a worker gets blocks from, fastest first. `peer` is another worker's device or host: nobody says that it
+    holds blocks there."""
+
+    DEVICE = "device"
+    HOST = "host"
+    VAULT = "vault"
+    PEER = "peer"
+
+    @property
+    def number(self) -> int:
+        """Among tiers, the device's being 0."""
+        return tuple(Tier).index(self)
+
+
+class Encoding(StrEnum):
+    """How a worker writes the frames of one request."""
+
+    FRAMES = "frames"  # compact, possibly many sequences in one message
+    MSGPACK = "msgpack"  # one map per message, ids as a list: for producers in any language
+    JSON = "json"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Overflow(StrEnum):
+    """What happens to a request that does not fit into the model's context."""
+
+    ERROR = "error"  # it is refused
+    TRUNCATE_LEFT = "truncate_left"  # the oldest prompt tokens are dropped until prompt and `max_tokens` fit
+    TRUNCATE_GENERATION = "truncate_generation"  # `max_tokens` becomes what is left after the prompt
+    SLIDING = "sliding"  # whenever the context is full its older half is dropped and generation goes on
+
+
+class AdminCommand(StrEnum):
+    DRAIN = "drain"
+    STATS = "stats"
+    INSPECT = "inspect"
+    BUNDLE = "bundle"
+    READ_KV = "read_kv"
+    ERASE = "erase"  # what only this token sequence has, from device, host and vaults
