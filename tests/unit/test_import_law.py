@@ -14,6 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+from tests.unit.floors import ABOVE, FLOORS, PAGE, drawn
+
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {"kvproto", "kvservice", "kvcpu"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
@@ -193,6 +197,32 @@ def test_no_circles() -> None:
     """Not even of imports inside functions or for type checkers: what needs the other's types belongs with it."""
     edges = {module: sorted(imports(module, types=True) & set(SOURCES)) for module in SOURCES}
     assert circles(edges) == []
+
+
+def room(module: str, package: str) -> str:
+    """The folder below `package`, or the file; empty for the package itself."""
+    return module.removeprefix(package).removeprefix(".").split(".")[0]
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_arrow_up(package: str) -> None:
+    """A room imports rooms of lower floors alone; what the table does not name stands above all, and has no folder."""
+    storeys = {name: number for number, names in enumerate(FLOORS[package]) for name in names}
+    found = {room(module, package) for module in SOURCES if is_in(module, (package,))} - {""}
+    assert set(storeys) <= found, "every room that is named is there"
+    for module in SOURCES:
+        if not is_in(module, (package,)) or not (here := room(module, package)):
+            continue
+        if here not in storeys:
+            assert module == f"{package}.{here}", f"{module}: its folder is not named"
+            assert here in " ".join(ABOVE[package]).split(), f"{module} is not in the picture"
+            continue
+        below = {room(name, package) for name in imports(module) if is_in(name, (package,)) and name != package}
+        assert all(storeys.get(other, 99) < storeys[here] for other in below - {here}), (module, below)
+
+
+def test_the_picture_is_drawn_from_the_table() -> None:
+    assert drawn(PAGE.read_text()) == PAGE.read_text(), "python -m tests.unit.floors draws it"
 
 
 def test_circles_are_found() -> None:

@@ -1,0 +1,67 @@
+"""Which room stands on which: the table that the import law holds, and the picture of it in CONTRIBUTING.md.
+
+python -m tests.unit.floors       draws the picture anew
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+# Of each package its floors, from the ground up. A room is a folder, or a file beside the folders; it imports rooms of
+# lower floors alone. What is not named stands above all.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "kvfleet.ingress": (
+        ("requests",), ("limits", "prompts"), ("config", "settings"), ("runs",), ("http",), ("answers", "telemetry"),
+        ("auth", "sessions"), ("fleet",), ("dashboard",),
+    ),
+    "kvfleet.placement": (
+        ("index",), ("events", "workers"), ("actions", "advice", "policies"), ("record", "settings"), ("decide",),
+        ("producers",), ("core",), ("io", "simulate"),
+    ),
+    "kvfleet.worker": (
+        ("eviction", "settings", "text"), ("blocks",), ("schedule",), ("model",), ("tiers",), ("engine",),
+        ("network", "streams"), ("serve",),
+    ),
+    "kvfleet.vault": (("settings", "store"), ("disk",)),
+    "kvfleet.cli": (
+        ("console", "process_commands"), ("clients", "operator", "secrets"), ("embedded",), ("planning",),
+    ),
+    "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("linear",), ("attention", "fused")),
+}  # fmt: skip
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+BEGIN, END = "<!-- floors -->\n", "<!-- end of floors -->\n"
+ABOVE = {
+    "kvfleet.ingress": ("main app ingress", "request_flow", "request_reader", "probes"),
+    "kvfleet.placement": ("main loop", "placement_metrics"),
+    "kvfleet.worker": ("main", "worker_metrics"),
+    "kvfleet.vault": ("main loop", "vault_metrics"),
+    "kvfleet.cli": ("main commands",),
+    "kvcpu": (),
+}
+
+
+def picture() -> str:
+    """Each package a column, its rooms from the top down."""
+    columns = []
+    for package, floors in FLOORS.items():
+        rows = [f"{one}" for one in ABOVE[package]] + [" ".join(rooms) for rooms in reversed(floors)]
+        name = package.removeprefix("kvfleet.")
+        width = max(map(len, (*rows, name)))
+        columns.append([name.ljust(width), "-" * width, *(row.ljust(width) for row in rows)])
+    empty = [" " * len(column[0]) for column in columns]
+    lines = []
+    for row in zip_longest(*columns):
+        lines.append("   ".join(cell or blank for cell, blank in zip(row, empty, strict=True)).rstrip())
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def drawn(page: str) -> str:
+    """The page with today's picture."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + picture() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(drawn(PAGE.read_text()))
