@@ -108,17 +108,17 @@ class Bucket:
         except _BUSY as error:
             raise Unavailable(f"cannot delete {key}: {type(error).__name__}") from None
 
-    async def watch(self, pattern: str = ">") -> Watch:
+    async def watch(self, pattern: str = ">") -> BucketWatch:
         """Every key's last value, then every change. Rebuild it after a reconnect (`Connection.on_reconnect`)."""
         try:
             watcher = await self._kv.watch(pattern)
             sent = await watcher._sub.consumer_info()
         except (*_BUSY, asyncio.InvalidStateError) as error:  # the latter of a watch whose server took too long
             raise Unavailable(f"cannot watch {self.name}: {type(error).__name__} {error}") from None
-        return Watch(watcher, is_empty=not (sent.num_pending or sent.delivered.consumer_seq))
+        return BucketWatch(watcher, is_empty=not (sent.num_pending or sent.delivered.consumer_seq))
 
 
-class Watch:
+class BucketWatch:
     """An iterator of entries; `None` marks the end of what existed when the watch began."""
 
     def __init__(self, watcher: Any, *, is_empty: bool) -> None:

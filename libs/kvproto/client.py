@@ -22,7 +22,7 @@ from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, PermissionDenied
 from kvproto.explanations import Explanations
 from kvproto.fleet_view import Change, WorkerView
-from kvproto.generation import Counters, Generation, seed_of
+from kvproto.generation import ClientCounters, Generation, seed_of
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, is_token, new_process_id, new_request_id
 from kvproto.inbox import Inbox
 from kvproto.members import Members
@@ -49,7 +49,7 @@ class Client:
         self.connection = connection
         self.subjects = subjects
         self.members = members
-        self.counters = Counters()
+        self.counters = ClientCounters()
         self.inbox = Inbox(connection)
         self._driver = RequestDriver(connection, subjects, members, self.inbox, self.counters)
         self._explanations = Explanations(connection, subjects, members)
@@ -286,4 +286,4 @@ def _check_text_and_ids(generation: Generation) -> None:
             raise InvalidRequest("is no text: it has a lone surrogate", field=field) from None
 
 
-__all__ = ["Client", "Counters", "Generation", "read_placement", "seed_of"]
+__all__ = ["Client", "ClientCounters", "Generation", "read_placement", "seed_of"]

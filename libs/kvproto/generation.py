@@ -32,7 +32,7 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Counters:
+class ClientCounters:
     """What this client has seen, since its start."""
 
     requests_total: int = 0

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
-from kvproto.buckets import Bucket, Entry, StaleRevision, Watch
+from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision
 from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError, KvfleetError, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
@@ -154,7 +154,7 @@ class Members:
         self._pattern = ">" if role is None else f"{role.value}.>"
         self._connection = connection
         self._subjects = subjects
-        self._watch: Watch | None = None
+        self._watch: BucketWatch | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._listed = asyncio.Event()
         self._subscription: Any = None

@@ -22,7 +22,7 @@ from kvproto.errors import (
     WorkerLost,
 )
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.generation import Counters, Generation
+from kvproto.generation import ClientCounters, Generation
 from kvproto.ids import new_request_id
 from kvproto.members import Members
 from kvproto.messages import Failed, Placement, PlaceRequest, State
@@ -46,7 +46,7 @@ MOST_REGIONS = 8  # that are asked one after the other
 class Placer:
     """What all requests of a client share to be placed. Holds no state of a request."""
 
-    def __init__(self, connection: Connection, subjects: Subjects, members: Members, counters: Counters) -> None:
+    def __init__(self, connection: Connection, subjects: Subjects, members: Members, counters: ClientCounters) -> None:
         self.connection = connection
         self.subjects = subjects
         self.members = members

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
-from kvproto.generation import Counters
+from kvproto.generation import ClientCounters
 from kvproto.messages import Failed, Placement, PlaceRequest
 from kvproto.placement_answers import ask, read_answer
 from kvproto.regions import qualify, split
@@ -29,7 +29,7 @@ SOURCE_TIMEOUT_S = 0.25  # it is only worth a fraction of what it saves
 class RegionPlacer:
     """What all requests of a client share. Holds no state of a request."""
 
-    def __init__(self, connection: Connection, subjects: Subjects, counters: Counters) -> None:
+    def __init__(self, connection: Connection, subjects: Subjects, counters: ClientCounters) -> None:
         self._connection = connection
         self._subjects = subjects
         self._counters = counters

@@ -29,7 +29,7 @@ from kvproto.errors import (
     WorkerLost,
     from_code,
 )
-from kvproto.generation import Counters, Generation
+from kvproto.generation import ClientCounters, Generation
 from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import (
@@ -60,7 +60,7 @@ class RequestDriver:
     """What all requests of a client share: where to publish, whom to ask, what is counted."""
 
     def __init__(
-        self, connection: Connection, subjects: Subjects, members: Members, inbox: Inbox, counters: Counters
+        self, connection: Connection, subjects: Subjects, members: Members, inbox: Inbox, counters: ClientCounters
     ) -> None:
         self.connection = connection
         self.subjects = subjects

@@ -22,7 +22,7 @@ MAX_WAITING = 4096  # frames kept behind a gap; more are dropped and asked for a
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceText:
     """What is here of one choice: what a next attempt needs to go on. `ended` only where there are several."""
 
     ids: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class StreamAssembly:
 
     def __init__(self, n: int = 1) -> None:
         self.attempt = 0
-        self.choices = [Choice() for _ in range(n)]
+        self.choices = [ChoiceText() for _ in range(n)]
         self.started: Started | None = None
         self.terminal: Finished | Failed | Moved | None = None
         self.fenced = 0
@@ -83,7 +83,7 @@ class StreamAssembly:
         """Go on after what a caller has already."""
         for at, one in enumerate(before):
             ended = ChoiceFinished("", 0, at, one.finished, len(one.output_ids)) if one.finished else None
-            self.choices[at] = Choice(list(one.output_ids), one.text_sent, ended)
+            self.choices[at] = ChoiceText(list(one.output_ids), one.text_sent, ended)
 
     def begin(self, attempt: int) -> None:
         """A new attempt: whatever an older one still sends is fenced off."""
@@ -165,7 +165,7 @@ class StreamAssembly:
             self._ripen(at, choice, out)
         return self._release(out)
 
-    def _ripen(self, at: int, choice: Choice, out: list[Frame]) -> None:
+    def _ripen(self, at: int, choice: ChoiceText, out: list[Frame]) -> None:
         """Deliver what waited and no longer has to."""
         while self._waiting and (later := self._ripe(at, len(choice.ids))) is not None:
             _deliver(choice, later, out)
@@ -190,7 +190,7 @@ class StreamAssembly:
         return out
 
 
-def _deliver(choice: Choice, frame: Tokens, out: list[Frame]) -> None:
+def _deliver(choice: ChoiceText, frame: Tokens, out: list[Frame]) -> None:
     """Append what is new of a frame that continues a choice or overlaps with it."""
     next_index = len(choice.ids)
     known = next_index - frame.index

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvproto.dataplane.serving import Limits
+from kvproto.dataplane.serving import ServingLimits
 from kvproto.errors import InvalidRequest, Unavailable
 from kvservice.lifecycle import Lifecycle
 from kvservice.own_folder import make_own_folder, remove_own_folder
@@ -47,7 +47,7 @@ class DataPlaneSettings(ServiceSettings):
     data_plane_ca: Path | None = Field(None, description="CA file: speak TLS to others, who must show a certificate")
 
 
-def limits_of(settings: DataPlaneSettings) -> Limits:
+def limits_of(settings: DataPlaneSettings) -> ServingLimits:
     """Of its listener. The process gets as many file descriptors as that needs, if the system lets it."""
     wanted = settings.data_plane_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,7 +56,7 @@ def limits_of(settings: DataPlaneSettings) -> Limits:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         if most < wanted:
             log.warning("%d files may be open, %d connections want %d", most, settings.data_plane_connections, wanted)
-    return Limits(connections=settings.data_plane_connections)
+    return ServingLimits(connections=settings.data_plane_connections)
 
 
 def server_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:

@@ -31,7 +31,7 @@ from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
-from kvfleet.ingress.telemetry.metrics import IngressMetrics, Reading
+from kvfleet.ingress.telemetry.metrics import IngressMetrics, IngressReading
 from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import KvfleetError
@@ -54,7 +54,7 @@ class Ingress:
         registry: CollectorRegistry,
         bucket: Bucket,
         audit: Audit,
-        readings: Iterable[Reading],
+        readings: Iterable[IngressReading],
         tracer: Tracer = tracing.NULL,
     ) -> None:
         self._client = client
@@ -135,7 +135,7 @@ class Ingress:
         registry: CollectorRegistry,
         *,
         audit: Audit = NO_AUDIT,
-        readings: Iterable[Reading] = (),
+        readings: Iterable[IngressReading] = (),
         tracer: Tracer = tracing.NULL,
     ) -> Ingress:
         """Build and start; `readings` are metrics of whatever was built before. Raises Unavailable when the sessions
@@ -192,72 +192,88 @@ class Ingress:
     def _is_ingress_alive(self, ingress: str) -> bool:
         return ingress == self._id or (Role.INGRESS, ingress) in self._client.members.view.members
 
-    def _readings(self) -> tuple[Reading, ...]:
+    def _readings(self) -> tuple[IngressReading, ...]:
         counters, inbox, view = self._client.counters, self._client.inbox, self._client.members.view
         runs, tenancy, usage, exchange = self.runs, self.tenancy, self.usage, self.usage_exchange
         return (
-            Reading(
+            IngressReading(
                 "running_requests", "Requests admitted and not yet ended.", "gauge", lambda: self.admission.running
             ),
-            Reading("refused_requests", "Refused by admission.", "counter", lambda: self.admission.refused_total),
-            Reading("refused_callers", "Refused as nobody known.", "counter", lambda: tenancy.refused_total),
-            Reading("api_keys", "Configured API keys.", "gauge", lambda: tenancy.key_count),
-            Reading(
+            IngressReading(
+                "refused_requests", "Refused by admission.", "counter", lambda: self.admission.refused_total
+            ),
+            IngressReading("refused_callers", "Refused as nobody known.", "counter", lambda: tenancy.refused_total),
+            IngressReading("api_keys", "Configured API keys.", "gauge", lambda: tenancy.key_count),
+            IngressReading(
                 "counting_ingresses",
                 "Other ingresses that told within 3 s what limited callers use there.",
                 "gauge",
                 lambda: usage.peers,
             ),
-            Reading("told_usage_reports", "Reports sent to them.", "counter", lambda: exchange.told_total),
-            Reading("heard_usage_reports", "Reports of theirs.", "counter", lambda: exchange.heard_total),
-            Reading(
+            IngressReading("told_usage_reports", "Reports sent to them.", "counter", lambda: exchange.told_total),
+            IngressReading("heard_usage_reports", "Reports of theirs.", "counter", lambda: exchange.heard_total),
+            IngressReading(
                 "ignored_usage_reports",
                 "Reports, or accounts in one, that were unreadable, of a life that is over, or too many.",
                 "counter",
                 lambda: usage.refused_total + exchange.malformed_total,
             ),
-            Reading("placed_attempts", "Attempts placed by placement.", "counter", lambda: counters.placed_total),
-            Reading(
+            IngressReading(
+                "placed_attempts", "Attempts placed by placement.", "counter", lambda: counters.placed_total
+            ),
+            IngressReading(
                 "placement_fallbacks",
                 "Attempts placed by the ring because placement did not answer.",
                 "counter",
                 lambda: counters.fallback_total,
             ),
-            Reading(
+            IngressReading(
                 "placement_unasked",
                 "Of them, those of which placement was not even asked, as it had not answered for a while.",
                 "counter",
                 lambda: counters.unasked_total,
             ),
-            Reading(
+            IngressReading(
                 "spilled_attempts", "Attempts placed in another region.", "counter", lambda: counters.spilled_total
             ),
-            Reading(
+            IngressReading(
                 "region_refusals",
                 "Other regions that could not take a request, or did not answer.",
                 "counter",
                 lambda: counters.region_refusals_total,
             ),
-            Reading("lost_attempts", "Attempts whose worker was lost.", "counter", lambda: counters.lost_total),
-            Reading("resends", "Times a worker was asked for frames again.", "counter", lambda: counters.resends_total),
-            Reading("orphan_frames", "Frames for nobody.", "counter", lambda: inbox.orphan_frames_total),
-            Reading("malformed_frames", "Frames that were unreadable.", "counter", lambda: inbox.malformed_total),
-            Reading("splice_hits", "Chats whose history was known.", "counter", lambda: self.splices.hits_total),
-            Reading("splice_misses", "Chats whose history was not.", "counter", lambda: self.splices.misses_total),
-            Reading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
-            Reading("kept_runs", "Ended and cut requests that may be asked for again.", "gauge", lambda: runs.kept),
-            Reading("kept_run_bytes", "Memory of them.", "gauge", lambda: runs.kept_bytes),
-            Reading("running_run_bytes", "Memory of running ones.", "gauge", lambda: runs.memory.used),
-            Reading(
+            IngressReading("lost_attempts", "Attempts whose worker was lost.", "counter", lambda: counters.lost_total),
+            IngressReading(
+                "resends", "Times a worker was asked for frames again.", "counter", lambda: counters.resends_total
+            ),
+            IngressReading("orphan_frames", "Frames for nobody.", "counter", lambda: inbox.orphan_frames_total),
+            IngressReading(
+                "malformed_frames", "Frames that were unreadable.", "counter", lambda: inbox.malformed_total
+            ),
+            IngressReading("splice_hits", "Chats whose history was known.", "counter", lambda: self.splices.hits_total),
+            IngressReading(
+                "splice_misses", "Chats whose history was not.", "counter", lambda: self.splices.misses_total
+            ),
+            IngressReading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
+            IngressReading(
+                "kept_runs", "Ended and cut requests that may be asked for again.", "gauge", lambda: runs.kept
+            ),
+            IngressReading("kept_run_bytes", "Memory of them.", "gauge", lambda: runs.kept_bytes),
+            IngressReading("running_run_bytes", "Memory of running ones.", "gauge", lambda: runs.memory.used),
+            IngressReading(
                 "attached_requests", "Repeats that joined a running request.", "counter", lambda: runs.attached_total
             ),
-            Reading(
+            IngressReading(
                 "resumed_requests", "Repeats that went on with a cut request.", "counter", lambda: runs.resumed_total
             ),
-            Reading("replayed_requests", "Repeats of finished requests.", "counter", lambda: runs.replayed_total),
-            Reading("sessions", "Sessions of all tenants.", "gauge", lambda: self.session_index.table.total),
-            Reading("running_turns", "Session turns running here.", "gauge", lambda: self.sessions.running),
-            Reading("ready_workers", "Workers that take new work.", "gauge", lambda: sum(1 for _ in view.ready())),
+            IngressReading(
+                "replayed_requests", "Repeats of finished requests.", "counter", lambda: runs.replayed_total
+            ),
+            IngressReading("sessions", "Sessions of all tenants.", "gauge", lambda: self.session_index.table.total),
+            IngressReading("running_turns", "Session turns running here.", "gauge", lambda: self.sessions.running),
+            IngressReading(
+                "ready_workers", "Workers that take new work.", "gauge", lambda: sum(1 for _ in view.ready())
+            ),
         )
 
 

@@ -113,7 +113,7 @@ class DropMember:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShareBookings:
     """Tell the other replicas what was booked, and what had to be refused."""
 
     booked: tuple[Booked, ...] = ()
@@ -130,7 +130,7 @@ class Explain:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordDecision:
     """A decision whose request has ended, with the prompt's block hashes back to back: a line for a ledger's file."""
 
     decision: Decision
@@ -150,10 +150,10 @@ Action = (
     | AskStillRunning
     | PingWorker
     | DropMember
-    | Share
+    | ShareBookings
     | PullSnapshot
     | Explain
-    | Record
+    | RecordDecision
 )
 
 

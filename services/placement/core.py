@@ -18,7 +18,7 @@ from kvfleet.placement.actions import (
     Fail,
     PassOn,
     PingWorker,
-    Share,
+    ShareBookings,
     TakenOver,
     failed_frame,
 )
@@ -27,9 +27,9 @@ from kvfleet.placement.advice.autoscaler import Autoscaler
 from kvfleet.placement.advice.preload import Preload
 from kvfleet.placement.advice.victim import Survey
 from kvfleet.placement.decide.accounts import Accounts
-from kvfleet.placement.decide.between_regions import CANNOT_SERVE, Abroad
+from kvfleet.placement.decide.between_regions import CANNOT_SERVE, BetweenRegions
 from kvfleet.placement.decide.decider import Decider
-from kvfleet.placement.decide.region_summaries import Neighbours
+from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.events import (
     BlocksChanged,
@@ -66,8 +66,8 @@ from kvfleet.placement.record.metrics_aggregator import MetricsAggregator
 from kvfleet.placement.workers.bookings import Bookings, PhantomLimits
 from kvfleet.placement.workers.feedback import Feedback
 from kvfleet.placement.workers.fleet import Fleet
-from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, Promises
-from kvfleet.placement.workers.prompts import Prompts
+from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, InflightBlocks
+from kvfleet.placement.workers.prompts import PromptHasher
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
@@ -100,7 +100,7 @@ class PlacementCore:
         inbox_prefix: str,
         chance: Callable[[], float],
         *,
-        prompts: Prompts,
+        prompts: PromptHasher,
         unix_ms: Callable[[], int],
         policy: str = DEFAULT_POLICY,
         policies: Mapping[str, Policy] | None = None,
@@ -111,13 +111,13 @@ class PlacementCore:
         max_wait_s: float | None = None,
         max_producer_priority: int = 0,
         phantoms: PhantomLimits = PhantomLimits(),
-        neighbours: Neighbours | None = None,
+        neighbours: RegionSummaries | None = None,
         rules: Rules | None = None,
         models: Iterable[str] = (),
         by_ordinal: bool = False,
     ) -> None:
         self.placement = placement
-        self.neighbours = neighbours or Neighbours()
+        self.neighbours = neighbours or RegionSummaries()
         self.undrained_total = 0  # workers that left without having drained
         self._shares = shares
         self.workloads = Workloads()
@@ -125,7 +125,7 @@ class PlacementCore:
         self.vaults: dict[str, str] = {}  # living ones: id -> epoch
         self.bookings = Bookings(self.workloads, limits=phantoms)
         self.indexer = indexer or KvIndexer()
-        self.promises = Promises(max_workers=max(MAX_WORKERS, self.indexer.max_workers))
+        self.promises = InflightBlocks(max_workers=max(MAX_WORKERS, self.indexer.max_workers))
         self.feedback = Feedback()
         self.metrics = MetricsAggregator(self.bookings.requests_at)
         self.ledger = Ledger(kept_in_all=kept_in_all(self.indexer.max_workers), keeps_hashes=keeps_hashes)
@@ -146,7 +146,7 @@ class PlacementCore:
             policy,
             self.neighbours,
         )
-        self.abroad = Abroad(self.neighbours, self.decider, placement)
+        self.abroad = BetweenRegions(self.neighbours, self.decider, placement)
         self.autoscaler = Autoscaler(self.fleet, rules, models, by_ordinal=by_ordinal)
         self.decider.leaving = self.autoscaler.leaving
         self.forwarding = Forwarding(
@@ -172,7 +172,7 @@ class PlacementCore:
         self.autoscaler.refuse(refused, now)
         abroad = self.neighbours.take_new()
         if (booked or refused or abroad) and self._shares:
-            actions.append(Share(booked, refused, abroad))
+            actions.append(ShareBookings(booked, refused, abroad))
         return actions
 
     def _handle(self, event: Event, now: float) -> list[Action]:

@@ -34,7 +34,7 @@ from typing import Any
 from kvfleet.placement.actions import Action, Fail
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.decide.region_summaries import SPILL_S, Neighbours
+from kvfleet.placement.decide.region_summaries import SPILL_S, RegionSummaries
 from kvfleet.placement.events import (
     Event,
     ExplainAsked,
@@ -46,12 +46,12 @@ from kvfleet.placement.events import (
 )
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
-from kvfleet.placement.io.executor import INBOX_HEADER, TAKEN, Courier
+from kvfleet.placement.io.executor import INBOX_HEADER, TAKEN, Executor
 from kvfleet.placement.io.long_questions import LongQuestions
 from kvfleet.placement.io.place_desk import PlaceDesk, say_placed
 from kvfleet.placement.io.region_desk import RegionDesk
-from kvfleet.placement.io.stall_timer import Alarm
-from kvfleet.placement.io.subscriptions import Hearing
+from kvfleet.placement.io.stall_timer import StallTimer
+from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.policies import DEFAULT_POLICY
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
@@ -125,12 +125,12 @@ class PlacementLoop:
             max_wait_s=max_wait_s,
             max_producer_priority=max_producer_priority,
             phantoms=phantoms,
-            neighbours=Neighbours(subjects.region, spill_s),
+            neighbours=RegionSummaries(subjects.region, spill_s),
             rules=rules,
             models=models,
             by_ordinal=by_ordinal,
         )
-        self.hearing = Hearing(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
+        self.hearing = Subscriptions(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
         self.long_questions = LongQuestions(connection, self.core, self._spawn)
         self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
         self.ignored_total = 0  # without an inbox to answer to
@@ -139,7 +139,7 @@ class PlacementLoop:
         self.regions = RegionDesk(
             record.id, connection, subjects, self.core, self.hearing.members, self._tell, fleet_key
         )
-        self.courier = Courier(
+        self.courier = Executor(
             record.id,
             connection,
             subjects,
@@ -165,7 +165,7 @@ class PlacementLoop:
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._alarm = Alarm(self._tick)
+        self._alarm = StallTimer(self._tick)
         self._stopped = False
 
     # ------------------------------------------------------------------ what can be seen from outside

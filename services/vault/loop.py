@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvfleet.vault.store.changes import Change, net, pieces, tier_events
+from kvfleet.vault.store.changes import StoredChange, net, pieces, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
@@ -144,7 +144,7 @@ class VaultLoop:
                 await self._publish_changes(self.store.take_changes())
             await asyncio.sleep(IDLE_PERIOD_S)
 
-    async def _publish_changes(self, changes: Sequence[Change]) -> None:
+    async def _publish_changes(self, changes: Sequence[StoredChange]) -> None:
         """Numbers move on whether NATS takes an event or not: whoever misses one sees the gap."""
         events = []
         for piece in pieces(net(changes)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import VaultLoop
 from kvproto.connection import Connection
-from kvproto.dataplane.server import Counters
+from kvproto.dataplane.server import DataPlaneCounters
 from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import Reading
 from kvservice.process_metrics import common_readings
@@ -57,7 +57,7 @@ def readings(
     def of_data_plane(field: str) -> Callable[[], float]:
         return lambda: float(getattr(server.counters, field))
 
-    assert all(field in Counters.__slots__ for _, _, field in _DATA_PLANE)
+    assert all(field in DataPlaneCounters.__slots__ for _, _, field in _DATA_PLANE)
     return [
         Reading("kvfleet_vault_used_bytes", "memory of blocks and of what belongs to them", lambda: store.used_bytes),
         Reading("kvfleet_vault_capacity_bytes", "most memory it takes", lambda: store.max_bytes),

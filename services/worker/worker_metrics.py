@@ -7,12 +7,12 @@ from pathlib import Path
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import DeviceWatch
-from kvfleet.worker.schedule.tenant_costs import Account
+from kvfleet.worker.schedule.tenant_costs import TenantAccount
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvproto.connection import Connection
-from kvproto.dataplane.server import Counters
+from kvproto.dataplane.server import DataPlaneCounters
 from kvproto.messages import Load, Tier, TierLoad
 from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import LabelledReader, Reading
@@ -132,11 +132,11 @@ def _engine_readings(engine: EngineThread) -> list[Reading]:
     ]
 
 
-def _tenant_readings(accounts: Callable[[], Mapping[str, Account]]) -> list[Reading]:
+def _tenant_readings(accounts: Callable[[], Mapping[str, TenantAccount]]) -> list[Reading]:
     def of_field(field: str) -> LabelledReader:
         return lambda: {(tenant,): float(getattr(account, field)) for tenant, account in accounts().items()}
 
-    assert all(field in Account.__slots__ for _, _, field in _TENANT)
+    assert all(field in TenantAccount.__slots__ for _, _, field in _TENANT)
     return [
         Reading(f"kvfleet_worker_tenant_{name}", text, labels=("tenant",), read_labelled=of_field(field))
         for name, text, field in _TENANT
@@ -144,7 +144,7 @@ def _tenant_readings(accounts: Callable[[], Mapping[str, Account]]) -> list[Read
 
 
 def _transfer_readings(
-    engine: EngineThread, remote: RemoteTiers | None, served: Callable[[], Counters]
+    engine: EngineThread, remote: RemoteTiers | None, served: Callable[[], DataPlaneCounters]
 ) -> list[Reading]:
     def moved() -> dict[tuple[str, ...], float]:
         tiers = engine.counters.tiers
@@ -247,7 +247,7 @@ def readings(
     engine: EngineThread,
     watch: DeviceWatch,
     remote: RemoteTiers | None = None,
-    served: Callable[[], Counters] = Counters,
+    served: Callable[[], DataPlaneCounters] = DataPlaneCounters,
     certificates: Mapping[str, str | Path | None] = {},
 ) -> list[Reading]:
     """`served`: what peers asked of this worker."""

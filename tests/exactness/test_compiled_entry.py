@@ -20,7 +20,7 @@ from numba import carray
 
 from kvcpu.vector import compiled, team
 from kvcpu.vector.cells import take_ticket
-from kvcpu.vector.compiled import Entry, entry
+from kvcpu.vector.compiled import CompiledEntry, entry
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("vector", "attention")  # of the sources
@@ -170,11 +170,11 @@ def take_seat(block: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def seats() -> Entry:
+def seats() -> CompiledEntry:
     return entry(__name__, "take_seat")
 
 
-def callers(seats: Entry, threads: int) -> int:
+def callers(seats: CompiledEntry, threads: int) -> int:
     """How often a function ran that was given to a team of `threads`."""
     taken = ctypes.c_int64(0)
     block = ctypes.c_int64(ctypes.addressof(taken))
@@ -184,13 +184,13 @@ def callers(seats: Entry, threads: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP runtime is another there")
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_function_runs_once_on_each_thread(threads: int, seats: Entry) -> None:
+def test_a_function_runs_once_on_each_thread(threads: int, seats: CompiledEntry) -> None:
     assert callers(seats, threads) == threads
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_without_an_openmp_runtime_it_runs_on_the_calling_thread(
-    threads: int, seats: Entry, monkeypatch: pytest.MonkeyPatch
+    threads: int, seats: CompiledEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "_fork", lambda: None)
     assert callers(seats, threads) == 1

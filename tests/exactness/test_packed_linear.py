@@ -16,7 +16,7 @@ from kvcpu.linear import linear_call as c
 from kvcpu.linear import linear_kernels as kernels
 from kvcpu.linear.packed import Multiplier, PackedLinear, pack
 from kvcpu.vector import compiled, halves
-from kvcpu.vector.compiled import Entry
+from kvcpu.vector.compiled import CompiledEntry
 from kvfleet.worker.model.optimise import optimise
 
 ROWS = (0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 300)
@@ -174,7 +174,7 @@ def portable(monkeypatch: pytest.MonkeyPatch, multiplier: Multiplier) -> Multipl
     monkeypatch.setitem(sys.modules, fresh.__name__, fresh)
     other = Multiplier(1)
     made = compiled._compile(fresh.__name__, "multiply_share")
-    other.entry = Entry(made.address, made)
+    other.entry = CompiledEntry(made.address, made)
     assert "vdpbf16ps" not in made._library.get_asm_str()
     return other
 

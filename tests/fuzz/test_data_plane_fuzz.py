@@ -24,7 +24,7 @@ from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.server import DataPlaneServer, Limits
+from kvproto.dataplane.server import DataPlaneServer, ServingLimits
 from kvproto.dataplane.wire import Body, Echo, Erase, Get, Has, Put, Stop, frame
 from tests.fuzz.damage import damaged, some
 
@@ -56,7 +56,7 @@ class Plane:
     def __init__(self, folder: Path) -> None:
         self.store = VaultStore(64 * SIZE)
         self.server = DataPlaneServer(
-            self.store, RING, "v1", unix_path=folder / "v.sock", limits=Limits(handshake_s=5.0, request_s=0.2)
+            self.store, RING, "v1", unix_path=folder / "v.sock", limits=ServingLimits(handshake_s=5.0, request_s=0.2)
         )
         self.server.start()
 

@@ -22,7 +22,7 @@ from kvfleet.placement.events import Event, Tick, WorkerAnswered
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
-from kvfleet.placement.io.subscriptions import Hearing
+from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto import codec
 from kvproto import messages as m
@@ -116,7 +116,7 @@ class Placement:
         self.now = 0.0
         self.numbers = itertools.count(1)
         connection: Any = SimpleNamespace(on_disconnect=[], on_reconnect=[], is_connected=True)
-        self.hearing = Hearing(connection, SUBJECTS, "_plc.p1", self.tell, lambda callback: callback, None)
+        self.hearing = Subscriptions(connection, SUBJECTS, "_plc.p1", self.tell, lambda callback: callback, None)
         self.refused = 0
         members = self.hearing.members
         members._tell = self._tell  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from kvfleet.cli.secrets.secrets_folder import Wanted, fill
+from kvfleet.cli.secrets.secrets_folder import WantedSecrets, fill
 from kvproto.testing.nats_server import NatsServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
@@ -22,7 +22,7 @@ class Secrets:
 
     @classmethod
     def make(cls, folder: Path, *tenants: str, days: int = 2, ago: timedelta = timedelta(0)) -> Secrets:
-        fill(folder, Wanted(HOSTS, tenants, days), datetime.now(UTC) - ago)
+        fill(folder, WantedSecrets(HOSTS, tenants, days), datetime.now(UTC) - ago)
         return cls(folder)
 
     def __getitem__(self, name: str) -> str:

@@ -22,7 +22,7 @@ from kvcpu.attention.chunks import (
 from kvcpu.attention.plan import TILE_ROWS, Items, cut
 from kvcpu.blocks import AttentionForm, Batch, Pool
 from kvcpu.vector import team
-from kvcpu.vector.compiled import Entry, entry, multiplies_pairs
+from kvcpu.vector.compiled import CompiledEntry, entry, multiplies_pairs
 from kvcpu.vector.kinds import STORED
 from kvcpu.vector.numbers import BFLOAT16, FLOAT32, INT8, LANES
 
@@ -68,11 +68,11 @@ class CpuBackend:
         self.block[c.PARTIALS], self.block[c.SPAN] = self._partials.data_ptr(), items.span
 
     @property
-    def operations(self) -> list[tuple[Entry, int]]:
+    def operations(self) -> list[tuple[CompiledEntry, int]]:
         """What attends once the call block is laid out, in this order, with the block's address."""
         return [(one, self._address) for one in (self.store, self.attend, self.combine)]
 
-    def call(self, function: Entry, threads: int) -> None:
+    def call(self, function: CompiledEntry, threads: int) -> None:
         team.run(function.address, self._address, threads)
 
 

@@ -31,7 +31,7 @@ HELPERS = {"numba_": "numba._helperlib", "NRT_": "numba.core.runtime._nrt_python
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CompiledEntry:
     """A C function `void f(int64_t *call_block)`, which lives as long as this."""
 
     address: int
@@ -39,7 +39,7 @@ class Entry:
 
 
 @cache
-def entry(module: str, function: str) -> Entry:
+def entry(module: str, function: str) -> CompiledEntry:
     """A function that takes the address of a call block: what an earlier process compiled, or compiled now.
 
     Its module is imported only to be compiled. Seconds then, to be spent before a worker is ready.
@@ -51,7 +51,7 @@ def entry(module: str, function: str) -> Entry:
         return _load(symbol.decode(), code)
     made = _compile(module, function)
     if path is None or not _calls_known(made):  # another version of Numba: what it made stays in this process
-        return Entry(made.address, made)
+        return CompiledEntry(made.address, made)
     _, _, (code, _) = made._library.serialize_using_object_code()
     keep(path, made.native_name.encode() + b"\0" + code)
     return _load(made.native_name, code)
@@ -97,14 +97,14 @@ def _calls_known(made: Any) -> bool:
     return not missing
 
 
-def _load(symbol: str, code: bytes) -> Entry:
+def _load(symbol: str, code: bytes) -> CompiledEntry:
     """Each in an engine of its own: names of what is inlined differ within a process only."""
     _add_helpers()
     target = binding.Target.from_default_triple().create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return Entry(engine.get_function_address(symbol), engine)
+    return CompiledEntry(engine.get_function_address(symbol), engine)
 
 
 @cache

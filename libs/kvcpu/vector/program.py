@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcpu.vector import team
-from kvcpu.vector.compiled import Entry, entry
+from kvcpu.vector.compiled import CompiledEntry, entry
 
 # Fields of the call block; the table has two columns: address of the function, address of its call block.
 COUNT, TABLE, BARRIER, FIELDS = range(4)
@@ -19,7 +19,7 @@ COUNT, TABLE, BARRIER, FIELDS = range(4)
 class Program:
     """`operations`: functions and the addresses of their call blocks, which the caller keeps and may change."""
 
-    def __init__(self, operations: Sequence[tuple[Entry, int]], threads: int) -> None:
+    def __init__(self, operations: Sequence[tuple[CompiledEntry, int]], threads: int) -> None:
         self._entry = entry("kvcpu.vector.program_kernel", "run_all")
         self._threads = threads if team.barrier() else 1
         self._table = np.array([(one.address, block) for one, block in operations], dtype=np.int64)

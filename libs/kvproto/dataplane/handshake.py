@@ -14,7 +14,7 @@ from kvproto.dataplane import wire
 from kvproto.dataplane.errors import HandshakeRefused
 from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.wire import Hello, Reply, Verdict
+from kvproto.dataplane.wire import HandshakeVerdict, Hello, Reply
 
 
 def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) -> int:
@@ -36,9 +36,11 @@ def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) ->
 
 
 def _check_verdict(verdict: int, version: int, expect: str) -> None:
-    if verdict != Verdict.WELCOME:
-        reason = Verdict(verdict).reason if verdict in set(Verdict) else "malformed"
-        detail = f" (it speaks version {version}, this client {wire.VERSION})" if verdict == Verdict.VERSION else ""
+    if verdict != HandshakeVerdict.WELCOME:
+        reason = HandshakeVerdict(verdict).reason if verdict in set(HandshakeVerdict) else "malformed"
+        detail = (
+            f" (it speaks version {version}, this client {wire.VERSION})" if verdict == HandshakeVerdict.VERSION else ""
+        )
         raise HandshakeRefused(f"{expect} refuses: {reason}{detail}", reason=reason)
 
 
@@ -50,25 +52,25 @@ def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool
     data = link.receive(wire.HELLO_BYTES, deadline)
     hello = wire.unpack_hello(data)
     secret = ring.get(hello.key_id)
-    verdict = Verdict.WELCOME
+    verdict = HandshakeVerdict.WELCOME
     if hello.version != wire.VERSION:
-        verdict = Verdict.VERSION
+        verdict = HandshakeVerdict.VERSION
     elif secret is None:
-        verdict = Verdict.UNKNOWN_KEY
+        verdict = HandshakeVerdict.UNKNOWN_KEY
     elif hello.expect != identity:
-        verdict = Verdict.IDENTITY
-    version = wire.NEWEST if verdict == Verdict.WELCOME else wire.VERSION
+        verdict = HandshakeVerdict.IDENTITY
+    version = wire.NEWEST if verdict == HandshakeVerdict.WELCOME else wire.VERSION
     reply = Reply(version, verdict, identity, secrets.token_bytes(wire.NONCE_BYTES)).packed()
-    if secret is None or verdict != Verdict.WELCOME:
+    if secret is None or verdict != HandshakeVerdict.WELCOME:
         link.send([reply, bytes(wire.PROOF_BYTES)], deadline)
         raise HandshakeRefused(f"{hello.identity!r} was refused: {verdict.reason}", reason=verdict.reason)
     link.send([reply, wire.server_proof(secret, data, reply)], deadline)
     proof = link.receive(wire.PROOF_BYTES, deadline)
     if not hmac.compare_digest(proof, wire.client_proof(secret, data, reply)):
-        verdict = Verdict.BAD_PROOF
+        verdict = HandshakeVerdict.BAD_PROOF
     elif not admit():
-        verdict = Verdict.BUSY
+        verdict = HandshakeVerdict.BUSY
     link.send([bytes([verdict])], deadline)
-    if verdict != Verdict.WELCOME:
+    if verdict != HandshakeVerdict.WELCOME:
         raise HandshakeRefused(f"{hello.identity!r} was refused: {verdict.reason}", reason=verdict.reason)
     return hello

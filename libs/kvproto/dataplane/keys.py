@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvproto.buckets import Bucket, Entry, StaleRevision, Watch
+from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.ids import new_process_id
@@ -116,7 +116,7 @@ class KeyWatch:
         self._bucket = subjects.keys_bucket
         self._ring = ring
         self._listed = asyncio.Event()
-        self._watch: Watch | None = None
+        self._watch: BucketWatch | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float = 10.0) -> None:
@@ -158,7 +158,7 @@ class KeyWatch:
                 log.exception("data-plane keys: the watch failed and begins again")
             await asyncio.sleep(0.5)
 
-    async def _read(self, watch: Watch) -> None:
+    async def _read(self, watch: BucketWatch) -> None:
         """The ring keeps what it had until the list is complete: an outage shuts nobody out."""
         held: dict[str, tuple[int, bytes]] = {}
         listed = False

@@ -2,7 +2,7 @@
 thread while it asks for something.
 
     stranger ──proves itself──▶ served ──nothing asked for a moment──▶ parked
-    (a thread each, few)          ▲  (a thread each, at most `Limits.threads`; more wait their turn)
+    (a thread each, few)          ▲  (a thread each, at most `ServingLimits.threads`; more wait their turn)
                                   └──────────something arrives──────────┘
 
 Threads and blocking sockets rather than an event loop: receiving and sending let go of the interpreter, and nothing
@@ -27,12 +27,12 @@ from kvproto.dataplane import addresses, handshake
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.serving import BlockStore, Connection, Limits, Served
-from kvproto.dataplane.tally import Counters, Tally
+from kvproto.dataplane.serving import BlockStore, Served, ServedConnection, ServingLimits
+from kvproto.dataplane.tally import DataPlaneCounters, Tally
 from kvproto.dataplane.traced import OnTraced
 from kvproto.dataplane.wire import IDENTITY_BYTES, Failure, Hello, frame, padded
 
-__all__ = ["BlockStore", "Counters", "DataPlaneServer", "Limits", "Served"]
+__all__ = ["BlockStore", "DataPlaneCounters", "DataPlaneServer", "Served", "ServingLimits"]
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class _Client:
     """A connection that has proven itself."""
 
     link: Link
-    connection: Connection
+    connection: ServedConnection
     name: str
     idle_until: float = 0.0
 
@@ -68,7 +68,7 @@ class DataPlaneServer:
         tcp: tuple[str, int] | None = None,
         unix_path: Path | None = None,
         tls: ssl.SSLContext | None = None,
-        limits: Limits | None = None,
+        limits: ServingLimits | None = None,
         on_traced: OnTraced | None = None,
     ) -> None:
         padded("identity", identity, IDENTITY_BYTES)
@@ -78,7 +78,7 @@ class DataPlaneServer:
         self._tcp = tcp
         self._unix_path = unix_path
         self._tls = tls
-        self._limits = limits or Limits()
+        self._limits = limits or ServingLimits()
         self._on_traced = on_traced
         self._tally = Tally()
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class DataPlaneServer:
         return tuple(map(str, self._addresses))
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> DataPlaneCounters:
         with self._lock:
             counters = self._tally.read()
             links = [*self._strangers.values(), *self._ending.values(), *self._clients]
@@ -252,7 +252,7 @@ class DataPlaneServer:
         def still_trusted() -> bool:
             return self._keyring.get(hello.key_id) is not None
 
-        connection = Connection(link, self._store, self._tally, self._limits, still_trusted)
+        connection = ServedConnection(link, self._store, self._tally, self._limits, still_trusted)
         connection.on_traced, connection.client = self._on_traced, hello.identity
         client = _Client(link, connection, hello.identity)
         with self._lock:

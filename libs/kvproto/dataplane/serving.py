@@ -75,7 +75,7 @@ class BlockStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServingLimits:
     """Of a listener. Times in seconds."""
 
     connections: int = 4096  # three for each worker
@@ -89,11 +89,11 @@ class Limits:
     batch_bytes: int = 32 * 1024 * 1024  # held at once for one connection, or one block if that is larger
 
 
-class Connection:
+class ServedConnection:
     """Owned by the thread that serves it just now. Whatever ends it, the client's leaving too, is a DataPlaneError."""
 
     def __init__(
-        self, link: Link, store: BlockStore, tally: Tally, limits: Limits, still_trusted: Callable[[], bool]
+        self, link: Link, store: BlockStore, tally: Tally, limits: ServingLimits, still_trusted: Callable[[], bool]
     ) -> None:
         self._link = link
         self._store = store

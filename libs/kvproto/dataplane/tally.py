@@ -1,4 +1,4 @@
-"""What a listener counts. The `Tally` is shared by its threads; readers take a frozen `Counters`."""
+"""What a listener counts. The `Tally` is shared by its threads; readers take a frozen `DataPlaneCounters`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class DataPlaneCounters:
     """Since the start, apart from `open_connections`, which are those authenticated now."""
 
     connections: int = 0  # authenticated
@@ -34,7 +34,7 @@ class Tally:
         self._counts: Counter[str] = Counter()
 
     def add(self, **counts: int) -> None:
-        """By the names of `Counters`."""
+        """By the names of `DataPlaneCounters`."""
         with self._lock:
             self._counts.update(counts)
 
@@ -42,6 +42,6 @@ class Tally:
         with self._lock:
             self._refused[reason] += 1
 
-    def read(self) -> Counters:
+    def read(self) -> DataPlaneCounters:
         with self._lock:
-            return Counters(**self._counts, refused=dict(self._refused))
+            return DataPlaneCounters(**self._counts, refused=dict(self._refused))

@@ -90,7 +90,7 @@ _SEND = 255  # in `Wanted`: send this one
 # ---------------------------------------------------------------------- handshake
 
 
-class Verdict(IntEnum):
+class HandshakeVerdict(IntEnum):
     """A server's word in a handshake; the lower-case name is the `reason` of HandshakeRefused."""
 
     WELCOME = 0

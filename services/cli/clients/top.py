@@ -15,7 +15,7 @@ from kvfleet.cli.clients.answers import Unreadable, asking, json_of, shaped_as_a
 from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url, headers
 from kvfleet.cli.clients.keyboard import Keyboard, Pressed
 from kvfleet.cli.clients.top_rates import FleetRates
-from kvfleet.cli.clients.top_view import Snapshot, page, screen
+from kvfleet.cli.clients.top_view import TopSnapshot, page, screen
 from kvfleet.cli.console import Terminal, fail, out
 
 TIMEOUT_S = 3.0
@@ -26,7 +26,7 @@ plain = Terminal(highlight=False, width=1000, no_color=True)
 wide = Terminal(highlight=False)
 
 
-class Refused(Exception):
+class TopRefused(Exception):
     """The ingress answered, and not with what was asked for."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -34,7 +34,7 @@ class Refused(Exception):
         self.status = status
 
 
-TROUBLES = (httpx.HTTPError, Refused, Unreadable)
+TROUBLES = (httpx.HTTPError, TopRefused, Unreadable)
 
 
 def top(
@@ -46,7 +46,7 @@ def top(
 ) -> None:
     """What the fleet does now: workers, tiers, live hit rate, and its last decisions. q or Ctrl-C ends."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, headers=headers(api_key)) as http:
-        fleet = Fleet(http, url)
+        fleet = WatchedFleet(http, url)
         try:
             first = fleet.look()
         except TROUBLES as error:
@@ -68,7 +68,7 @@ def top(
                 plain.print(page(second, ONCE_LINES))
 
 
-class Fleet:
+class WatchedFleet:
     """One ingress that is asked again and again, and what it said before."""
 
     def __init__(self, http: httpx.Client, url: str) -> None:
@@ -77,19 +77,19 @@ class Fleet:
         self._rates = FleetRates()
         self._may_see_all = True
 
-    def look(self) -> Snapshot:
+    def look(self) -> TopSnapshot:
         """Raises Refused, Unreadable, or httpx's errors where nothing answers."""
         with shaped_as_an_ingress_says(self.url):
             return self._look()
 
-    def _look(self) -> Snapshot:
+    def _look(self) -> TopSnapshot:
         stats = workers = health = placements = None
         notes: list[str] = []
         if self._may_see_all:
             try:
                 stats, workers = self._get("/stats"), self._get("/workers")
                 self._rates.add(workers, time.monotonic())
-            except Refused as error:
+            except TopRefused as error:
                 if error.status != 403:
                     raise
                 self._may_see_all = False
@@ -98,12 +98,12 @@ class Fleet:
             notes.append("workers and tiers need an admin key; the ledger is that of this key's own tenant")
         try:
             placements = self._get(f"/v1/placements?limit={LEDGER_LINES}")["placements"]
-        except Refused as error:
+        except TopRefused as error:
             if error.status not in (429, 503):
                 raise
             notes.append(f"no ledger: {error}")
         rates = self._rates
-        return Snapshot(
+        return TopSnapshot(
             self.url,
             time.time(),
             stats,
@@ -120,16 +120,16 @@ class Fleet:
         answer = self._http.get(path)
         if answer.status_code == 200 or (path == "/health" and answer.status_code == 503):
             return json_of(answer)
-        raise Refused(answer.status_code, sse.error_text(answer))
+        raise TopRefused(answer.status_code, sse.error_text(answer))
 
 
 def _told(url: str, error: Exception) -> str:
-    if isinstance(error, Refused | Unreadable):
+    if isinstance(error, TopRefused | Unreadable):
         return str(error)
     return f"{url}: {error or type(error).__name__}"
 
 
-def _watch(fleet: Fleet, snapshot: Snapshot, interval: float) -> None:
+def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
     """Until q, Ctrl-C or SIGTERM; the terminal is left as it was."""
     trouble, since = "", ""
     with Keyboard() as keyboard, Live(console=wide, screen=True, auto_refresh=False) as live:

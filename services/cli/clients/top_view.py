@@ -21,7 +21,7 @@ STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "d
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TopSnapshot:
     """What one round of questions brought. None: this key may not know."""
 
     url: str
@@ -57,7 +57,7 @@ class Snapshot:
         }
 
 
-def screen(snapshot: Snapshot, trouble: str, width: int, height: int) -> RenderableType:
+def screen(snapshot: TopSnapshot, trouble: str, width: int, height: int) -> RenderableType:
     """No more lines than `height`: the ledger takes what workers and tiers leave. `trouble`: why none is newer."""
     parts: list[RenderableType] = [*_head(snapshot, width), *(_line(note, "yellow") for note in snapshot.notes)]
     left = height - len(parts) - 1
@@ -80,7 +80,7 @@ def screen(snapshot: Snapshot, trouble: str, width: int, height: int) -> Rendera
     return Group(*parts, _line(trouble, "bold red") if trouble else _line("q ends", "dim"))
 
 
-def page(snapshot: Snapshot, ledger_lines: int) -> RenderableType:
+def page(snapshot: TopSnapshot, ledger_lines: int) -> RenderableType:
     """All of it once, without colours and frames: for pipes."""
     parts: list[RenderableType] = [*_head(snapshot, 1000), *(_name(note) for note in snapshot.notes)]
     if snapshot.workers is not None:
@@ -95,7 +95,7 @@ def page(snapshot: Snapshot, ledger_lines: int) -> RenderableType:
 # ---------------------------------------------------------------------------------------------- parts
 
 
-def _head(snapshot: Snapshot, width: int) -> list[Text]:
+def _head(snapshot: TopSnapshot, width: int) -> list[Text]:
     when = datetime.fromtimestamp(snapshot.at_unix_s).strftime("%H:%M:%S")
     lines = [f"kvfleet {snapshot.url}  {when}"]
     stats, health = snapshot.stats, snapshot.health
@@ -133,7 +133,7 @@ def _columns(table: Table, names: Iterable[str], left: Iterable[str]) -> None:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True, overflow="ellipsis")
 
 
-def _workers(snapshot: Snapshot, width: int, shown: int, *, plain: bool) -> Table:
+def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> Table:
     table = _table(plain)
     all_columns = {
         "worker": 0, "state": 0, "model": MEDIUM, "host": MEDIUM, "running": 0, "queued": SMALL, "blocks used": NARROW,
@@ -163,7 +163,7 @@ def _workers(snapshot: Snapshot, width: int, shown: int, *, plain: bool) -> Tabl
     return table
 
 
-def _tiers(snapshot: Snapshot, width: int, *, plain: bool) -> Table | None:
+def _tiers(snapshot: TopSnapshot, width: int, *, plain: bool) -> Table | None:
     if snapshot.stats is None:
         return None
     load = snapshot.stats["load"]

@@ -40,25 +40,25 @@ PAUSE_S = 60.0  # after a worker was given up: the next one would hardly do bett
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ScaleLimits:
     """Workers of each model."""
 
     minimum: int
     maximum: int
 
 
-def read_limits(said: str | None) -> Limits | None:
+def read_limits(said: str | None) -> ScaleLimits | None:
     """`MIN:MAX`. Raises typer.BadParameter."""
     if said is None:
         return None
     low, _, high = said.partition(":")
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise typer.BadParameter(f"{said!r} is not MIN:MAX with 1 <= MIN <= MAX", param_hint="--autoscale")
-    return Limits(int(low), int(high))
+    return ScaleLimits(int(low), int(high))
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedWorkers:
     """What the replicas say of one model together."""
 
     desired: int
@@ -66,7 +66,7 @@ class Wanted:
     known: bool = True  # to all of them
 
 
-def steps(wanted: Wanted, running: int, draining: int) -> int:
+def steps(wanted: WantedWorkers, running: int, draining: int) -> int:
     """How many workers to start, or -1: one is to drain. `running` are those that do not drain. One drains at a time,
     none is started because another one drains, and what is not known, or not of all who run, lowers nothing: a replica
     that has just begun desires what it sees. Pure."""
@@ -77,18 +77,18 @@ def steps(wanted: Wanted, running: int, draining: int) -> int:
     return -1 if running > wanted.desired else 0
 
 
-def merged(answers: Sequence[PlacementStats]) -> dict[str, Wanted]:
+def merged(answers: Sequence[PlacementStats]) -> dict[str, WantedWorkers]:
     """By model, the most that any replica desires. Pure."""
-    found: dict[str, Wanted] = {}
+    found: dict[str, WantedWorkers] = {}
     for model in {one.model for answer in answers for one in answer.models}:
         said = [one for answer in answers for one in answer.models if one.model == model]
         known = len(said) == len(answers) and all(one.known for one in said)
-        found[model] = Wanted(max(one.desired for one in said), min(one.living for one in said), known)
+        found[model] = WantedWorkers(max(one.desired for one in said), min(one.living for one in said), known)
     return found
 
 
 @dataclass(slots=True)
-class Known:
+class KnownWorkers:
     """What the asking thread is told of a worker."""
 
     model: str
@@ -111,7 +111,7 @@ class LocalAutoscaler:
         self._models = models
         self._spawn = spawn
         self._lock = threading.Lock()
-        self._workers: dict[str, Known] = {}
+        self._workers: dict[str, KnownWorkers] = {}
         self._wanted: queue.SimpleQueue[str] = queue.SimpleQueue()  # models of workers to start
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
@@ -120,7 +120,7 @@ class LocalAutoscaler:
 
     def start(self, workers: Iterable[tuple[Child, str]]) -> None:
         """With these already there, and their models."""
-        self._workers = {child.name: Known(model) for child, model in workers}
+        self._workers = {child.name: KnownWorkers(model) for child, model in workers}
         self._thread.start()
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class LocalAutoscaler:
             err.print(f"kvfleet: starting {child.name} of {model}", markup=False)
             workers.append(child)
             with self._lock:
-                self._workers[child.name] = Known(model)
+                self._workers[child.name] = KnownWorkers(model)
                 self._asked[model] -= 1
 
     # ------------------------------------------------------------------ the asking thread

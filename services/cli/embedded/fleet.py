@@ -17,7 +17,7 @@ LOOK_EVERY_S = 0.05
 
 
 @dataclass
-class Fleet:
+class EmbeddedFleet:
     """The processes of one embedded fleet. Owned by `up`.
 
     `listener` is the ingress's socket, held here too: who connects while the ingress starts again waits for it.

@@ -25,7 +25,7 @@ from kvfleet.cli.console import err, fail
 from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.embedded import forks as forking
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
-from kvfleet.cli.embedded.fleet import Fleet
+from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.fleet_state import fleet_key, folders
 from kvfleet.cli.embedded.metrics_targets import MetricsTargets
 from kvfleet.cli.embedded.ports import PortTaken, claim, listen
@@ -114,7 +114,7 @@ def up(
         signal.signal(number, lambda *_: stopping.set())
 
     with folders(state_dir) as (own_folder, state):
-        fleet = Fleet(listener)
+        fleet = EmbeddedFleet(listener)
         autoscaler: LocalAutoscaler | None = None
         try:
             url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
@@ -195,7 +195,7 @@ def _name(model: str) -> str:
 
 
 def _start_nats(
-    fleet: Fleet, state: Path, nats_url: str | None, namespace: str, user: str | None, password: str | None
+    fleet: EmbeddedFleet, state: Path, nats_url: str | None, namespace: str, user: str | None, password: str | None
 ) -> tuple[str, dict[str, str], dict[str, str]]:
     """Its URL, and the variables with which the fleet's processes, and placement's second connection, log in."""
     login: dict[str, str] = {}
@@ -236,7 +236,9 @@ def _own_gpu(index: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
 
 
-def _wait_ready(fleet: Fleet, base: str, workers: int, placements: int, vaults: int, stopping: threading.Event) -> bool:
+def _wait_ready(
+    fleet: EmbeddedFleet, base: str, workers: int, placements: int, vaults: int, stopping: threading.Event
+) -> bool:
     """Until every process serves. Raises StartFailed naming one that ended; False if asked to stop meanwhile."""
     end = time.monotonic() + START_TIMEOUT_S
     shown = ""

@@ -86,7 +86,7 @@ def plan(
         kv_tokens = sizes["sizes"][0]["blocks"] * sizes["block_size"]
     hits = hit_rate if hit_rate is not None else measured.hit_rate or 0.0
     demand = planning.Demand(requests_per_second, ttft, input_tokens, output_tokens, hits, input_cv, ttft_share)
-    worker = planning.Worker(
+    worker = planning.PlannedWorker(
         prefill, decode_s, decode_each_ms / 1e3, chunk_tokens, slots or measured.slots or 256, kv_tokens
     )
     if input_tokens + output_tokens > sizes["context_length"]:

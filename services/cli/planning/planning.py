@@ -46,7 +46,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class PlannedWorker:
     """What one worker does. `kv_tokens`: of K and V that it holds; None: not known, and so no limit."""
 
     prefill_tokens_per_s: float
@@ -58,7 +58,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class PlannedFleet:
     """What so many workers come to. Infinite where the queue never ends."""
 
     workers: int
@@ -70,7 +70,7 @@ class Fleet:
     kv_tokens: float  # that those hold
     itl_s: float  # between two tokens of a stream
 
-    def fits(self, demand: Demand, worker: Worker, itl_s: float | None) -> str:
+    def fits(self, demand: Demand, worker: PlannedWorker, itl_s: float | None) -> str:
         """What it lacks; "": nothing."""
         if self.ttft_share < demand.share:
             return "time to first token"
@@ -83,29 +83,29 @@ class Fleet:
         return ""
 
 
-def fleet_of(count: int, demand: Demand, worker: Worker) -> Fleet:
+def fleet_of(count: int, demand: Demand, worker: PlannedWorker) -> PlannedFleet:
     """Of `count` equal workers that share the load evenly."""
     rate = demand.requests_per_s / count
     running, busy, step_s = _running(rate, demand, worker)
     if busy >= 1:
-        return Fleet(count, busy, 0.0, math.inf, running, math.inf, math.inf, step_s)
+        return PlannedFleet(count, busy, 0.0, math.inf, running, math.inf, math.inf, step_s)
     service_s = demand.fed_tokens / _feeds(running, worker)
     sizes = lognormal(service_s, demand.input_cv)
     share = ttft_share(demand.ttft_s, demand.requests_per_s, count, service_s, demand.input_cv, sizes)
     most = running + DEVIATIONS * math.sqrt(running)
     held = most * (demand.input_tokens + demand.output_tokens / 2)
     longest = quantile(demand.share, demand.requests_per_s, count, service_s, demand.input_cv, sizes)
-    return Fleet(count, busy, share, longest, running, most, held, step_s)
+    return PlannedFleet(count, busy, share, longest, running, most, held, step_s)
 
 
-def _feeds(running: float, worker: Worker) -> float:
+def _feeds(running: float, worker: PlannedWorker) -> float:
     """Prompt tokens/s beside so many decoding sequences."""
     chunk = worker.chunk_tokens
     decode_s = worker.decode_s + worker.decode_each_s * running if running else 0.0
     return chunk / (chunk / worker.prefill_tokens_per_s + decode_s)
 
 
-def _running(rate: float, demand: Demand, worker: Worker) -> tuple[float, float, float]:
+def _running(rate: float, demand: Demand, worker: PlannedWorker) -> tuple[float, float, float]:
     """Of one worker: sequences that decode, share of time that prompts take, seconds of a mean step; by iteration, as
     each follows from the others."""
     running, busy, step_s = 0.0, 0.0, worker.decode_s
@@ -170,7 +170,7 @@ def quantile(share: float, rate: float, servers: int, service_s: float, cv: floa
     return high
 
 
-def plan(demand: Demand, worker: Worker, itl_s: float | None = None) -> tuple[Fleet, str]:
+def plan(demand: Demand, worker: PlannedWorker, itl_s: float | None = None) -> tuple[PlannedFleet, str]:
     """The smallest fleet that is enough, and what one worker fewer would lack. Raises ValueError if no number is, as
     more workers make no single prompt quicker."""
     alone = demand.fed_tokens / _feeds(0.0, worker)

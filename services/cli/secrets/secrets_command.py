@@ -31,9 +31,9 @@ def secrets(
 
     What is there is kept. Nothing secret is printed; files are for their owner alone.
     """
-    from kvfleet.cli.secrets.secrets_folder import Wanted, fill  # cryptography is needed here alone
+    from kvfleet.cli.secrets.secrets_folder import WantedSecrets, fill  # cryptography is needed here alone
 
-    wanted = Wanted(tuple(host or ()), tuple(tenant or ()), days, renew_certificates, force)
+    wanted = WantedSecrets(tuple(host or ()), tuple(tenant or ()), days, renew_certificates, force)
     try:
         report = fill(out, wanted, datetime.now(UTC))
     except InvalidRequest as error:

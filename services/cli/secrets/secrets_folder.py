@@ -53,7 +53,7 @@ BOTH = ("server", "client")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedSecrets:
     """`hosts`: of NATS; empty: those of the certificate that is there, else DEFAULT_HOSTS."""
 
     hosts: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
 
-def fill(folder: Path, wanted: Wanted, now: datetime) -> Report:
+def fill(folder: Path, wanted: WantedSecrets, now: datetime) -> Report:
     """Make what is missing. Raises InvalidRequest before anything is written, Unavailable for what cannot be."""
     return _Filling(folder, wanted, now).fill()
 
@@ -82,7 +82,7 @@ def variable(user: str) -> str:
 
 
 class _Filling:
-    def __init__(self, folder: Path, wanted: Wanted, now: datetime) -> None:
+    def __init__(self, folder: Path, wanted: WantedSecrets, now: datetime) -> None:
         self._folder = folder
         self._wanted = wanted
         self._now = now

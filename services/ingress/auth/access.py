@@ -24,7 +24,7 @@ from kvfleet.ingress.auth.tls_files import check_tls, read_pair, use_pair
 from kvfleet.ingress.settings import IngressSettings
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, open_audit_file
 from kvfleet.ingress.telemetry.audit_file import AuditFile
-from kvfleet.ingress.telemetry.metrics import Reading
+from kvfleet.ingress.telemetry.metrics import IngressReading
 from kvproto.errors import InvalidRequest, KvfleetError
 from kvservice.lifecycle import Lifecycle
 
@@ -106,7 +106,7 @@ class Access:
         for reload in self._reloads:
             reload.now()
 
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[IngressReading, ...]:
         """What metrics show of it; 0 of what there is not."""
         keys, issuer, audit = self._keys_reload, self._issuer, self._audit_file
 
@@ -114,18 +114,18 @@ class Access:
             return lambda: getattr(part, name) if part is not None else 0
 
         return (
-            Reading("api_key_reloads", "API key files taken up.", "counter", of(keys, "reloads_total")),
-            Reading(
+            IngressReading("api_key_reloads", "API key files taken up.", "counter", of(keys, "reloads_total")),
+            IngressReading(
                 "api_key_reload_failures",
                 "API key files that could not be used: the old keys stay.",
                 "counter",
                 of(keys, "failures_total"),
             ),
-            Reading("issuer_keys", "Keys of the OIDC issuer.", "gauge", of(issuer, "key_count")),
-            Reading("issuer_fetches", "Times that they were asked for.", "counter", of(issuer, "fetches_total")),
-            Reading("issuer_fetch_failures", "Times in vain.", "counter", of(issuer, "failures_total")),
-            Reading("audit_lines", "Lines of the audit log.", "counter", of(audit, "written_total")),
-            Reading("audit_dropped_lines", "Lines that were lost.", "counter", of(audit, "dropped_total")),
+            IngressReading("issuer_keys", "Keys of the OIDC issuer.", "gauge", of(issuer, "key_count")),
+            IngressReading("issuer_fetches", "Times that they were asked for.", "counter", of(issuer, "fetches_total")),
+            IngressReading("issuer_fetch_failures", "Times in vain.", "counter", of(issuer, "failures_total")),
+            IngressReading("audit_lines", "Lines of the audit log.", "counter", of(audit, "written_total")),
+            IngressReading("audit_dropped_lines", "Lines that were lost.", "counter", of(audit, "dropped_total")),
         )
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from kvfleet.ingress.limits.callers import LIMITS, NO_LIMITS, Caller, Limits, read_limits
+from kvfleet.ingress.limits.callers import LIMITS, NO_LIMITS, Caller, KeyLimits, read_limits
 from kvfleet.ingress.requests.placement_ask import MAX_PRIORITY
 from kvproto.errors import InvalidRequest
 from kvproto.ids import DEFAULT_TENANT, is_token
@@ -61,9 +61,9 @@ class KeySet:
     """All that the sources say at one time."""
 
     keys: tuple[ApiKey, ...] = ()
-    tenants: Mapping[str, Limits] = field(default_factory=dict)
+    tenants: Mapping[str, KeyLimits] = field(default_factory=dict)
 
-    def limits_of(self, tenant: str) -> Limits:
+    def limits_of(self, tenant: str) -> KeyLimits:
         """Of all callers of a tenant together."""
         return self.tenants.get(tenant) or self.tenants.get(ANY_TENANT) or NO_LIMITS
 
@@ -77,7 +77,7 @@ def parse_keys(*sources: str) -> KeySet:
     """What texts of TOML or JSON say together. Raises InvalidRequest naming the entry: a service must not start half
     guarded, and a file that is being written must not count as one without keys."""
     entries: list[Any] = []
-    tenants: dict[str, Limits] = {}
+    tenants: dict[str, KeyLimits] = {}
     for source in sources:
         value = _parse(source)
         if isinstance(value, list):
@@ -125,10 +125,10 @@ def _field(name: Any) -> str:
     return name if isinstance(name, str) and _FIELD.match(name) else "(not shown)"
 
 
-def _read_tenants(value: Any) -> dict[str, Limits]:
+def _read_tenants(value: Any) -> dict[str, KeyLimits]:
     if not isinstance(value, dict):
         raise InvalidRequest("must be a table of tables", field="tenants")
-    out: dict[str, Limits] = {}
+    out: dict[str, KeyLimits] = {}
     for at, (tenant, entry) in enumerate(value.items()):
         if tenant != ANY_TENANT and not is_token(tenant):
             raise InvalidRequest("must be named with 1 to 64 of A-Z a-z 0-9 _ -, or *", field=f"tenants[{at}]")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet.ingress.limits.callers import NO_LIMITS, Caller, Limits, read_limits
+from kvfleet.ingress.limits.callers import NO_LIMITS, Caller, KeyLimits, read_limits
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 from kvproto.ids import is_token
 
@@ -112,7 +112,7 @@ def caller_of(claims: dict[str, Any], rules: OidcRules) -> Caller:
     return Caller(f"oidc:{subject}", tenant, admin, _limits_of(claims, rules))
 
 
-def _limits_of(claims: dict[str, Any], rules: OidcRules) -> Limits:
+def _limits_of(claims: dict[str, Any], rules: OidcRules) -> KeyLimits:
     said = claim_at(claims, rules.limits_claim) if rules.limits_claim is not None else None
     if said is None:
         return NO_LIMITS

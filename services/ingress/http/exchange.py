@@ -28,7 +28,7 @@ _EVENT_STREAM: Headers = [
 ]
 
 
-class Trace(Protocol):
+class ExchangeTrace(Protocol):
     """What is recorded of a traced request."""
 
     error: KvfleetError | None
@@ -73,7 +73,7 @@ class Exchange:
         self.ended = False
         self.gone = False
         self.writes = 0
-        self.trace: Trace | None = None
+        self.trace: ExchangeTrace | None = None
         self.error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
         self.caller: Caller | None = None  # once it is known
         self.more_headers: Callable[[], Headers] | None = None  # of any answer, as they are when it begins

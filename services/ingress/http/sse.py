@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.runs.event_ids import Position
-from kvfleet.ingress.runs.event_writer import Reader
+from kvfleet.ingress.runs.event_writer import EventReader
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import Cancelled
@@ -42,11 +42,11 @@ async def relay(
             writer = run.form.writer(at, id_lines=id_lines)
             exchange.error_event = writer.failed
             async with _KeptAlive(exchange, writer.ids.comment, keepalive_s):
-                return await _relay(exchange, run, Reader(writer), on_tokens)
+                return await _relay(exchange, run, EventReader(writer), on_tokens)
     raise Cancelled("the client left")
 
 
-async def _relay(exchange: Exchange, run: Run, reader: Reader, on_tokens: OnTokens) -> list[bytes]:
+async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: OnTokens) -> list[bytes]:
     out: list[bytes] = []
     while not exchange.gone:
         if run.finished:

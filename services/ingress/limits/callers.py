@@ -16,7 +16,7 @@ from kvproto.ids import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """Of one caller, or of all callers of a tenant together; 0: no limit. Tokens are prompt and generated ones."""
 
     max_concurrent: int = 0
@@ -26,21 +26,21 @@ class Limits:
     max_tokens: int = 0  # that one choice of a request may generate
 
 
-NO_LIMITS = Limits()
-LIMITS = tuple(one.name for one in fields(Limits))
+NO_LIMITS = KeyLimits()
+LIMITS = tuple(one.name for one in fields(KeyLimits))
 
 
-def read_limits(entry: Mapping[str, Any], field: str) -> Limits:
+def read_limits(entry: Mapping[str, Any], field: str) -> KeyLimits:
     """Those that an entry names, `LIMITS` of it. Raises InvalidRequest naming the one that is wrong."""
     said: dict[str, Any] = {}
-    for one in fields(Limits):
+    for one in fields(KeyLimits):
         value = entry.get(one.name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise InvalidRequest("must be a number, at least 0", field=f"{field}.{one.name}")
         if not one.name.endswith("_per_minute") and value != int(value):
             raise InvalidRequest("must be an integer, at least 0", field=f"{field}.{one.name}")
         said[one.name] = float(value) if one.name.endswith("_per_minute") else int(value)
-    return Limits(**said)
+    return KeyLimits(**said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Caller:
     name: str
     tenant: str = DEFAULT_TENANT
     admin: bool = False
-    limits: Limits = NO_LIMITS
-    tenant_limits: Limits = NO_LIMITS
+    limits: KeyLimits = NO_LIMITS
+    tenant_limits: KeyLimits = NO_LIMITS
     policies: tuple[str, ...] = ()
     max_priority: int = 0
 

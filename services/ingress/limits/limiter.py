@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.callers import Caller, KeyLimits
 from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 
 BURST_S = 10.0
@@ -33,7 +33,7 @@ Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers 
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """What may be used at once; below zero: a debt. None: nobody has asked yet, so it is full."""
 
     level: float | None = None
@@ -83,8 +83,8 @@ class Account:
     reading: int = 0  # requests whose body is being read
     asking: int = 0  # of these, those that the rate of requests will count
     generated: int = 0  # since the last settling
-    requests: Bucket = field(default_factory=Bucket)
-    tokens: Bucket = field(default_factory=Bucket)
+    requests: TokenBucket = field(default_factory=TokenBucket)
+    tokens: TokenBucket = field(default_factory=TokenBucket)
     day: int = 0
     day_tokens: int = 0
     running_elsewhere: int = 0
@@ -96,7 +96,7 @@ class Account:
     touched: bool = False  # used otherwise than by `generated`, and not told yet
     telling: Telling | None = None
 
-    def settle(self, limits: Limits, now: float, unix_s: float) -> None:
+    def settle(self, limits: KeyLimits, now: float, unix_s: float) -> None:
         """Bring all up to now. A limit that is new begins with a full bucket."""
         generated, self.generated = self.generated, 0
         day = int(unix_s // DAY_S)
@@ -115,7 +115,7 @@ class Account:
             self.tokens.level = None
 
     def used_elsewhere(
-        self, limits: Limits, requests: float, tokens: float, now: float, unix_s: float, *, late: bool
+        self, limits: KeyLimits, requests: float, tokens: float, now: float, unix_s: float, *, late: bool
     ) -> None:
         """Other ingresses have counted so much more, a moment ago; `late`: perhaps long ago."""
         self.settle(limits, now, unix_s)
@@ -130,7 +130,13 @@ class Account:
                     bucket.take(count)
 
     def known_elsewhere(
-        self, limits: Limits, lacking_requests: float, lacking_tokens: float, day_tokens: int, now: float, unix_s: float
+        self,
+        limits: KeyLimits,
+        lacking_requests: float,
+        lacking_tokens: float,
+        day_tokens: int,
+        now: float,
+        unix_s: float,
     ) -> None:
         """As much is gone already, by the count of one who was here before; of each bucket twice its worth at most."""
         self.settle(limits, now, unix_s)
@@ -142,7 +148,7 @@ class Account:
                 bucket.level = min(bucket.level, max(capacity - lacking, -capacity))
         self.day_tokens = max(self.day_tokens, day_tokens)
 
-    def lacking(self, limits: Limits, now: float) -> tuple[float, float]:
+    def lacking(self, limits: KeyLimits, now: float) -> tuple[float, float]:
         """Requests and tokens until its buckets are full; nothing is settled."""
         requests = tokens = 0.0
         if limits.requests_per_minute:
@@ -151,7 +157,7 @@ class Account:
             tokens = self.tokens.lacking(limits.tokens_per_minute, limits.tokens_per_minute, float(self.generated), now)
         return requests, tokens
 
-    def is_idle(self, limits: Limits) -> bool:
+    def is_idle(self, limits: KeyLimits) -> bool:
         """Whether a new account would say the same; settled just now."""
         requests, tokens = self.requests.level, self.tokens.level
         return (
@@ -191,11 +197,11 @@ class Limiter:
     force by then, and brings none of its own back.
     """
 
-    _own: dict[Key, tuple[Account, Limits]] = field(default_factory=dict)
-    _tenants: dict[str, tuple[Account, Limits]] = field(default_factory=dict)
+    _own: dict[Key, tuple[Account, KeyLimits]] = field(default_factory=dict)
+    _tenants: dict[str, tuple[Account, KeyLimits]] = field(default_factory=dict)
     _dropped_at: float = -BURST_S
 
-    def accounts(self, caller: Caller) -> tuple[tuple[Account, Limits, str], tuple[Account, Limits, str]]:
+    def accounts(self, caller: Caller) -> tuple[tuple[Account, KeyLimits, str], tuple[Account, KeyLimits, str]]:
         """The caller's, and its tenant's, with the limits in force, and how messages call them. One that is not here
         is opened with the caller's."""
         own = self._own.get(name := (caller.tenant, caller.name))
@@ -206,11 +212,11 @@ class Limiter:
             all_ = self._tenants[caller.tenant] = (Account((caller.tenant, "")), caller.tenant_limits)
         return (*own, "this API key"), (*all_, f"tenant {caller.tenant}")
 
-    def find(self, key: Key) -> tuple[Account, Limits] | None:
+    def find(self, key: Key) -> tuple[Account, KeyLimits] | None:
         """One that is here, with the limits in force."""
         return self._own.get(key) if key[1] else self._tenants.get(key[0])
 
-    def open(self, key: Key, limits: Limits, now: float, unix_s: float) -> tuple[Account, Limits] | None:
+    def open(self, key: Key, limits: KeyLimits, now: float, unix_s: float) -> tuple[Account, KeyLimits] | None:
         """One that is not here, and nobody has asked for here: with these limits until somebody does. None: there are
         too many."""
         if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
@@ -258,7 +264,7 @@ class Limiter:
 
     def _checked(
         self, caller: Caller, choices: int, now: float, unix_s: float, *, charged: bool
-    ) -> list[tuple[Account, Limits]]:
+    ) -> list[tuple[Account, KeyLimits]]:
         """The accounts, settled, of a caller who may start so much more, beside what is being read."""
         if len(self._own) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
@@ -317,7 +323,7 @@ class Limiter:
         """Those of callers, then those of tenants."""
         return (account for account, _ in self.with_limits())
 
-    def with_limits(self) -> Iterator[tuple[Account, Limits]]:
+    def with_limits(self) -> Iterator[tuple[Account, KeyLimits]]:
         """The same with the limits in force."""
         return chain(self._own.values(), self._tenants.values())
 
@@ -360,19 +366,19 @@ class Limiter:
         self._tenants = {name: one for name, one in self._tenants.items() if not one[0].is_idle(one[1])}
 
 
-def is_counted(limits: Limits) -> bool:
+def is_counted(limits: KeyLimits) -> bool:
     """Whether there is anything that its callers could use up."""
     return bool(
         limits.max_concurrent or limits.requests_per_minute or limits.tokens_per_minute or limits.tokens_per_day
     )
 
 
-def request_burst(limits: Limits) -> float:
+def request_burst(limits: KeyLimits) -> float:
     """Requests that may start at once."""
     return max(1.0, limits.requests_per_minute / MINUTE_S * BURST_S)
 
 
-def request_wait(account: Account, limits: Limits) -> float:
+def request_wait(account: Account, limits: KeyLimits) -> float:
     """Seconds until one more request may start, beside those that are being read; of an account that is settled."""
     level = account.requests.level
     if level is None or level - account.asking >= 1.0 - ROUNDING:
@@ -380,7 +386,7 @@ def request_wait(account: Account, limits: Limits) -> float:
     return (1.0 + account.asking - level) * MINUTE_S / limits.requests_per_minute
 
 
-def token_wait(account: Account, limits: Limits, tokens: int) -> float:
+def token_wait(account: Account, limits: KeyLimits, tokens: int) -> float:
     """Seconds until so many tokens may be taken; of an account that is settled."""
     level = account.tokens.level
     if level is None or level >= tokens - ROUNDING:

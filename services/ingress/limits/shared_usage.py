@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from kvfleet.ingress.limits.callers import Limits
+from kvfleet.ingress.limits.callers import KeyLimits
 from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter, Telling, is_counted
 from kvproto.messages import AccountUsage, UsageReport
 
@@ -34,7 +34,7 @@ ENTRY_BYTES = 400  # at most, beside the names
 
 
 @dataclass(slots=True)
-class Heard:
+class HeardUsage:
     """How far another ingress has counted one account, as far as that is known here."""
 
     life: int
@@ -70,8 +70,8 @@ class Peer:
     heard_at: float
     former: tuple[str, ...] = ()  # its lives before
     forgot_seq: int = -1
-    accounts: dict[Key, Heard] = field(default_factory=dict)  # who was heard of longest ago comes first
-    running: dict[Key, Heard] = field(default_factory=dict)  # those of them where something runs
+    accounts: dict[Key, HeardUsage] = field(default_factory=dict)  # who was heard of longest ago comes first
+    running: dict[Key, HeardUsage] = field(default_factory=dict)  # those of them where something runs
 
 
 class SharedUsage:
@@ -131,9 +131,9 @@ class SharedUsage:
         self._seq += 1
         return UsageReport(self._ingress, self._epoch, self._seq, tuple(entries))
 
-    def _due(self, now: float) -> list[tuple[Account, Limits]]:
-        changed: list[tuple[float, int, Account, Limits]] = []
-        repeated: list[tuple[float, int, Account, Limits]] = []
+    def _due(self, now: float) -> list[tuple[Account, KeyLimits]]:
+        changed: list[tuple[float, int, Account, KeyLimits]] = []
+        repeated: list[tuple[float, int, Account, KeyLimits]] = []
         for n, (account, limits) in enumerate(self._limiter.with_limits()):
             telling = account.telling
             if telling is None:
@@ -150,7 +150,7 @@ class SharedUsage:
         room = min(MOST_REPEATED, max(0, MOST_TOLD - len(changed)))
         return [one[2:] for one in (*changed[:MOST_TOLD], *repeated[:room])]
 
-    def _told(self, account: Account, limits: Limits, now: float, unix_s: float) -> AccountUsage | None:
+    def _told(self, account: Account, limits: KeyLimits, now: float, unix_s: float) -> AccountUsage | None:
         """None where nobody would miss it."""
         account.touched = False
         requests, tokens = account.lacking(limits, now)
@@ -251,7 +251,7 @@ class SharedUsage:
         if heard is None:
             is_older = entry.age_s > now - peer.since
             self._heard_accounts += 1
-            heard = peer.accounts[key] = Heard(entry.life, seq - 1, now)
+            heard = peer.accounts[key] = HeardUsage(entry.life, seq - 1, now)
         elif entry.life < heard.life:
             return
         elif entry.life > heard.life:
@@ -275,7 +275,7 @@ class SharedUsage:
             if entry.ended:
                 self._forget(peer, key, heard)
 
-    def _runs(self, peer: Peer, key: Key, heard: Heard, running: int) -> None:
+    def _runs(self, peer: Peer, key: Key, heard: HeardUsage, running: int) -> None:
         found = self._limiter.find(key)
         if found is not None:
             found[0].running_elsewhere += running - heard.running
@@ -287,7 +287,7 @@ class SharedUsage:
 
     # ------------------------------------------------------------------ forgetting
 
-    def _forget(self, peer: Peer, key: Key, heard: Heard) -> None:
+    def _forget(self, peer: Peer, key: Key, heard: HeardUsage) -> None:
         self._runs(peer, key, heard, 0)
         peer.forgot_seq = max(peer.forgot_seq, heard.seq)
         del peer.accounts[key]
@@ -320,12 +320,12 @@ class SharedUsage:
         assert self._heard_accounts == sum(len(peer.accounts) for peer in self._peers.values()) <= MAX_HEARD
 
 
-def _limits_of(entry: AccountUsage) -> Limits:
+def _limits_of(entry: AccountUsage) -> KeyLimits:
     """As far as they are needed where nobody has asked for this account."""
-    return Limits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
+    return KeyLimits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
 
 
-def _start_anew(account: Account, limits: Limits, now: float, unix_s: float) -> None:
+def _start_anew(account: Account, limits: KeyLimits, now: float, unix_s: float) -> None:
     account.settle(limits, now, unix_s)
     account.asked = account.spent = account.own_day_tokens = 0
     account.telling = None

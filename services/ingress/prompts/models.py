@@ -45,7 +45,7 @@ class BundleSource(Protocol):
     async def miss(self, model: str) -> None: ...
 
 
-class Abroad(Protocol):
+class ModelsElsewhere(Protocol):
     """The part of `OtherRegions` that is needed here."""
 
     def records(self) -> dict[str, WorkerRecord]: ...
@@ -66,7 +66,9 @@ class Nowhere:
 class Models:
     """The cache of bundles by hash. Owned by the event loop; `executor` builds tokenizers."""
 
-    def __init__(self, source: BundleSource, view: FleetView, executor: Executor, abroad: Abroad | None = None) -> None:
+    def __init__(
+        self, source: BundleSource, view: FleetView, executor: Executor, abroad: ModelsElsewhere | None = None
+    ) -> None:
         self._source = source
         self._view = view
         self._abroad = abroad or Nowhere()

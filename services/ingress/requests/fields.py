@@ -65,7 +65,7 @@ def expected(what: str, value: object, field: str) -> InvalidRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Field(Generic[T]):
+class BodyField(Generic[T]):
     """`schema` is that of a value that is there; `read_value` raises InvalidRequest with the name it is given."""
 
     name: str
@@ -94,10 +94,10 @@ class Field(Generic[T]):
 
 
 @cache
-def fields_of(table: type) -> dict[str, Field[Any]]:
+def fields_of(table: type) -> dict[str, BodyField[Any]]:
     """The fields of a table and of those it extends, by name."""
     members = (one for base in reversed(table.__mro__) for one in vars(base).values())
-    return {one.name: one for one in members if isinstance(one, Field)}
+    return {one.name: one for one in members if isinstance(one, BodyField)}
 
 
 def object_schema(table: type) -> Schema:
@@ -117,7 +117,7 @@ def object_schema(table: type) -> Schema:
 # ---------------------------------------------------------------------------------------------- kinds of fields
 
 
-def integer(name: str, low: int, high: int) -> Field[int]:
+def integer(name: str, low: int, high: int) -> BodyField[int]:
     def read(value: Any, field: str) -> int:
         if type(value) is float and value.is_integer() and abs(value) < 2**63:
             value = int(value)  # JSON knows one kind of number
@@ -127,10 +127,10 @@ def integer(name: str, low: int, high: int) -> Field[int]:
             raise InvalidRequest(f"must be within [{low}, {high}], got {value}", field=field)
         return value
 
-    return Field(name, {"type": "integer", "minimum": low, "maximum": high}, read)
+    return BodyField(name, {"type": "integer", "minimum": low, "maximum": high}, read)
 
 
-def number(name: str, low: float, high: float) -> Field[float]:
+def number(name: str, low: float, high: float) -> BodyField[float]:
     def read(value: Any, field: str) -> float:
         if type(value) not in (int, float):
             raise expected("a number", value, field)
@@ -138,19 +138,19 @@ def number(name: str, low: float, high: float) -> Field[float]:
             raise InvalidRequest(f"must be within [{low:g}, {high:g}], got {value}", field=field)
         return float(value)
 
-    return Field(name, {"type": "number", "minimum": low, "maximum": high}, read)
+    return BodyField(name, {"type": "number", "minimum": low, "maximum": high}, read)
 
 
-def boolean(name: str) -> Field[bool]:
+def boolean(name: str) -> BodyField[bool]:
     def read(value: Any, field: str) -> bool:
         if type(value) is not bool:
             raise expected("a boolean", value, field)
         return value
 
-    return Field(name, {"type": "boolean"}, read)
+    return BodyField(name, {"type": "boolean"}, read)
 
 
-def text(name: str, max_chars: int, *, empty: bool = False, required: bool = False) -> Field[str]:
+def text(name: str, max_chars: int, *, empty: bool = False, required: bool = False) -> BodyField[str]:
     def read(value: Any, field: str) -> str:
         if type(value) is not str:
             raise expected("a string", value, field)
@@ -161,10 +161,10 @@ def text(name: str, max_chars: int, *, empty: bool = False, required: bool = Fal
         return value
 
     schema = {"type": "string", "maxLength": max_chars, "minLength": 0 if empty else 1}
-    return Field(name, schema, read, required)
+    return BodyField(name, schema, read, required)
 
 
-class Unserved(Field[None]):
+class Unserved(BodyField[None]):
     """A field that would change the answer and is not served: only what asks for nothing special is taken."""
 
 
@@ -177,9 +177,9 @@ def unserved(name: str, *defaults: Any) -> Unserved:
     return Unserved(name, {"enum": list(defaults)} if defaults else {"type": "null"}, read)
 
 
-def ignored(name: str) -> Field[None]:
+def ignored(name: str) -> BodyField[None]:
     """A field that changes nothing in an answer, whatever it holds."""
-    return Field(name, {}, lambda value, field: None)
+    return BodyField(name, {}, lambda value, field: None)
 
 
 def refuse_unserved(body: Body, table: type) -> None:

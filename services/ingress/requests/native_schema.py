@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfleet.ingress.requests.fields import (
     Body,
-    Field,
+    BodyField,
     boolean,
     expected,
     ignored,
@@ -52,7 +52,7 @@ class GenerateFields(SamplingFields, PlacementFields):
     model = text("model", MAX_MODEL_CHARS, empty=True)
     exact = boolean("exact")
     logprobs = integer("logprobs", 0, MAX_CHAT_LOGPROBS)
-    n = Field("n", {"const": 1}, _read_n)
+    n = BodyField("n", {"const": 1}, _read_n)
     stream = unserved("stream", True)
     user = ignored("user")
     metadata = ignored("metadata")

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfleet.ingress.requests.fields import (
     Body,
-    Field,
+    BodyField,
     Schema,
     boolean,
     expected,
@@ -194,7 +194,7 @@ _PROMPT: Schema = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxI
 class OpenAiFields(SamplingFields, PlacementFields):
     model = text("model", MAX_MODEL_CHARS, required=True)
     stream = boolean("stream")
-    stream_options = Field(
+    stream_options = BodyField(
         "stream_options",
         {"type": "object", "properties": {"include_usage": {"type": ["boolean", "null"]}}},
         _read_stream_options,
@@ -224,7 +224,7 @@ class OpenAiFields(SamplingFields, PlacementFields):
 
 
 class ChatFields(OpenAiFields):
-    messages = Field(
+    messages = BodyField(
         "messages", {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _read_messages, True
     )
     max_completion_tokens = integer("max_completion_tokens", 1, ANY_COUNT)
@@ -255,7 +255,7 @@ class ChatFields(OpenAiFields):
 
 
 class CompletionFields(OpenAiFields):
-    prompt = Field("prompt", _PROMPT, _read_prompt, True)
+    prompt = BodyField("prompt", _PROMPT, _read_prompt, True)
     logprobs = integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
     best_of = integer("best_of", 1, MAX_CHOICES)
     echo = unserved("echo", False)

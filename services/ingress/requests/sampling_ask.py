@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfleet.ingress.requests.fields import Body, Field, Schema, boolean, expected, integer, number
+from kvfleet.ingress.requests.fields import Body, BodyField, Schema, boolean, expected, integer, number
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Overflow
 
@@ -128,23 +128,23 @@ class SamplingFields:
     top_p = number("top_p", 0.0, 1.0)
     top_k = integer("top_k", -1, 2**31 - 1)
     seed = integer("seed", _MIN_SEED, _MAX_SEED)
-    stop = Field("stop", {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}]}, _read_stop)
-    stop_token_ids = Field("stop_token_ids", _STOP_IDS, _read_stop_ids)
+    stop = BodyField("stop", {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}]}, _read_stop)
+    stop_token_ids = BodyField("stop_token_ids", _STOP_IDS, _read_stop_ids)
     ignore_eos = boolean("ignore_eos")
     n = integer("n", 1, MAX_CHOICES)
     min_p = number("min_p", 0.0, 1.0)
     presence_penalty = number("presence_penalty", -MAX_PENALTY, MAX_PENALTY)
     frequency_penalty = number("frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
     repetition_penalty = number("repetition_penalty", 0.001, 1000.0)
-    logit_bias = Field("logit_bias", _BIAS, _read_logit_bias)
+    logit_bias = BodyField("logit_bias", _BIAS, _read_logit_bias)
     min_tokens = integer("min_tokens", 0, ANY_COUNT)
-    context_overflow = Field(
+    context_overflow = BodyField(
         "context_overflow", {"type": "string", "enum": [one.value for one in Overflow]}, _read_overflow
     )
 
 
 def read_sampling(
-    body: Body, *, limit: Field[int] = SamplingFields.max_tokens, logprobs: int | None = None
+    body: Body, *, limit: BodyField[int] = SamplingFields.max_tokens, logprobs: int | None = None
 ) -> SamplingAsk:
     """The sampling fields that all routes share. `limit` is what the caller calls `max_tokens`; `logprobs` come read.
 

@@ -37,7 +37,7 @@ class EventWriter(Protocol):
     def failed(self, error: KvfleetError) -> bytes: ...
 
 
-class Reader:
+class EventReader:
     """One reader's place in a transcript: what its client has is in the writer's ids. Pure."""
 
     def __init__(self, writer: EventWriter) -> None:

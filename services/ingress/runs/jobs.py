@@ -18,7 +18,7 @@ PROMPT_TOKEN_BYTES = 48
 BIAS_BYTES = 96
 
 
-class Stream(Protocol):
+class TokenStream(Protocol):
     """The part of `kvproto.Stream` that is needed here."""
 
     @property
@@ -29,7 +29,7 @@ class Stream(Protocol):
     async def cancel(self, received: Sequence[int] | None = None) -> None: ...
 
 
-class Turn(Protocol):
+class HeldTurn(Protocol):
     """What a request holds while it runs, and what is kept when it has ended."""
 
     async def open(self) -> None:
@@ -50,7 +50,7 @@ class Job:
 
     generation: Generation
     form: Form
-    turn: Turn
+    turn: HeldTurn
     turn_bytes: int = 0
     level: ServiceLevel | None = None
     costs: TokenCosts = STREAMED
@@ -64,4 +64,4 @@ class Job:
 
 
 Prepare = Callable[[], Awaitable[Job]]
-Start = Callable[[Generation, Sequence[Continuation]], Stream]
+Start = Callable[[Generation, Sequence[Continuation]], TokenStream]

@@ -23,7 +23,7 @@ from kvfleet.ingress.limits.limiter import Tab
 from kvfleet.ingress.limits.run_memory import RunMemory
 from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.runs.event_writer import Form
-from kvfleet.ingress.runs.jobs import Job, Prepare, Start, Stream
+from kvfleet.ingress.runs.jobs import Job, Prepare, Start, TokenStream
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, PayloadTooLarge, RequestMismatch
@@ -73,7 +73,7 @@ class Run:
         self._prepare = prepare
         self._start = start
         self._job: Job | None = None  # while it may have to go on
-        self._stream: Stream | None = None
+        self._stream: TokenStream | None = None
         self._abandoned = False
         self._waiters: list[asyncio.Future[None]] = []
 

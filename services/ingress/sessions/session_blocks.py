@@ -29,7 +29,7 @@ HOME = ""  # this region
 CLOSE_S = 2.0
 
 
-class Abroad(Protocol):
+class SessionsElsewhere(Protocol):
     """The part of `OtherRegions` that is needed here."""
 
     def workers(self, region: str, model: str) -> list[str]: ...
@@ -38,7 +38,7 @@ class Abroad(Protocol):
 class SessionBlocks:
     """Questions to workers about the blocks of one token sequence."""
 
-    def __init__(self, client: Client, abroad: Abroad) -> None:
+    def __init__(self, client: Client, abroad: SessionsElsewhere) -> None:
         self._client = client
         self._abroad = abroad
         self._erasing: set[asyncio.Task[None]] = set()

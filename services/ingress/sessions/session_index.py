@@ -37,7 +37,7 @@ def auto_seq_id(request: str) -> str:
     return AUTO_PREFIX + request
 
 
-class Watch(Protocol):
+class SessionWatch(Protocol):
     """The part of `kvproto.buckets.Watch` that is needed here."""
 
     def entries(self) -> AsyncIterator[Entry | None]: ...
@@ -47,7 +47,7 @@ class Watch(Protocol):
 class Watchable(Protocol):
     """The part of `kvproto.buckets.Bucket` that is needed here."""
 
-    async def watch(self, pattern: str = ">") -> Watch: ...
+    async def watch(self, pattern: str = ">") -> SessionWatch: ...
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from kvfleet.ingress.prompts.prompts import ChatPrompt, Prompts
 from kvfleet.ingress.runs.transcript import Transcript
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.sessions.sessions import OpenTurn, Session, Sessions
-from kvfleet.ingress.telemetry.metrics import Tally
+from kvfleet.ingress.telemetry.metrics import RequestTally
 from kvproto.errors import LimitExceeded, SessionBusy, Unavailable
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class SessionTurn:
         self,
         sessions: Sessions,
         index: SessionIndex,
-        tally: Tally,
+        tally: RequestTally,
         tenant: str,
         session: Session,
         model: str,
@@ -115,7 +115,7 @@ class ChatTurn:
         self,
         sessions: Sessions,
         index: SessionIndex,
-        tally: Tally,
+        tally: RequestTally,
         prompts: Prompts,
         tenant: str,
         session: Session | None,

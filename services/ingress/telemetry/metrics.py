@@ -43,7 +43,7 @@ _BY_LEVEL = ("model", "route")
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """Counted on hot paths, since the start of the process."""
 
     prompt_tokens: int = 0
@@ -56,7 +56,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class IngressReading:
     """A value that lives elsewhere and is read when Prometheus asks. `kind` is `counter` or `gauge`."""
 
     name: str
@@ -66,7 +66,7 @@ class Reading:
 
 
 class _Readings(Collector):
-    def __init__(self, readings: Iterable[Reading]) -> None:
+    def __init__(self, readings: Iterable[IngressReading]) -> None:
         self._readings = tuple(readings)
 
     def collect(self) -> Iterable[Metric]:
@@ -88,7 +88,7 @@ class IngressMetrics:
         served: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self.registry = registry
-        self.tally = Tally()
+        self.tally = RequestTally()
         self.levels = ServiceLevels(targets, GENERATING, served)
         self.requests = Counter(
             "kvfleet_ingress_requests_total",
@@ -113,19 +113,23 @@ class IngressMetrics:
         """Add what every process shows. Call once."""
         self.registry.register(LiveCollector(readings))
 
-    def read_also(self, readings: Iterable[Reading]) -> None:
+    def read_also(self, readings: Iterable[IngressReading]) -> None:
         """Add the tally and values that other parts own. Call once."""
         tally = self.tally
         own = (
-            Reading("prompt_tokens", "Prompt tokens of finished requests.", "counter", lambda: tally.prompt_tokens),
-            Reading("generated_tokens", "Tokens relayed to clients.", "counter", lambda: tally.generated_tokens),
-            Reading("cached_tokens", "Prompt tokens found cached.", "counter", lambda: tally.cached_tokens),
-            Reading(
+            IngressReading(
+                "prompt_tokens", "Prompt tokens of finished requests.", "counter", lambda: tally.prompt_tokens
+            ),
+            IngressReading("generated_tokens", "Tokens relayed to clients.", "counter", lambda: tally.generated_tokens),
+            IngressReading("cached_tokens", "Prompt tokens found cached.", "counter", lambda: tally.cached_tokens),
+            IngressReading(
                 "spliced_tokens", "Prompt tokens taken from chat history.", "counter", lambda: tally.spliced_tokens
             ),
-            Reading("session_turns", "Turns committed to sessions.", "counter", lambda: tally.session_turns),
-            Reading("stream_errors", "Streams that ended with an error event.", "counter", lambda: tally.stream_errors),
-            Reading("active_streams", "Generations running now.", "gauge", lambda: tally.active_streams),
+            IngressReading("session_turns", "Turns committed to sessions.", "counter", lambda: tally.session_turns),
+            IngressReading(
+                "stream_errors", "Streams that ended with an error event.", "counter", lambda: tally.stream_errors
+            ),
+            IngressReading("active_streams", "Generations running now.", "gauge", lambda: tally.active_streams),
         )
         self.registry.register(_Readings((*own, *readings)))
 

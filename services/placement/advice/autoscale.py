@@ -60,7 +60,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LoadSample:
     """A model at one moment; the parts of its need are in workers. `known`: whether every ready worker was heard of a
     moment ago. `living` are those that start, too."""
 
@@ -121,7 +121,7 @@ class Scaler:
         """How long it has been watched without a change or a gap."""
         return self._history[-1].at - self._began if self._history else 0.0
 
-    def observe(self, sample: Sample, now: float) -> None:
+    def observe(self, sample: LoadSample, now: float) -> None:
         """To be told about every `period_s`, whatever there is to say."""
         rules = self._rules
         self._follow(sample.living)
@@ -144,7 +144,7 @@ class Scaler:
             self._target = self._rules.clamp(max(self._target or 0, living))
         self._living = living
 
-    def _note(self, sample: Sample, now: float) -> None:
+    def _note(self, sample: LoadSample, now: float) -> None:
         if not self._history:
             self._began = now
         self._history.append(_Heard(now, min(sample.saturation, 1.0), sample.need, sample.asked))

@@ -28,7 +28,7 @@ class _Totals:
 
 
 @dataclass(slots=True)
-class Heard:
+class HeardDemand:
     """One life of one worker, by its heartbeats."""
 
     epoch: str
@@ -114,13 +114,13 @@ class Outside:
         return now - self.first_at if now - self.asked_at <= REFUSED_S else 0.0
 
 
-def mean_rate(workers: list[Heard]) -> float:
+def mean_rate(workers: list[HeardDemand]) -> float:
     """Prefill tokens/s of a worker, of those who measured; 0: nobody has."""
     rates = [one.rates.prefill_tokens_per_s for one in workers if one.rates.prefill_tokens_per_s > 0]
     return len(rates) / sum(1 / rate for rate in rates) if rates else 0.0
 
 
-def usual_wait_s(workers: list[Heard]) -> float:
+def usual_wait_s(workers: list[HeardDemand]) -> float:
     """Half of the workers have a queue of that or less: a new request goes to one of them."""
     waits = sorted(one.wait_s for one in workers)
     return waits[(len(waits) - 1) // 2] if waits else 0.0

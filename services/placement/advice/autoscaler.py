@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvfleet.placement.advice.autoscale import Rules, Sample, Scaler
-from kvfleet.placement.advice.autoscale_demand import STALE_S, Heard, Outside, mean_rate, usual_wait_s
+from kvfleet.placement.advice.autoscale import LoadSample, Rules, Scaler
+from kvfleet.placement.advice.autoscale_demand import STALE_S, HeardDemand, Outside, mean_rate, usual_wait_s
 from kvfleet.placement.workers.fleet import Fleet, Worker
 from kvproto.messages import Heartbeat, ModelSignals, Refused, State
 
@@ -42,7 +42,7 @@ class Autoscaler:
         self.rules = rules or Rules()
         self._fleet = fleet
         self._by_ordinal = by_ordinal
-        self._heard: dict[str, Heard] = {}
+        self._heard: dict[str, HeardDemand] = {}
         self._models: dict[str, _Model] = {}
         self._leaving: dict[str, str] = {}  # model -> who goes next, while one is to go
         for model in models:
@@ -55,7 +55,7 @@ class Autoscaler:
         """Of a living worker's present life."""
         known = self._heard.get(beat.worker)
         if known is None or known.epoch != beat.epoch:
-            known = self._heard[beat.worker] = Heard(beat.epoch, now, beat.load, beat.rates)
+            known = self._heard[beat.worker] = HeardDemand(beat.epoch, now, beat.load, beat.rates)
         known.hear(beat, now)
 
     def leave(self, worker: str) -> None:
@@ -145,17 +145,17 @@ class Autoscaler:
             self._leaving[name] = highest
 
     def _measure(
-        self, heard: list[Heard], ready: int, living: int, outside: Outside, now: float, *, known: bool
-    ) -> Sample:
+        self, heard: list[HeardDemand], ready: int, living: int, outside: Outside, now: float, *, known: bool
+    ) -> LoadSample:
         rate = mean_rate(heard)
         requests = sum(one.load.waiting + one.load.running for one in heard)
         asked = bool(requests) or outside.is_asked(now) or any(one.tokens_per_s for one in heard)
         if not heard:
-            return Sample(ready, living, asked=asked, known=known)
+            return LoadSample(ready, living, asked=asked, known=known)
         due = sum(one.tokens_per_s for one in heard) + outside.tokens_per_s(now)
         slots = sum(one.load.slots for one in heard)
         blocks = sum(one.load.blocks_total for one in heard)
-        return Sample(
+        return LoadSample(
             ready,
             living,
             work=max(due / rate if rate else 0.0, sum(one.busy_share for one in heard)),

@@ -4,14 +4,14 @@ they found, and where they can be had again. Pure.
 
 from __future__ import annotations
 
-from kvfleet.placement.actions import Action, Record
+from kvfleet.placement.actions import Action, RecordDecision
 from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.index.prefix_index import unpack
 from kvfleet.placement.record.ledger import Ledger
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, Bookings
 from kvfleet.placement.workers.feedback import Feedback
 from kvfleet.placement.workers.fleet import Fleet
-from kvfleet.placement.workers.inflight_blocks import Promises
+from kvfleet.placement.workers.inflight_blocks import InflightBlocks
 from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, Tier
 
@@ -26,7 +26,7 @@ class Accounts:
         placement: str,
         fleet: Fleet,
         bookings: Bookings,
-        promises: Promises,
+        promises: InflightBlocks,
         feedback: Feedback,
         ledger: Ledger,
         repeats: Repeats,
@@ -54,7 +54,7 @@ class Accounts:
                 found = sum(one.cached.get(tier, 0) for tier in OWN_TIERS)
                 self.trust(worker, self._feedback.observe(worker, entry.promised, found, now))
             elif one.passed is Passed.ENDED and self._ledger.keeps_hashes:
-                actions.append(Record(entry.decision(), entry.hashes, entry.block_size))
+                actions.append(RecordDecision(entry.decision(), entry.hashes, entry.block_size))
         return actions
 
     def _account(self, worker: str, one: Milestone, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvfleet.placement.decide.admission import limit_of
 from kvfleet.placement.decide.decider import Decider
-from kvfleet.placement.decide.region_summaries import Neighbours
+from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.events import GenerateAsked
 from kvfleet.placement.policies import DIRECT
 from kvproto.errors import ModelNotFound, NoWorkers, Overloaded
@@ -13,10 +13,10 @@ from kvproto.messages import Placement, PlaceRequest
 CANNOT_SERVE = (NoWorkers, Overloaded, ModelNotFound)
 
 
-class Abroad:
+class BetweenRegions:
     """Owned by the core; keeps nothing of its own."""
 
-    def __init__(self, neighbours: Neighbours, decider: Decider, placement: str) -> None:
+    def __init__(self, neighbours: RegionSummaries, decider: Decider, placement: str) -> None:
         self._neighbours = neighbours
         self._decider = decider
         self._placement = placement

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvfleet.placement.decide.admission import TurnedAway, limit_of
-from kvfleet.placement.decide.recent_refusals import RefusedNow
-from kvfleet.placement.decide.region_summaries import Neighbours
+from kvfleet.placement.decide.recent_refusals import RecentRefusals
+from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Depths, Hashes
 from kvfleet.placement.policies import DIRECT, Choice, Policy, Question
-from kvfleet.placement.record.ledger import Entry, Ledger, consider
+from kvfleet.placement.record.ledger import Ledger, LedgerEntry, consider
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
 from kvfleet.placement.workers.fleet import Fleet, Ready, Space, Worker
-from kvfleet.placement.workers.heat import Heat, Prefix
-from kvfleet.placement.workers.inflight_blocks import Promises
+from kvfleet.placement.workers.heat import Heat, SharedPrefix
+from kvfleet.placement.workers.inflight_blocks import InflightBlocks
 from kvfleet.placement.workers.match_kernel import fill
 from kvfleet.placement.workers.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
-from kvfleet.placement.workers.prompts import NO_HASHES, Prompts
+from kvfleet.placement.workers.prompts import NO_HASHES, PromptHasher
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats, Workloads
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
@@ -55,13 +55,13 @@ class Decider:
         fleet: Fleet,
         bookings: Bookings,
         indexer: KvIndexer,
-        promises: Promises,
-        prompts: Prompts,
+        promises: InflightBlocks,
+        prompts: PromptHasher,
         ledger: Ledger,
         unix_ms: Callable[[], int],
         policies: Mapping[str, Policy],
         default: str,
-        neighbours: Neighbours,
+        neighbours: RegionSummaries,
     ) -> None:
         self.default = default
         self.decisions_total = 0
@@ -82,7 +82,7 @@ class Decider:
         self.leaving: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
         self._booked: list[Booked] = []
         self._neighbours = neighbours
-        self._refused = RefusedNow()
+        self._refused = RecentRefusals()
         self._policy(default)
 
     def take_booked(self) -> tuple[Booked, ...]:
@@ -136,7 +136,7 @@ class Decider:
         if last_block is not None and self.heat.add(last_block, now):
             space = among.spaces[0].address
             chain = matched.hashes[: matched.depth].copy()
-            prefix = Prefix(ask.model, space, self._prompts.root(space, tenant, ask), chain)
+            prefix = SharedPrefix(ask.model, space, self._prompts.root(space, tenant, ask), chain)
             self.heat.keep(last_block, prefix, now)
         return self._settle(tenant, policy.name, choice, question, matched, now)
 
@@ -234,7 +234,7 @@ class Decider:
         self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority, silent_ms, first))
         self._promises.make(key, worker.id, hashes, now)
         self._ledger.note(
-            Entry(
+            LedgerEntry(
                 tenant=tenant,
                 model=ask.model,
                 unix_ms=self._unix_ms(),

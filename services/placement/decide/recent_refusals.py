@@ -11,7 +11,7 @@ SAME_WORK_S = 60.0  # and within that it is the same work
 MAX_KNOWN = 8192
 
 
-class RefusedNow:
+class RecentRefusals:
     """Owned by the decider. Who comes back under another id is taken for somebody else."""
 
     def __init__(self) -> None:

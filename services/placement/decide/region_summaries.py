@@ -26,7 +26,7 @@ MOST_LOOKS = 32
 WORTH_S = 0.1  # of prefill that blocks from another region could save, before that one is asked
 
 
-class Neighbours:
+class RegionSummaries:
     """Owned by the core. `own` "" is a fleet without other regions: nothing is ever referred."""
 
     def __init__(self, own: str = "", spill_s: float = SPILL_S) -> None:

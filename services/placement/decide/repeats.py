@@ -23,7 +23,7 @@ Key = tuple[str, str]  # tenant, request
 
 
 @dataclass(slots=True)
-class Known:
+class KnownRequest:
     """An attempt and the life of the worker that has it. `is_there`: whoever asks can have it there."""
 
     worker: str
@@ -39,21 +39,21 @@ class Repeats:
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._max_kept = max_kept
         self._now = 0.0  # the latest time heard of
-        self._placed: OrderedDict[Key, Known] = OrderedDict()  # oldest first, as the others
-        self._running: OrderedDict[Key, Known] = OrderedDict()
-        self._ended: OrderedDict[Key, Known] = OrderedDict()
-        self._at: dict[str, dict[Key, Known]] = {}  # what can be had at each worker; no empty entries
+        self._placed: OrderedDict[Key, KnownRequest] = OrderedDict()  # oldest first, as the others
+        self._running: OrderedDict[Key, KnownRequest] = OrderedDict()
+        self._ended: OrderedDict[Key, KnownRequest] = OrderedDict()
+        self._at: dict[str, dict[Key, KnownRequest]] = {}  # what can be had at each worker; no empty entries
 
     def __len__(self) -> int:
         return len(self._placed) + len(self._running) + len(self._ended)
 
-    def find(self, key: Key) -> Known | None:
+    def find(self, key: Key) -> KnownRequest | None:
         return self._placed.get(key) or self._running.get(key) or self._ended.get(key)
 
     def place(self, key: Key, worker: str, epoch: str, attempt: int, now: float) -> None:
         before = self.find(key)
         if before is None or attempt > before.attempt:
-            self._put(self._placed, key, Known(worker, epoch, attempt), now)
+            self._put(self._placed, key, KnownRequest(worker, epoch, attempt), now)
 
     def give_up(self, key: Key, attempt: int) -> None:
         """No worker has it, or whoever did is lost: it takes a later attempt."""
@@ -68,7 +68,7 @@ class Repeats:
             return  # what it was before it was placed again
         known = before
         if known is None or (known.worker, known.epoch, known.attempt) != (worker, epoch, one.attempt):
-            known = Known(worker, epoch, one.attempt)
+            known = KnownRequest(worker, epoch, one.attempt)
         if one.passed is Passed.ENDED:
             self._put(self._ended, key, known, now, is_there=one.code is None)
         elif key not in self._running or before is not known:
@@ -96,7 +96,7 @@ class Repeats:
                 self._take_out(key)
 
     def _put(
-        self, table: OrderedDict[Key, Known], key: Key, known: Known, now: float, *, is_there: bool = True
+        self, table: OrderedDict[Key, KnownRequest], key: Key, known: KnownRequest, now: float, *, is_there: bool = True
     ) -> None:
         self._take_out(key)
         known.at = self._now = max(now, self._now)
@@ -112,7 +112,7 @@ class Repeats:
             if (known := table.pop(key, None)) is not None:
                 self._set_aside(key, known)
 
-    def _set_aside(self, key: Key, known: Known) -> None:
+    def _set_aside(self, key: Key, known: KnownRequest) -> None:
         """Nobody can have it at its worker any more."""
         if known.is_there:
             known.is_there = False

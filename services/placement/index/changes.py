@@ -20,7 +20,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class HolderChange:
     """Blocks stored in a tier, or removed from it, in their order: `[n, 2]` hashes."""
 
     tier: int
@@ -35,7 +35,7 @@ class Changes:
 
     epoch: str
     seq: int
-    changes: tuple[Change, ...]
+    changes: tuple[HolderChange, ...]
     digest: int
     tier_digest: int = 0
 
@@ -58,7 +58,7 @@ def _read_usual(data: bytes) -> Changes | None:
         for at in range(0, len(rest), reading.CHANGE):
             tier_start, tier_end, removed, first, end, term = rest[at : at + reading.CHANGE]
             tier = _NUMBER[data[tier_start:tier_end].decode()]
-            changes.append(Change(tier, bool(removed), hashes[first:end]))
+            changes.append(HolderChange(tier, bool(removed), hashes[first:end]))
             digest ^= term
             tier_digest ^= in_tier(term & _U64, tier)
         return Changes(data[epoch_start:epoch_end].decode(), seq, tuple(changes), digest & _U64, tier_digest)
@@ -74,7 +74,7 @@ def _read_any(data: bytes) -> Changes:
             if type(removed) is not bool:
                 raise CodecError("wrong type", field="events.removed")
             packed = pack([one for _, several in runs for one in several])
-            found.append(Change(_NUMBER[tier], removed, packed))
+            found.append(HolderChange(_NUMBER[tier], removed, packed))
             digest ^= digest_of(packed)
             tier_digest ^= in_tier(digest_of(packed), _NUMBER[tier])
     except (TypeError, ValueError, KeyError, IndexError):

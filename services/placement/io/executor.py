@@ -22,15 +22,15 @@ from kvfleet.placement.actions import (
     Forward,
     PassOn,
     PingWorker,
-    Record,
-    Share,
+    RecordDecision,
+    ShareBookings,
     TakenOver,
     failed_frame,
 )
 from kvfleet.placement.events import Event, PingUnanswered, WorkerAnswered
 from kvfleet.placement.index.kv_indexer import PullSnapshot
-from kvfleet.placement.io.pinger import Pinger, Verdict
-from kvfleet.placement.io.subscriptions import Hearing
+from kvfleet.placement.io.pinger import Pinger, PingVerdict
+from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
 from kvproto.connection import JSON_HEADER, Connection
@@ -69,7 +69,7 @@ INBOX_HEADER = "Kvfleet-Inbox"  # the producer's, whom the other region answers
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
-class Courier:
+class Executor:
     """Owned by the placement loop. `handle` has the core decide on what comes of it; tasks are `spawn`'s to end.
     `offered` makes of a traced request what is sent to a worker."""
 
@@ -78,7 +78,7 @@ class Courier:
         placement: str,
         connection: Connection,
         subjects: Subjects,
-        hearing: Hearing,
+        hearing: Subscriptions,
         handle: Callable[[Event], list[Action]],
         spawn: Spawn,
         ledger_file: LedgerFile | None,
@@ -131,13 +131,13 @@ class Courier:
                         self._handing.append(asyncio.create_task(self._carry_on(capsule)))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
-                    case Share(booked, refused, abroad):
+                    case ShareBookings(booked, refused, abroad):
                         self._share(booked, refused, abroad)
                     case PullSnapshot(worker, _, pull):
                         await self._hearing.pull(worker, pull)
                     case Explain(reply, decisions):
                         await publish(reply, codec.encode(Explanation(self._placement, decisions)))
-                    case Record():
+                    case RecordDecision():
                         if self._ledger_file is not None:
                             self._ledger_file.write(action)
                     case PingWorker(worker):
@@ -167,9 +167,9 @@ class Courier:
 
     async def _ping(self, worker: str) -> None:
         verdict = await self._pinger.ask(worker)
-        if verdict is not Verdict.NO_DOUBT_OF_LIFE:
+        if verdict is not PingVerdict.NO_DOUBT_OF_LIFE:
             log.info("placement: worker %s does not answer a ping: %s", worker, verdict.value)
-            await self.carry_out(self._handle(PingUnanswered(worker, verdict is Verdict.NOBODY_LISTENS)))
+            await self.carry_out(self._handle(PingUnanswered(worker, verdict is PingVerdict.NOBODY_LISTENS)))
 
     async def _drop(self, worker: str) -> None:
         try:

@@ -14,7 +14,7 @@ from kvproto.subjects import Subjects
 PING_S = 0.05
 
 
-class Verdict(Enum):
+class PingVerdict(Enum):
     NO_DOUBT_OF_LIFE = "answered, or nobody can tell"
     NOBODY_LISTENS = "nobody listens there"
     SILENCE = "no answer"
@@ -29,7 +29,7 @@ class Pinger:
         self._view = view
         self._asking: set[str] = set()
 
-    async def ask(self, worker: str) -> Verdict:
+    async def ask(self, worker: str) -> PingVerdict:
         """Takes at most 50 ms.
 
         Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
@@ -37,7 +37,7 @@ class Pinger:
         """
         known = self._view.workers.get(worker)
         if known is None or worker in self._asking:
-            return Verdict.NO_DOUBT_OF_LIFE
+            return PingVerdict.NO_DOUBT_OF_LIFE
         revision = known.revision
         self._asking.add(worker)
         try:
@@ -45,20 +45,20 @@ class Pinger:
         finally:
             self._asking.discard(worker)
         if known.revision != revision or not self._is_steady():
-            return Verdict.NO_DOUBT_OF_LIFE
+            return PingVerdict.NO_DOUBT_OF_LIFE
         return verdict
 
-    async def _ping(self, worker: str) -> Verdict:
+    async def _ping(self, worker: str) -> PingVerdict:
         question = codec.encode(AdminRequest(AdminCommand.STATS))
         try:
             await self._connection.request(self._subjects.worker_admin(worker), question, PING_S)
         except WorkerLost:
-            return Verdict.NOBODY_LISTENS
+            return PingVerdict.NOBODY_LISTENS
         except TimeoutError:
-            return Verdict.SILENCE
+            return PingVerdict.SILENCE
         except KvfleetError:
             pass  # our own connection's trouble
-        return Verdict.NO_DOUBT_OF_LIFE
+        return PingVerdict.NO_DOUBT_OF_LIFE
 
     def _is_steady(self) -> bool:
         connection = self._connection

@@ -9,7 +9,7 @@ TICK_S = 0.1
 STALL_S = 0.02
 
 
-class Alarm:
+class StallTimer:
     """Calls `ring()` ten times a second, and earlier when told so by `set`.
 
     A timer that fires late means that the whole loop stalled, and that messages wait unread in front of it. They get

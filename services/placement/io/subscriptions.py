@@ -53,7 +53,7 @@ Heard = TypeVar("Heard")
 Guard = Callable[[Callable[[Message], Awaitable[None]]], Callable[[Message], Awaitable[None]]]
 
 
-class Hearing:
+class Subscriptions:
     """Owned by the placement loop. `tell` takes an event; `guard` is put around every callback."""
 
     def __init__(

@@ -41,7 +41,7 @@ MAX_ORPHANS = 65_536  # of one worker
 NOTHING_TO_RESEND = 2**62  # from this index on: only the question "are you still there?"
 
 
-class Watching:
+class AcceptedRequests:
     """Owned by the core. Both tables are ordered by `due`."""
 
     def __init__(self, inbox_prefix: str, fleet: Fleet, over: Callable[[Forwarded, bool], None]) -> None:

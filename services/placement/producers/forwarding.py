@@ -27,11 +27,11 @@ from itertools import count
 
 from kvfleet.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
 from kvfleet.placement.decide.decider import Decider
-from kvfleet.placement.decide.repeats import Known, Repeats
+from kvfleet.placement.decide.repeats import KnownRequest, Repeats
 from kvfleet.placement.events import GenerateAsked
-from kvfleet.placement.producers.accepted_requests import Watching
+from kvfleet.placement.producers.accepted_requests import AcceptedRequests
 from kvfleet.placement.producers.forwarded import Forwarded, body_of, question_of
-from kvfleet.placement.producers.offer_timeout import Patience
+from kvfleet.placement.producers.offer_timeout import OfferTimeout
 from kvfleet.placement.workers.fleet import Fleet
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
 from kvproto.messages import (
@@ -90,8 +90,8 @@ class Forwarding:
         self._parked: dict[str, Forwarded] = {}
         self._keys: dict[str, list[str]] = {}  # of each request in flight; no empty entries
         self._numbers = count(1)
-        self._patience = Patience()
-        self.watching = Watching(inbox_prefix, fleet, self._over)
+        self._patience = OfferTimeout()
+        self.watching = AcceptedRequests(inbox_prefix, fleet, self._over)
 
     @property
     def in_flight(self) -> int:
@@ -138,7 +138,7 @@ class Forwarding:
         self._enter(forwarded)
         return self._offer(forwarded, now)
 
-    def _attach(self, forwarded: Forwarded, known: Known, now: float) -> list[Action]:
+    def _attach(self, forwarded: Forwarded, known: KnownRequest, now: float) -> list[Action]:
         """The worker checks that it is the same request, and repeats everything from the first frame on."""
         self.attached_total += 1
         assert forwarded.body is not None

@@ -13,7 +13,7 @@ TIMES = 4.0  # what an answer usually takes
 WEIGHT = 0.1  # of the newest answer
 
 
-class Patience:
+class OfferTimeout:
     def __init__(self) -> None:
         self._usual_s = 0.0
 

@@ -50,7 +50,7 @@ class Considered:
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """One decision as it is kept: written out only when somebody asks."""
 
     tenant: str
@@ -107,14 +107,14 @@ class Ledger:
         self.hits = HitTokens()
         self.kept_in_all = kept_in_all
         self._kept = kept
-        self._entries: OrderedDict[tuple[str, str, int], Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str, int], LedgerEntry] = OrderedDict()
         self._ended: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # first ended first
         self._attempts: dict[Key, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: LedgerEntry) -> None:
         placement = entry.placement
         key = entry.tenant, placement.request, placement.attempt
         if key not in self._entries:
@@ -127,7 +127,7 @@ class Ledger:
         while len(self._entries) > self.kept_in_all:  # of those that have ended nothing more is to come
             self._forget(next(iter(self._ended or self._entries)))
 
-    def on_milestone(self, worker: str, milestone: Milestone) -> Entry | None:
+    def on_milestone(self, worker: str, milestone: Milestone) -> LedgerEntry | None:
         """What happened to a decision of this replica: its entry, else None."""
         entry = self._entries.get((milestone.tenant, milestone.request, milestone.attempt))
         if entry is None or entry.placement.worker != worker:
@@ -160,7 +160,7 @@ class Ledger:
         """The last decisions as they are now, newest first: of this tenant and model, if they are named."""
         return Newest(tuple(reversed(self._entries.values())), limit, tenant, model)
 
-    def _count(self, entry: Entry, started: Milestone) -> None:
+    def _count(self, entry: LedgerEntry, started: Milestone) -> None:
         attained = min(sum(started.cached.values()), started.prompt_tokens, entry.prompt_tokens)
         hits = self.hits
         hits.prompt_total += min(started.prompt_tokens, entry.prompt_tokens)
@@ -194,7 +194,7 @@ def kept_in_all(workers: int) -> int:
 class Newest:
     """The ledger's last decisions, a part at a time: to write out all of them takes longer than a decision may."""
 
-    def __init__(self, entries: Sequence[Entry], limit: int, tenant: str | None, model: str | None) -> None:
+    def __init__(self, entries: Sequence[LedgerEntry], limit: int, tenant: str | None, model: str | None) -> None:
         self._entries = entries  # newest first
         self._at = 0
         self._left = limit

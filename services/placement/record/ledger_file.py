@@ -10,7 +10,7 @@ import json
 import logging
 from pathlib import Path
 
-from kvfleet.placement.actions import Record
+from kvfleet.placement.actions import RecordDecision
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class LedgerFile:
         self._first_unix_ms: int | None = None
         self.lost_total = 0
 
-    def write(self, record: Record) -> None:
+    def write(self, record: RecordDecision) -> None:
         decision = record.decision
         if self._first_unix_ms is None:
             self._first_unix_ms = decision.unix_ms

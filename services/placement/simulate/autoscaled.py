@@ -9,7 +9,7 @@ from typing import Any
 
 from kvfleet.placement.simulate.figures import Figures, figures
 from kvfleet.placement.simulate.scaling import Moment, Scaled, worker_hours
-from kvfleet.placement.simulate.simulation import FleetShape, Run, Simulation
+from kvfleet.placement.simulate.simulation import FleetShape, Simulation, SimulationRun
 from kvfleet.placement.simulate.trace import Trace
 
 MINUTE_S = 60.0
@@ -48,7 +48,7 @@ def run_autoscaled(trace: Trace, shape: FleetShape, policy: str, attainable: int
     )
 
 
-def held(run: Run, target_s: float) -> float:
+def held(run: SimulationRun, target_s: float) -> float:
     """Share of all requests with a first token within so long."""
     good = sum(outcome.ttft_s is not None and outcome.ttft_s <= target_s for outcome in run.outcomes)
     return good / max(len(run.outcomes), 1)

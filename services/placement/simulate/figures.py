@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfleet.placement.simulate.simulation import Run
+from kvfleet.placement.simulate.simulation import SimulationRun
 from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.workers.workloads import Floats
 
@@ -35,7 +35,7 @@ class Figures:
     moved_per_change: float | None  # see `moved_per_change`
 
 
-def figures(policy: str, trace: Trace, run: Run, attainable: int, slo_s: float = SLO_TTFT_S) -> Figures:
+def figures(policy: str, trace: Trace, run: SimulationRun, attainable: int, slo_s: float = SLO_TTFT_S) -> Figures:
     found = sum(outcome.cached_tokens for outcome in run.outcomes)
     waits = ttfts(run)
     served = {name: sum(minutes.values()) for name, minutes in run.prefilled.items()}
@@ -61,12 +61,12 @@ def figures(policy: str, trace: Trace, run: Run, attainable: int, slo_s: float =
     )
 
 
-def ttfts(run: Run) -> Floats:
+def ttfts(run: SimulationRun) -> Floats:
     """Seconds, of those who got a first token, in order of arrival."""
     return np.array([outcome.ttft_s for outcome in run.outcomes if outcome.ttft_s is not None], dtype=np.float64)
 
 
-def minutes_of(run: Run, duration_s: float) -> list[Floats]:
+def minutes_of(run: SimulationRun, duration_s: float) -> list[Floats]:
     """Of each whole minute of the trace, or the one that it is shorter than: tokens prefilled by each worker that
     lived all through it; workers that had nothing to do count as well."""
     found = []
@@ -77,13 +77,13 @@ def minutes_of(run: Run, duration_s: float) -> list[Floats]:
     return found
 
 
-def load_cov(run: Run, duration_s: float) -> float:
+def load_cov(run: SimulationRun, duration_s: float) -> float:
     """Over the minutes in which anything was prefilled."""
     covs = [float(tokens.std() / tokens.mean()) for tokens in minutes_of(run, duration_s) if tokens.any()]
     return float(np.mean(covs)) if covs else 0.0
 
 
-def _max_over_mean(run: Run, amounts: dict[str, float]) -> float:
+def _max_over_mean(run: SimulationRun, amounts: dict[str, float]) -> float:
     rates = np.array(
         [
             amounts[name] / max(min(went, run.ended_s) - came, 1e-9)
@@ -94,7 +94,7 @@ def _max_over_mean(run: Run, amounts: dict[str, float]) -> float:
     return float(rates.max() / rates.mean()) if rates.any() else 1.0
 
 
-def moves(run: Run) -> tuple[int, int]:
+def moves(run: SimulationRun) -> tuple[int, int]:
     """(turns that went elsewhere than the one before, turns that had one before)."""
     at: dict[str, str] = {}
     moved = turns = 0
@@ -107,7 +107,7 @@ def moves(run: Run) -> tuple[int, int]:
     return moved, turns
 
 
-def moved_per_change(run: Run) -> float | None:
+def moved_per_change(run: SimulationRun) -> float | None:
     """The share of sessions that one change of the fleet, a worker that leaves and another one that joins, moves: the h
     at which, of turns with c > 0 changes since the turn before, 1 - (1 - h)^c are expected to move, as many as did.
     None without changes. What moves for its load's sake counts as well, so it is rather too much than too little."""

@@ -50,7 +50,7 @@ Path: TypeAlias = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ShapeTurn:
     """One request to be."""
 
     at_s: float
@@ -60,7 +60,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PromptSpan:
     """Turns come in [began_s, ends_s), so many a second."""
 
     began_s: float
@@ -71,21 +71,21 @@ class Span:
 def make_shape(shape: str, requests: int = REQUESTS, seed: int = 0) -> Trace:
     """About so many requests of one of `SHAPES`, somewhat fewer where what is begun goes on after the end. Raises
     KeyError if there is no such shape."""
-    turns = SHAPES[shape](Random(f"{shape} {seed}"), shape, Span(0.0, requests / RATE, RATE))
+    turns = SHAPES[shape](Random(f"{shape} {seed}"), shape, PromptSpan(0.0, requests / RATE, RATE))
     return make_trace([_row(turn) for turn in sorted(turns, key=lambda turn: turn.at_s)], BLOCK_TOKENS)
 
 
 # ------------------------------------------------------------------ the shapes
 
 
-def _tree(chance: Random, name: str, span: Span) -> Iterator[Turn]:
+def _tree(chance: Random, name: str, span: PromptSpan) -> Iterator[ShapeTurn]:
     leaves = [leaf for tree in range(TREES) for leaf in _leaves(chance, (Segment(f"{name}{tree}", 3000),))]
     chance.shuffle(leaves)
     weights = list(accumulate(1 / (rank + 1) for rank in range(len(leaves))))  # Zipf
     for number, at_s in enumerate(_poisson(chance, span.began_s, span.ends_s, span.rate)):
         (leaf,) = chance.choices(leaves, cum_weights=weights)
         session = f"{name}.{number}"
-        yield Turn(at_s, (*leaf, Segment(session, _length(chance, 1500))), _length(chance, 30), session)
+        yield ShapeTurn(at_s, (*leaf, Segment(session, _length(chance, 1500))), _length(chance, 30), session)
 
 
 def _leaves(chance: Random, path: Path) -> Iterator[Path]:
@@ -96,7 +96,7 @@ def _leaves(chance: Random, path: Path) -> Iterator[Path]:
         yield from _leaves(chance, (*path, Segment(f"{path[-1].name}/{branch}", _length(chance, 2000))))
 
 
-def _agents(chance: Random, name: str, span: Span) -> Iterator[Turn]:
+def _agents(chance: Random, name: str, span: PromptSpan) -> Iterator[ShapeTurn]:
     """As many loops at all times: where one ends the next begins."""
     kinds = [Segment(f"{name}{kind}", _length(chance, 6000)) for kind in range(KINDS)]
     for desk in range(round(span.rate * STEP_S)):
@@ -108,13 +108,13 @@ def _agents(chance: Random, name: str, span: Span) -> Iterator[Turn]:
                 if at_s >= span.ends_s or sum(segment.tokens for segment in path) > LONGEST:
                     break
                 output = _length(chance, 40)
-                yield Turn(at_s, path, output, session)
+                yield ShapeTurn(at_s, path, output, session)
                 at_s += STEP_S / 3 + chance.lognormvariate(math.log(2 / 3 * STEP_S) - PAUSE_SPREAD**2 / 2, PAUSE_SPREAD)
                 path = (*path, Segment(f"{session}/{step}", output + _length(chance, 1200)))
             loop += 1
 
 
-def _documents(chance: Random, name: str, span: Span) -> Iterator[Turn]:
+def _documents(chance: Random, name: str, span: PromptSpan) -> Iterator[ShapeTurn]:
     head = Segment(name, 700)
     for number, at_s in enumerate(_poisson(chance, span.began_s, span.ends_s, span.rate / QUESTIONS)):
         session = f"{name}.{number}"
@@ -122,13 +122,13 @@ def _documents(chance: Random, name: str, span: Span) -> Iterator[Turn]:
         for question in range(QUESTIONS):
             own = Segment(f"{session}/{question}", _length(chance, 100))
             if at_s < span.ends_s:
-                yield Turn(at_s, (head, document, own), _length(chance, 50), session)
+                yield ShapeTurn(at_s, (head, document, own), _length(chance, 50), session)
             at_s += chance.expovariate(1 / ASKED_AGAIN_S)
 
 
-def _shift(chance: Random, name: str, span: Span) -> Iterator[Turn]:
+def _shift(chance: Random, name: str, span: PromptSpan) -> Iterator[ShapeTurn]:
     half = (span.began_s + span.ends_s) / 2
-    before, after = Span(span.began_s, half, span.rate / 2), Span(half, span.ends_s, span.rate / 3)
+    before, after = PromptSpan(span.began_s, half, span.rate / 2), PromptSpan(half, span.ends_s, span.rate / 3)
     yield from _tree(chance, f"{name} tree", before)
     yield from _agents(chance, f"{name} agent", before)
     yield from _tree(chance, f"{name} other tree", after)
@@ -136,7 +136,7 @@ def _shift(chance: Random, name: str, span: Span) -> Iterator[Turn]:
     yield from _documents(chance, f"{name} document", after)
 
 
-SHAPES: dict[str, Callable[[Random, str, Span], Iterator[Turn]]] = {
+SHAPES: dict[str, Callable[[Random, str, PromptSpan], Iterator[ShapeTurn]]] = {
     "tree": _tree,
     "agents": _agents,
     "documents": _documents,
@@ -158,7 +158,7 @@ def _length(chance: Random, mean: float) -> int:
     return max(1, round(chance.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)))
 
 
-def _row(turn: Turn) -> Row:
+def _row(turn: ShapeTurn) -> Row:
     blocks: list[str] = []
     tokens = 0
     for segment in turn.path:

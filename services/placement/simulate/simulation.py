@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from kvfleet.placement.actions import Answer, Share
+from kvfleet.placement.actions import Answer, ShareBookings
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
@@ -30,14 +30,14 @@ from kvfleet.placement.events import (
     WorkerLeft,
     WorkerUpdated,
 )
-from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.simulate.scaling import SCALE_S, Autoscale, Scaled, Scaling, Victim
-from kvfleet.placement.simulate.sim_worker import Progress, SimWorker, Speed
+from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker, Speed
 from kvfleet.placement.simulate.trace import Arrival, Trace
-from kvfleet.placement.simulate.waiting import Job
+from kvfleet.placement.simulate.waiting import SimulatedJob
 from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
     BookedBatch,
@@ -99,7 +99,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Run:
+class SimulationRun:
     """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
     of all attempts, lost ones too."""
 
@@ -150,7 +150,7 @@ class Simulation:
         self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
         self._hash_of = _hashes_by_id(trace)
         self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
-        self._run = Run(self._outcomes, {}, {}, [])
+        self._run = SimulationRun(self._outcomes, {}, {}, [])
         self._wakes: dict[str, float] = {}
         self._left = len(trace.arrivals)
         scale = shape.autoscale
@@ -174,7 +174,7 @@ class Simulation:
         ]
         self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
 
-    def run(self) -> Run:
+    def run(self) -> SimulationRun:
         """To the end of the last request."""
         for _ in range(self._shape.autoscale.rules.minimum if self._shape.autoscale else self._shape.workers):
             self._join()
@@ -214,7 +214,7 @@ class Simulation:
                     outcome.expected_tokens = sum(placement.expected_hit.values())
                 submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
                 self._after(self._shape.delays.place_s, submit)
-            elif isinstance(action, Share):
+            elif isinstance(action, ShareBookings):
                 self._share(core, BookedBatch(core.placement, action.booked))
 
     def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
@@ -222,7 +222,7 @@ class Simulation:
         if worker is None:  # nobody listens
             self._again(arrival, attempt, (*excluded, name), generated)
             return
-        job = Job(arrival, attempt, self._now, generated)
+        job = SimulatedJob(arrival, attempt, self._now, generated)
         self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
         self._take(worker, worker.submit(job, self._now))
 
@@ -234,7 +234,7 @@ class Simulation:
 
     # ------------------------------------------------------------------ workers
 
-    def _take(self, worker: SimWorker, progress: Progress) -> None:
+    def _take(self, worker: SimWorker, progress: SimulatedProgress) -> None:
         """What a worker did: told to all replicas, counted, and when to look again."""
         told = []
         for job in progress.started:
@@ -273,7 +273,7 @@ class Simulation:
             del self._wakes[worker.name]
             self._take(worker, worker.advance(self._now))
 
-    def _milestone(self, job: Job, passed: Passed) -> Milestone:
+    def _milestone(self, job: SimulatedJob, passed: Passed) -> Milestone:
         return Milestone(
             "public",
             str(job.arrival.number),
@@ -285,9 +285,9 @@ class Simulation:
             job.output_tokens if passed is Passed.ENDED else 0,
         )
 
-    def _publish(self, worker: SimWorker, progress: Progress) -> None:
+    def _publish(self, worker: SimWorker, progress: SimulatedProgress) -> None:
         worker.event_seq += 1
-        changes = [Change(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
+        changes = [HolderChange(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
         event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
         self._to_all(self._shape.delays.event_s, event)
 

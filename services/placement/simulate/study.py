@@ -11,7 +11,7 @@ from kvfleet.placement.simulate.autoscaled import Autoscaled, run_autoscaled
 from kvfleet.placement.simulate.capacity import capacity_speed
 from kvfleet.placement.simulate.figures import SLO_TTFT_S, Figures, figures
 from kvfleet.placement.simulate.scaling import Autoscale
-from kvfleet.placement.simulate.simulation import FleetShape, Run, Simulation
+from kvfleet.placement.simulate.simulation import FleetShape, Simulation, SimulationRun
 from kvfleet.placement.simulate.trace import Trace
 
 # `direct` needs a worker that the request names, and no trace names one.
@@ -24,7 +24,7 @@ class Result:
     """Of one policy: its figures, and what happened."""
 
     figures: Figures
-    run: Run
+    run: SimulationRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
     hashes = _hashes_of(len(numbers))
     first = min((row.at_s for row in rows), default=0.0)
     arrivals: list[Arrival] = []
-    sessions = Sessions()
+    sessions = TraceSessions()
     for row in sorted(rows, key=lambda row: row.at_s):
         ids = tuple(numbers[name] for name in row.blocks)
         session = row.session or f"s{sessions.of(ids)}"
@@ -112,7 +112,7 @@ def _hashes_of(count: int) -> Hashes:
     return unpack((state ^ (state >> np.uint64(31))).astype("<u8").tobytes())
 
 
-class Sessions:
+class TraceSessions:
     """Which conversation a request goes on with: the one all of whose full blocks it begins with."""
 
     def __init__(self) -> None:

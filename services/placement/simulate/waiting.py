@@ -15,7 +15,7 @@ from kvfleet.placement.simulate.trace import Arrival
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedJob:
     """One attempt at one request. What earlier ones generated is fed with the prompt: the stream goes on from there."""
 
     arrival: Arrival
@@ -45,26 +45,26 @@ class Waiting:
         self.tokens = 0  # to be fed for all of them, as the cache is now
         self._cache = cache
         self._block_tokens = block_tokens
-        self._jobs: deque[Job] = deque()
-        self._watching: dict[int, dict[Job, None]] = {}  # block -> whose depth hangs on it, in order of coming
+        self._jobs: deque[SimulatedJob] = deque()
+        self._watching: dict[int, dict[SimulatedJob, None]] = {}  # block -> whose depth hangs on it, in order of coming
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @property
-    def first(self) -> Job:
+    def first(self) -> SimulatedJob:
         return self._jobs[0]
 
-    def append(self, job: Job) -> None:
+    def append(self, job: SimulatedJob) -> None:
         self._jobs.append(job)
         self._watch(job)
 
-    def popleft(self) -> Job:
+    def popleft(self) -> SimulatedJob:
         job = self._jobs.popleft()
         self._forget(job)
         return job
 
-    def clear(self) -> list[Job]:
+    def clear(self) -> list[SimulatedJob]:
         """Who was there."""
         jobs = list(self._jobs)
         self._jobs.clear()
@@ -79,13 +79,13 @@ class Waiting:
                 self._forget(job)
                 self._watch(job)
 
-    def _watch(self, job: Job) -> None:
+    def _watch(self, job: SimulatedJob) -> None:
         job.depth = self._cache.match(job.arrival.ids)
         self.tokens += self._to_feed(job)
         for block in self._hangs_on(job):
             self._watching.setdefault(block, {})[job] = None
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: SimulatedJob) -> None:
         self.tokens -= self._to_feed(job)
         for block in self._hangs_on(job):
             watching = self._watching[block]
@@ -93,10 +93,10 @@ class Waiting:
             if not watching:
                 del self._watching[block]
 
-    def _hangs_on(self, job: Job) -> tuple[int, ...]:
+    def _hangs_on(self, job: SimulatedJob) -> tuple[int, ...]:
         return job.arrival.ids[max(job.depth - 1, 0) : job.depth + 1]
 
-    def _to_feed(self, job: Job) -> int:
+    def _to_feed(self, job: SimulatedJob) -> int:
         return max(job.tokens - job.depth * self._block_tokens, 1)
 
     def check_integrity(self) -> None:

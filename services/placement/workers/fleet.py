@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvfleet.placement.workers.milestones import HeardMilestones
+from kvfleet.placement.workers.milestones import SeenMilestones
 from kvfleet.placement.workers.prompts import AddressSpace, address_space
 from kvfleet.placement.workers.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
@@ -39,7 +39,7 @@ class Worker:
     attaches: bool = False  # an attempt there may have several readers
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
-    milestones: HeardMilestones = field(default_factory=HeardMilestones)
+    milestones: SeenMilestones = field(default_factory=SeenMilestones)
 
     pinged_at: float = -1e9
 

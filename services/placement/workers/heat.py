@@ -26,7 +26,7 @@ IN_DEMAND = 1.5  # two requests, a quarter of an hour apart at most
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class SharedPrefix:
     """The blocks up to where prompts part ways, `[n, 2]`."""
 
     model: str
@@ -37,7 +37,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    prefix: Prefix
+    prefix: SharedPrefix
     heat: float
 
 
@@ -48,7 +48,7 @@ class Heat:
         self._kept = kept
         self._kept_prefixes, self._kept_blocks = kept_prefixes, kept_blocks
         self._counts: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # least recently asked for first
-        self._prefixes: dict[bytes, Prefix] = {}  # by their last block
+        self._prefixes: dict[bytes, SharedPrefix] = {}  # by their last block
         self._blocks = 0  # of all of them
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Heat:
             self._drop(self._counts.popitem(last=False)[0])
         return count >= IN_DEMAND and block not in self._prefixes
 
-    def keep(self, block: bytes, prefix: Prefix, now: float) -> None:
+    def keep(self, block: bytes, prefix: SharedPrefix, now: float) -> None:
         self._drop(block)
         self._prefixes[block] = prefix
         self._blocks += len(prefix.hashes)

@@ -54,7 +54,7 @@ class BlockCounts:
         return last
 
 
-class Promises:
+class InflightBlocks:
     """Of at most `max_workers`; memory grows with them. Owned by the core. `now` never goes back."""
 
     def __init__(self, max_blocks: int | None = None, max_workers: int = MAX_WORKERS) -> None:

@@ -9,7 +9,7 @@ from kvproto.messages import Milestone, Milestones
 GAPS_KEPT = 64  # the newest ones: a gap is made by an outage
 
 
-class HeardMilestones:
+class SeenMilestones:
     """Of one life of a worker. Owned by its row in the fleet."""
 
     __slots__ = ("_gaps", "_next")

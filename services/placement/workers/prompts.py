@@ -30,7 +30,7 @@ def address_space(record: WorkerRecord) -> AddressSpace:
     return AddressSpace(record.model_revision, max(1, record.block_size), record.public_prefixes)
 
 
-class Prompts(Protocol):
+class PromptHasher(Protocol):
     """How prompts are counted and hashed; the simulator has traces instead of tokens."""
 
     def tokens(self, ask: PlaceRequest) -> int: ...

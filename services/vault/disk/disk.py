@@ -25,7 +25,7 @@ from kvfleet.vault.disk.segments import (
     MAGIC,
     PREFIX_BYTES,
     Kind,
-    Prefix,
+    RecordPrefix,
     name_of,
     number_of,
     parents_first,
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
     segment: int
     offset: int
-    prefix: Prefix
+    prefix: RecordPrefix
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kvfleet.vault.disk.disk import DiskStore
-from kvfleet.vault.store.block_table import Entry
+from kvfleet.vault.store.block_table import BlockEntry
 from kvfleet.vault.store.store import VaultStore
 from kvproto.dataplane.block import BlockHeader
 
@@ -125,7 +125,7 @@ class DiskThread:
         elif not self._write(entry):
             self._pause()
 
-    def _write(self, entry: Entry) -> bool:
+    def _write(self, entry: BlockEntry) -> bool:
         """A pinned block; it is pinned no more. Whether the disk took it."""
         assert self._store is not None
         header, written = entry.header, False

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfleet.vault.disk.segments import PREFIX_BYTES, Kind, Prefix
+from kvfleet.vault.disk.segments import PREFIX_BYTES, Kind, RecordPrefix
 
 _ZEROS = memoryview(bytes(1024 * 1024))
 
@@ -43,7 +43,7 @@ def read(file: int, offset: int, *parts: memoryview) -> int:
     return total
 
 
-def overwrite(file: int, offset: int, prefix: Prefix) -> None:
+def overwrite(file: int, offset: int, prefix: RecordPrefix) -> None:
     """The record's header and payload with zeros; then its prefix says so."""
     at, end = offset + PREFIX_BYTES, offset + prefix.record_bytes
     while at < end:

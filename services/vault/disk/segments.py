@@ -41,7 +41,7 @@ class Kind(IntEnum):
     ERASED = 3
 
 
-class Prefix(NamedTuple):
+class RecordPrefix(NamedTuple):
     """`header_bytes` and `payload_bytes` follow it."""
 
     kind: Kind
@@ -61,10 +61,10 @@ class Prefix(NamedTuple):
 def record_start(header: BlockHeader) -> bytes:
     """Prefix and header of a block; its payload follows."""
     packed: bytes = msgpack.packb(header.packed())
-    return Prefix(Kind.BLOCK, len(packed), header.length, zlib.crc32(packed)).packed() + packed
+    return RecordPrefix(Kind.BLOCK, len(packed), header.length, zlib.crc32(packed)).packed() + packed
 
 
-def read_prefix(data: bytes) -> Prefix | None:
+def read_prefix(data: bytes) -> RecordPrefix | None:
     """Of a record's first bytes; None if they are not one, or too few."""
     if len(data) < PREFIX_BYTES:
         return None
@@ -75,10 +75,10 @@ def read_prefix(data: bytes) -> Prefix | None:
         return None
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_BLOCK_BYTES:
         return None
-    return Prefix(Kind(kind), header_bytes, payload_bytes, header_crc)
+    return RecordPrefix(Kind(kind), header_bytes, payload_bytes, header_crc)
 
 
-def read_header(prefix: Prefix, data: bytes) -> BlockHeader | None:
+def read_header(prefix: RecordPrefix, data: bytes) -> BlockHeader | None:
     """Of the `header_bytes` behind a prefix; None if they are damaged."""
     if len(data) != prefix.header_bytes or zlib.crc32(data) != prefix.header_crc:
         return None

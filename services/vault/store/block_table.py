@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvfleet.vault.store.changes import Change
+from kvfleet.vault.store.changes import StoredChange
 from kvfleet.vault.store.counters import StoreCounters
 from kvfleet.vault.store.eviction_order import EvictionOrder
-from kvfleet.vault.store.memory import BlockMemory, Raw, class_of
+from kvfleet.vault.store.memory import Raw, VaultMemory, class_of
 from kvproto.dataplane.block import BlockHeader
 
 ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class BlockEntry:
     """A block's place in memory. `tick` is when it was last used, `pins` how many are sending or writing it."""
 
     header: BlockHeader
@@ -48,10 +48,10 @@ class BlockTable:
     """`on_change` is called when there are changes and were none."""
 
     def __init__(self, max_bytes: int, counters: StoreCounters, *, has_disk: bool = False) -> None:
-        self.memory = BlockMemory(max_bytes)
-        self.resident: dict[bytes, Entry] = {}
+        self.memory = VaultMemory(max_bytes)
+        self.resident: dict[bytes, BlockEntry] = {}
         self.on_disk: dict[bytes, BlockHeader] = {}  # as we know: the disk itself may have lost one
-        self.changes: list[Change] = []
+        self.changes: list[StoredChange] = []
         self.on_change: Callable[[], None] = lambda: None
         self.held_blocks = 0  # in memory or on disk
         self.locked_bytes = 0  # that no eviction can free: pinned or arriving
@@ -59,8 +59,8 @@ class BlockTable:
         self._has_disk = has_disk
         self._continued: dict[bytes, int] = {}  # hash -> blocks held anywhere that continue it
         self._continued_here: dict[bytes, int] = {}  # hash -> blocks in memory, or arriving there, that do
-        self._arriving: dict[int, Entry] = {}  # by id of the buffer
-        self._pinned: set[Entry] = set()
+        self._arriving: dict[int, BlockEntry] = {}  # by id of the buffer
+        self._pinned: set[BlockEntry] = set()
         self._order = EvictionOrder(self._tick_if_evictable)
         self._tick = 0
 
@@ -89,7 +89,7 @@ class BlockTable:
         return block_hash in self._continued
 
     @property
-    def arriving(self) -> Iterable[Entry]:
+    def arriving(self) -> Iterable[BlockEntry]:
         return self._arriving.values()
 
     @property
@@ -103,7 +103,7 @@ class BlockTable:
 
     # ------------------------------------------------------------------ blocks arrive
 
-    def expect(self, header: BlockHeader, *, asked_for: bool = False) -> Entry | None:
+    def expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
         """A place for a block's bytes, for which others may have to go. None if nothing may.
 
         The one that it continues goes for it only where somebody asked for just this block.
@@ -121,11 +121,11 @@ class BlockTable:
             self.evict(victim)
         if asked_for:
             self._continue(header.parent)
-        entry = self._arriving[id(raw)] = Entry(header, raw, memoryview(raw)[: header.length])
+        entry = self._arriving[id(raw)] = BlockEntry(header, raw, memoryview(raw)[: header.length])
         self.locked_bytes += entry.bytes
         return entry
 
-    def arrived(self, header: BlockHeader, buffer: memoryview) -> Entry:
+    def arrived(self, header: BlockHeader, buffer: memoryview) -> BlockEntry:
         """The place with these bytes: to be inserted or given back. Raises ValueError for a buffer of another block."""
         entry = self._arriving.get(id(buffer.obj))
         if entry is None or entry.header != header:
@@ -135,10 +135,10 @@ class BlockTable:
         self._no_longer_continue(header.parent)
         return entry
 
-    def give_back(self, entry: Entry) -> None:
+    def give_back(self, entry: BlockEntry) -> None:
         self.memory.give(entry.raw, ENTRY_BYTES)
 
-    def insert(self, entry: Entry) -> None:
+    def insert(self, entry: BlockEntry) -> None:
         """A block that has arrived, better than what there is of it, if anything."""
         header = entry.header
         old = self.resident.get(header.hash)
@@ -154,23 +154,23 @@ class BlockTable:
 
     # ------------------------------------------------------------------ and go
 
-    def pop_oldest(self) -> Entry | None:
+    def pop_oldest(self) -> BlockEntry | None:
         """The next to go; it must then be evicted, or pinned."""
         block_hash = self._order.pop()
         return None if block_hash is None else self.resident[block_hash]
 
-    def _continued_by_one_in_use(self, *, arriving: bool) -> Entry | None:
+    def _continued_by_one_in_use(self, *, arriving: bool) -> BlockEntry | None:
         """Where no end of a chain may go, since it is being sent: the last block before it that is not."""
         in_use = [*self._pinned, *(self._arriving.values() if arriving else ())]
         parents = (self.resident.get(entry.header.parent) for entry in in_use)
         return min((one for one in parents if one is not None and not one.pins), key=lambda one: one.tick, default=None)
 
-    def evict(self, entry: Entry) -> None:
+    def evict(self, entry: BlockEntry) -> None:
         self._counters.evictions_total += 1
         self._counters.dropped_total += self._has_disk and not self.is_on_disk(entry.header)
         self.remove(entry, is_held=entry.header.hash in self.on_disk)
 
-    def remove(self, entry: Entry, *, is_held: bool) -> None:
+    def remove(self, entry: BlockEntry, *, is_held: bool) -> None:
         """From memory. `is_held`: it is there still, on disk or in another version."""
         header = entry.header
         entry.resident = False
@@ -196,32 +196,32 @@ class BlockTable:
     def _appeared(self, header: BlockHeader) -> None:
         self.held_blocks += 1
         self._continued[header.parent] = self._continued.get(header.parent, 0) + 1
-        self._note(Change(False, header.parent, header.hash))
+        self._note(StoredChange(False, header.parent, header.hash))
 
     def _disappeared(self, header: BlockHeader) -> None:
         self.held_blocks -= 1
         _count_down(self._continued, header.parent)
-        self._note(Change(True, header.parent, header.hash))
+        self._note(StoredChange(True, header.parent, header.hash))
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: StoredChange) -> None:
         self.changes.append(change)
         if len(self.changes) == 1:
             self.on_change()
 
     # ------------------------------------------------------------------ are used
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: BlockEntry) -> None:
         self._tick += 1
         entry.tick = self._tick
         self._offer(entry)
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: BlockEntry) -> None:
         if not entry.pins:
             self.locked_bytes += entry.bytes
             self._pinned.add(entry)
         entry.pins += 1
 
-    def unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: BlockEntry) -> None:
         entry.pins -= 1
         if not entry.pins:
             self.locked_bytes -= entry.bytes
@@ -240,7 +240,7 @@ class BlockTable:
         if tick is not None:
             self._order.offer(parent, tick)
 
-    def _offer(self, entry: Entry) -> None:
+    def _offer(self, entry: BlockEntry) -> None:
         if entry.resident and self._tick_if_evictable(entry.header.hash) is not None:
             self._order.offer(entry.header.hash, entry.tick)
 

@@ -10,7 +10,7 @@ from kvproto.messages import BlockRun, Tier, TierEvents
 BLOCKS_PER_EVENT = 16_000  # some 650 KB where no two follow one another: below what one NATS message takes
 
 
-class Change(NamedTuple):
+class StoredChange(NamedTuple):
     """A block was stored, or is gone: from memory and from disk, if there is one."""
 
     removed: bool
@@ -18,13 +18,13 @@ class Change(NamedTuple):
     hash: bytes
 
 
-def net(changes: Iterable[Change]) -> list[Change]:
+def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
     """What is different after all of them: a block that came and went meanwhile is not told of. Removals first.
 
     Of one block, stored and removed take turns.
     """
     first: dict[bytes, bool] = {}
-    last: dict[bytes, Change] = {}
+    last: dict[bytes, StoredChange] = {}
     for change in changes:
         first.setdefault(change.hash, change.removed)
         last.pop(change.hash, None)  # its place is that of its last change
@@ -33,12 +33,12 @@ def net(changes: Iterable[Change]) -> list[Change]:
     return sorted(different, key=lambda change: not change.removed)  # stable
 
 
-def pieces(changes: Sequence[Change], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[Change]]:
+def pieces(changes: Sequence[StoredChange], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[StoredChange]]:
     """Of a size that one event takes."""
     return (changes[start : start + size] for start in range(0, len(changes), size))
 
 
-def tier_events(changes: Iterable[Change]) -> list[TierEvents]:
+def tier_events(changes: Iterable[StoredChange]) -> list[TierEvents]:
     """In their order; blocks that follow one another make one run."""
     events: list[TierEvents] = []
     runs: list[tuple[bytes, list[bytes]]] = []

@@ -42,7 +42,7 @@ def allocate(size: int) -> Raw:
     return mapped
 
 
-class BlockMemory:
+class VaultMemory:
     """At most `max_bytes` of buffers, and of what is charged with each that is in use."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvfleet.vault.store.block_table import BlockTable, Entry, bytes_for
-from kvfleet.vault.store.changes import Change
+from kvfleet.vault.store.block_table import BlockEntry, BlockTable, bytes_for
+from kvfleet.vault.store.changes import StoredChange
 from kvfleet.vault.store.counters import StoreCounters
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 
@@ -55,7 +55,7 @@ class ServedBlocks:
     __slots__ = ("_entries", "_release", "blocks", "from_disk")
 
     def __init__(
-        self, entries: list[Entry | None], release: Callable[[Sequence[Entry]], None], from_disk: int = 0
+        self, entries: list[BlockEntry | None], release: Callable[[Sequence[BlockEntry]], None], from_disk: int = 0
     ) -> None:
         self.from_disk = from_disk  # memory missed so many of them
         self.blocks = [None if one is None else (one.header, one.view.toreadonly()) for one in entries]
@@ -98,7 +98,7 @@ class VaultStore:
 
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
         """Blocks of a chain in its order. What memory misses is read from disk, on the calling thread."""
-        found: list[Entry | None] = []
+        found: list[BlockEntry | None] = []
         with self._lock:
             for block_hash in hashes:
                 entry = self._table.resident.get(block_hash)
@@ -202,7 +202,7 @@ class VaultStore:
             self._disk.forget(on_disk)
         return erased
 
-    def _release(self, entries: Sequence[Entry]) -> None:
+    def _release(self, entries: Sequence[BlockEntry]) -> None:
         with self._lock:
             for entry in entries:
                 self._table.unpin(entry)
@@ -210,7 +210,7 @@ class VaultStore:
 
     # ------------------------------------------------------------------ what the disk's thread calls
 
-    def next_spill(self) -> Entry | None:
+    def next_spill(self) -> BlockEntry | None:
         """The next block to be written to disk, pinned, while there is little room; None if there is nothing to do.
 
         What is on disk already is evicted on the way: also what was given last, unless it was used meanwhile.
@@ -226,7 +226,7 @@ class VaultStore:
                 self._table.evict(entry)
             return None
 
-    def spilled(self, entry: Entry, written: bool) -> bool:
+    def spilled(self, entry: BlockEntry, written: bool) -> bool:
         """What `next_spill` or `pin_unwritten` gave has been written, or cannot be. False: the disk is to forget it."""
         with self._lock:
             wanted = entry.resident  # else it was erased, or replaced by a better one, while it was written
@@ -242,13 +242,13 @@ class VaultStore:
             for block_hash in hashes:
                 self.counters.disk_evictions_total += self._table.remove_on_disk(block_hash)
 
-    def unwritten(self) -> list[Entry]:
+    def unwritten(self) -> list[BlockEntry]:
         """What a restart would lose, the most recently used first, and of what was used together the parents first."""
         with self._lock:
             entries = [one for one in self._table.resident.values() if not self._table.is_on_disk(one.header)]
             return sorted(entries, key=lambda entry: -entry.tick)
 
-    def pin_unwritten(self, entry: Entry) -> bool:
+    def pin_unwritten(self, entry: BlockEntry) -> bool:
         """Whether one of those is still there; then it is pinned, for `spilled`."""
         with self._lock:
             if entry.resident:
@@ -265,13 +265,13 @@ class VaultStore:
     def on_change(self, told: Callable[[], None]) -> None:
         self._table.on_change = told
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[StoredChange]:
         """What happened since the last call, in order."""
         with self._lock:
             changes, self._table.changes = self._table.changes, []
             return changes
 
-    def holdings(self) -> tuple[list[Change], list[bytes]]:
+    def holdings(self) -> tuple[list[StoredChange], list[bytes]]:
         """What happened since the last `take_changes`, and all that is held after exactly that."""
         with self._lock:
             changes, self._table.changes = self._table.changes, []
@@ -311,7 +311,7 @@ class VaultStore:
 
     # ------------------------------------------------------------------ inside
 
-    def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> Entry | None:
+    def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
         """Under the lock: a place for a block."""
         entry = self._table.expect(header, asked_for=asked_for)
         self._wake_disk()
@@ -322,7 +322,7 @@ class VaultStore:
         if self._disk is not None and self._table.room < self._spare_bytes:
             self._disk.wake()
 
-    def _is_whole(self, entry: Entry) -> bool:
+    def _is_whole(self, entry: BlockEntry) -> bool:
         """Of a pinned block. If it is not, it is let go of, and gone from memory."""
         now = self._clock()
         if now - entry.checked_at < self._check_after_s:
@@ -337,7 +337,7 @@ class VaultStore:
             self._table.unpin(entry)
         return False
 
-    def _bring(self, root: bytes, block_hash: bytes, exact: bool) -> Entry | None:
+    def _bring(self, root: bytes, block_hash: bytes, exact: bool) -> BlockEntry | None:
         """A block that memory could not serve, from disk into memory, pinned. Else None, and why is counted."""
         with self._lock:
             versions = self._table.versions(block_hash)
@@ -363,7 +363,7 @@ class VaultStore:
         with self._lock:
             return self._take_in(coming, readable)
 
-    def _take_in(self, coming: Entry, readable: bool) -> Entry | None:
+    def _take_in(self, coming: BlockEntry, readable: bool) -> BlockEntry | None:
         """Under the lock: what was read from disk, pinned; or what came another way meanwhile, if it is as good."""
         table, header = self._table, coming.header
         table.arrived(header, coming.view)

@@ -28,7 +28,7 @@ from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule import request_limits
 from kvfleet.worker.schedule.giving_way import Queued, by_priority, full, giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, State
+from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState
 from kvfleet.worker.schedule.step_memory import run_step
 from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
 from kvfleet.worker.schedule.step_rates import StepRates, StepTimes
@@ -177,7 +177,7 @@ class Engine:
         """Let go of an attempt without a word: it goes on elsewhere. Its blocks stay here for peers to fetch; with
         `keep` they go to vaults as well, as nobody may come before this worker ends."""
         for sequence in self._find(request, attempt):
-            if keep and self.tiers is not None and sequence.state is not State.FINISHED:
+            if keep and self.tiers is not None and sequence.state is not SequenceState.FINISHED:
                 self.tiers.paused(sequence)
             self._leave(sequence)
 
@@ -189,7 +189,7 @@ class Engine:
     def pause(self, request: str, attempt: int | None = None) -> None:
         """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
         for sequence in self._find(request, attempt):
-            if sequence.state in (State.WAITING, State.RESTORING, State.RUNNING):
+            if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
                 if self.tiers is not None:
                     self.tiers.paused(sequence)
                 self.scheduler.pause(sequence)
@@ -197,7 +197,7 @@ class Engine:
     def resume(self, request: str, attempt: int | None = None) -> None:
         """Let a paused request go on, at its old place among the waiting ones."""
         for sequence in self._find(request, attempt):
-            if sequence.state is State.PAUSED:
+            if sequence.state is SequenceState.PAUSED:
                 self.scheduler.enqueue(sequence)
 
     def abandon(self, error: KvfleetError) -> StepResult:
@@ -404,7 +404,7 @@ class Engine:
         self._outputs.append(SequenceFailed(request, attempt, error, choice))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        if sequence.state is not State.FINISHED:
+        if sequence.state is not SequenceState.FINISHED:
             if self.tiers is not None:
                 self.tiers.leaves(sequence, self._rates.prefill_tokens_per_s)
             self.scheduler.finish(sequence, keep_tail=keep_tail)
@@ -426,7 +426,7 @@ class Engine:
             assert sequence.spec.trace is not None
             if sequence.num_outputs > len(sequence.spec.output_ids):
                 sequence.spec.trace.drawn(now, self._drawing_steps)
-            elif sequence.state is not State.FINISHED:
+            elif sequence.state is not SequenceState.FINISHED:
                 self._undrawn.append(sequence)
 
     def _result(self, plan: StepPlan, began: float) -> StepResult:
@@ -558,8 +558,8 @@ class Engine:
         if self.tiers is not None:
             self.tiers.check_integrity()
         queued = {s.key for s in (*self.scheduler.waiting, *self.scheduler.running)}
-        queued |= {key for key, s in self._sequences.items() if s.state is State.RESTORING}
-        paused = {key for key, s in self._sequences.items() if s.state is State.PAUSED}
+        queued |= {key for key, s in self._sequences.items() if s.state is SequenceState.RESTORING}
+        paused = {key for key, s in self._sequences.items() if s.state is SequenceState.PAUSED}
         assert queued | paused == set(self._sequences)
         assert all(s in s.siblings and self._choices[s.key[:2]] is s.siblings for s in self._sequences.values())
         assert sum(map(len, self._choices.values())) == len(self._sequences)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvfleet.worker.model.kv_pool import is_out_of_memory
-from kvfleet.worker.model.sampling.changes import Changes, apply, wants_changes
+from kvfleet.worker.model.sampling.changes import LogitChanges, apply, wants_changes
 from kvfleet.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
@@ -93,12 +93,12 @@ def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Draw
     """Draw from a copy of the logits, changed as the requests want."""
     _, peaks = way.greedy(logits)
     drawn: list[Drawn] = [None] * len(draws)
-    changes: dict[int, Changes] = {}
+    changes: dict[int, LogitChanges] = {}
     for row, draw in enumerate(draws):
         try:
             if not math.isfinite(peaks[row]):
                 raise EngineFailure("the model computed logits that are not finite")
-            changes[row] = Changes.of(draw, logits.shape[-1])
+            changes[row] = LogitChanges.of(draw, logits.shape[-1])
         except KvfleetError as error:
             drawn[row] = error
     if changes:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # chains of a request, by what was generated of a choice before
 
 
-class Prospector:
+class ChainLookup:
     def __init__(self, remote: Remote | None, engine: EngineThread, block_size: int, fleet_key: bytes) -> None:
         self._remote = remote
         self._engine = engine

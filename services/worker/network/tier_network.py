@@ -27,7 +27,7 @@ from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing, KeyWatch, follow_keys
-from kvproto.dataplane.server import Counters, DataPlaneServer
+from kvproto.dataplane.server import DataPlaneCounters, DataPlaneServer
 from kvproto.errors import Unavailable
 from kvproto.members import Members
 from kvproto.messages import Role, Tier, WorkerRecord
@@ -117,9 +117,9 @@ class TierNetwork:
         return None if self._peers is None else self._peers.meet(worker)
 
     @property
-    def served(self) -> Counters:
+    def served(self) -> DataPlaneCounters:
         """What peers asked of this worker."""
-        return Counters() if self._server is None else self._server.counters
+        return DataPlaneCounters() if self._server is None else self._server.counters
 
     def has_successor(self) -> bool | None:
         """Whether another worker of this model takes new work; None: not known yet. Who asks is about to go: from then

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.pool_integrity import check_integrity
-from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 
 
 class BlockTables:
@@ -44,7 +44,7 @@ class BlockTables:
         for sibling in sequence.siblings:  # a running one's partial block is not in the index, but can be copied
             if match.tokens == limit:
                 break
-            if sibling.state is State.RUNNING and sibling.computed > match.tokens:
+            if sibling.state is SequenceState.RUNNING and sibling.computed > match.tokens:
                 end = min(sequence.agrees_with(sibling), sibling.computed, limit, (full + 1) * self._size)
                 if end > match.tokens and sibling.blocks[full] >= 0:
                     match = Match(match.blocks, sibling.blocks[full], end - full * self._size, end, sibling.lossy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvproto.errors import Overloaded
 from kvproto.messages import Load, PriorityLoad, Rates
 
@@ -89,4 +89,4 @@ def giving_way(waiting: Iterable[Sequence], priority: int, count: int) -> list[S
 
 
 def _is_fresh(sequence: Sequence) -> bool:
-    return sequence.state is State.WAITING and not sequence.started and not sequence.spec.output_ids
+    return sequence.state is SequenceState.WAITING and not sequence.started and not sequence.spec.output_ids

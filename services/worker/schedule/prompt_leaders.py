@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvfleet.worker.blocks.block_pool import Match
-from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 
 
 class PromptLeaders:
@@ -29,7 +29,7 @@ class PromptLeaders:
     def known(self, sequence: Sequence) -> Sequence | None:
         """The leader found in an earlier step, while it still is one."""
         leader = sequence.leader
-        if leader is not None and leader.state is State.RUNNING and leader.computed < sequence.shared:
+        if leader is not None and leader.state is SequenceState.RUNNING and leader.computed < sequence.shared:
             return leader
         sequence.leader = None
         return None
@@ -40,7 +40,7 @@ class PromptLeaders:
         if match.tokens == limit:
             return None
         for sibling in sequence.siblings:
-            if sibling.state is State.RUNNING:
+            if sibling.state is SequenceState.RUNNING:
                 shared = min(sequence.agrees_with(sibling), limit)
                 if max(sibling.computed, match.tokens) < shared:
                     sequence.leader, sequence.shared = sibling, shared

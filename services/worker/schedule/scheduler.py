@@ -21,7 +21,7 @@ from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.precedence import level_of
 from kvfleet.worker.schedule.prompt_leaders import PromptLeaders
-from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Draw, Slice, StepPlan
 from kvfleet.worker.schedule.tenant_shares import TenantShares
@@ -77,13 +77,13 @@ class Scheduler:
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
         self._leave(sequence)
-        sequence.state = State.PAUSED
+        sequence.state = SequenceState.PAUSED
         sequence.restores = 0
 
     def finish(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         """Take a sequence out for good; what it computed stays cached."""
         self._leave(sequence, keep_tail=keep_tail)
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
 
     def slide(self, sequence: Sequence) -> None:
         """Drop a running sequence's oldest tokens. It stays, and computes the rest again like a prompt."""
@@ -123,7 +123,7 @@ class Scheduler:
             return
         begun = [s for s in self.running if s.remaining > 1]
         first = ServiceOrder(begun, self.waiting.groups(), now).pop()
-        if first is None or first.state is State.RUNNING:
+        if first is None or first.state is SequenceState.RUNNING:
             return
         match = self.tables.match(first)
         if PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
@@ -152,7 +152,7 @@ class Scheduler:
         for sequence in tuple(self.running):
             computed = sequence.computed
             full = computed == len(sequence.blocks) * size
-            if sequence.state is not State.RUNNING or (full and not self._grow(plan, sequence)):
+            if sequence.state is not SequenceState.RUNNING or (full and not self._grow(plan, sequence)):
                 continue
             if computed + 1 < len(sequence.ids):
                 begun.append(sequence)
@@ -188,7 +188,7 @@ class Scheduler:
         unplanned = {id(sequence) for sequence in begun}
         while allowance.grant(0) and (sequence := order.pop()) is not None:
             served: Sequence | None = sequence
-            if sequence.state is State.WAITING:
+            if sequence.state is SequenceState.WAITING:
                 if len(self.running) >= self.slots:
                     order.drop_waiting()
                     continue
@@ -218,11 +218,11 @@ class Scheduler:
             return None
         if self.tables.window is None and self.claims(sequence, match, len(self.running)):
             self.waiting.remove(sequence)
-            sequence.state = State.RESTORING
+            sequence.state = SequenceState.RESTORING
             return sequence
         self.waiting.remove(sequence)
         plan.copies += self.tables.hold(sequence, match)
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
         leaders.add(sequence)
         if not sequence.started:
@@ -250,7 +250,7 @@ class Scheduler:
     # ------------------------------------------------------------------ inside
 
     def _wait(self, sequence: Sequence) -> None:
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         self.waiting.add(sequence)
         if sequence.spec.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.spec.deadline)
@@ -269,15 +269,15 @@ class Scheduler:
         plan.failed.append((sequence, error))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        if sequence.state in (State.WAITING, State.RESTORING, State.RUNNING):
+        if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
             self._shares.leave(sequence.spec.tenant)
         self._withdraw(sequence, keep_tail=keep_tail)
 
     def _withdraw(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         """Out of the queue it is in; its blocks go back to the pool."""
-        if sequence.state is State.WAITING:
+        if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.state is State.RUNNING:
+        elif sequence.state is SequenceState.RUNNING:
             at = bisect_left(self.running, sequence.rank, key=_rank)
             assert self.running[at] is sequence
             del self.running[at]
@@ -292,7 +292,7 @@ class Scheduler:
     def check_integrity(self, others: Items[Items[int]] = ()) -> None:
         """Raises AssertionError if queues, sequences and pool disagree; `others` hold blocks too."""
         self.waiting.check_integrity()
-        assert all(sequence.state is State.RUNNING for sequence in self.running)
+        assert all(sequence.state is SequenceState.RUNNING for sequence in self.running)
         assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
         assert len(self.running) <= self.slots
@@ -300,7 +300,7 @@ class Scheduler:
 
 
 def _runs(sequence: Sequence) -> bool:
-    return sequence.state is State.RUNNING
+    return sequence.state is SequenceState.RUNNING
 
 
 def _draw(sequence: Sequence) -> Draw:

@@ -20,8 +20,8 @@ from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.blocks.prospect import Prospect
 from kvfleet.worker.schedule.precedence import rank_of
 from kvfleet.worker.schedule.sequence_trace import SequenceTrace
-from kvfleet.worker.schedule.tenant_costs import Account
-from kvfleet.worker.schedule.tenant_shares import Share
+from kvfleet.worker.schedule.tenant_costs import TenantAccount
+from kvfleet.worker.schedule.tenant_shares import TenantShare
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
@@ -56,7 +56,7 @@ class SequenceSpec:
     prospect: Prospect | None = None  # its chain under `root`, and what vaults and peers have of it
 
 
-class State(Enum):
+class SequenceState(Enum):
     WAITING = auto()
     RESTORING = auto()
     RUNNING = auto()
@@ -79,7 +79,7 @@ class Sequence:
         "start", "started", "state", "stop_ids", "text", "window",
     )  # fmt: skip
 
-    share: Share  # the tenant's, while it waits or runs
+    share: TenantShare  # the tenant's, while it waits or runs
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Sequence:
         stop_ids: frozenset[int],
         text: TextStream,
         siblings: list[Sequence],
-        account: Account,
+        account: TenantAccount,
     ) -> None:
         self.spec = spec
         self.account = account  # the tenant's, for what it costs
@@ -135,7 +135,7 @@ class Sequence:
         self.restores = 0  # begun since it last ran
         self.restored: dict[Tier, int] = {}  # tokens brought to the device for it
         self.started = False
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
 
     @property
     def key(self) -> Key:

@@ -14,7 +14,7 @@ OTHER = "other"  # all tenants after the first so many: labels must stay few
 FIRST = ("public",)
 
 
-class Account:
+class TenantAccount:
     """Of one tenant, since the start. `step_tokens` are of the step under way."""
 
     __slots__ = ("cached_tokens", "engine_seconds", "generated_tokens", "prompt_tokens", "step_tokens")
@@ -30,15 +30,15 @@ class Account:
 class TenantCosts:
     def __init__(self, most: int = MOST_TENANTS) -> None:
         self._most = most
-        self._accounts = {name: Account() for name in (*FIRST, OTHER)}
+        self._accounts = {name: TenantAccount() for name in (*FIRST, OTHER)}
 
-    def of(self, tenant: str) -> Account:
+    def of(self, tenant: str) -> TenantAccount:
         """Whose costs are counted there; that of all others once there are too many."""
         account = self._accounts.get(tenant)
         if account is None:
             if len(self._accounts) > self._most:
                 return self._accounts[OTHER]
-            self._accounts = self._accounts | {tenant: (account := Account())}  # who reads it has the old one
+            self._accounts = self._accounts | {tenant: (account := TenantAccount())}  # who reads it has the old one
         return account
 
     def share(self, seconds: float) -> None:
@@ -54,5 +54,5 @@ class TenantCosts:
                 account.engine_seconds += account.step_tokens * each
                 account.step_tokens = 0
 
-    def accounts(self) -> Mapping[str, Account]:
+    def accounts(self) -> Mapping[str, TenantAccount]:
         return self._accounts

@@ -12,7 +12,7 @@ from __future__ import annotations
 FORGET_FROM = 64  # tenants without work whose counters are kept
 
 
-class Share:
+class TenantShare:
     """One tenant's counter. `sequences` of it wait or run."""
 
     __slots__ = ("sequences", "served")
@@ -26,19 +26,19 @@ class TenantShares:
     """Tenants with sequences in the scheduler, and those that left with more than their share."""
 
     def __init__(self) -> None:
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, TenantShare] = {}
 
     def __len__(self) -> int:
         return len(self._shares)
 
-    def enter(self, tenant: str) -> Share:
+    def enter(self, tenant: str) -> TenantShare:
         """A sequence of `tenant` begins to wait. Returns the counter to charge."""
         share = self._shares.get(tenant)
         if share is None or not share.sequences:
             least = min((other.served for other in self._shares.values() if other.sequences), default=0)
             if share is None:
                 self._forget(least)
-                share = self._shares[tenant] = Share()
+                share = self._shares[tenant] = TenantShare()
             share.served = max(share.served, least)
         share.sequences += 1
         return share

@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter
 
 from kvfleet.worker.schedule.precedence import level_of
-from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 
 _arrival = attrgetter("arrival")
 _deadline = attrgetter("spec.deadline", "arrival")
@@ -73,7 +73,7 @@ class Group:
         assert self._dated == sorted(self._dated, key=_deadline)
         assert self._places == sorted(self._places)
         assert len(self._places) == len(self._dated)
-        assert all(sequence.state is State.WAITING for sequence in chain(self._plain, self._dated))
+        assert all(sequence.state is SequenceState.WAITING for sequence in chain(self._plain, self._dated))
 
 
 class WaitingQueue:
@@ -148,13 +148,13 @@ class ServiceOrder:
 
     def drop_waiting(self) -> None:
         """From here on prompts begun alone."""
-        self._heap = [candidate for candidate in self._heap if candidate[1].state is not State.WAITING]
+        self._heap = [candidate for candidate in self._heap if candidate[1].state is not SequenceState.WAITING]
         heapify(self._heap)
 
     def _key(self, sequence: Sequence) -> Key:
         spec = sequence.spec
         level = level_of(spec.priority, self._now - sequence.enqueued)
-        return -level, sequence.share.served, sequence.state is State.WAITING, sequence.arrival
+        return -level, sequence.share.served, sequence.state is SequenceState.WAITING, sequence.arrival
 
 
 def _group_of(sequence: Sequence) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.kv_export import to_safetensors
-from kvfleet.worker.serve.long_questions import LongQuestions
+from kvfleet.worker.serve.long_questions import LongAdminQuestions
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.block_hash import Root, chain
@@ -78,7 +78,7 @@ class AdminDesk:
         self._heartbeat = heartbeat
         self._begin_drain = begin_drain
         self._kept: dict[str, tuple[float, bytes]] = {}
-        self._long_questions = LongQuestions()
+        self._long_questions = LongAdminQuestions()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def on_admin(self, message: Message) -> None:

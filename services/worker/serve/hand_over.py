@@ -23,7 +23,7 @@ from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.readers import Reader
-from kvfleet.worker.streams.records import Record
+from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
@@ -114,7 +114,7 @@ class HandOver:
         await asyncio.gather(*(self._send(record, until) for record in watched))
         log.info("moved %d requests, %d of them as capsules", len(moved) + len(watched), len(watched))
 
-    def _end(self, record: Record, now: float) -> tuple[Record, Frame]:
+    def _end(self, record: AttemptRecord, now: float) -> tuple[AttemptRecord, Frame]:
         """`Moved`, unless its last reader left after the engine had let go of it: nobody else would say so then."""
         if record.is_left:
             return self._fail(record, Cancelled("the request was cancelled"), now)
@@ -122,10 +122,10 @@ class HandOver:
         self._awaited.add((record.request, record.attempt))
         return self._frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now)
 
-    def _fail(self, record: Record, error: KvfleetError, now: float) -> tuple[Record, Frame]:
+    def _fail(self, record: AttemptRecord, error: KvfleetError, now: float) -> tuple[AttemptRecord, Frame]:
         return self._frames.end(record, _failed(record, error), now)
 
-    async def _send(self, record: Record, until: float) -> None:
+    async def _send(self, record: AttemptRecord, until: float) -> None:
         """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
         work_for(None if record.trace is None else record.trace.span)
         clock = asyncio.get_running_loop().time
@@ -165,7 +165,7 @@ class HandOver:
         else:
             self._tell_moved(record, carried, clock())
 
-    def _tell_moved(self, record: Record, carried: Reader, now: float) -> None:
+    def _tell_moved(self, record: AttemptRecord, carried: Reader, now: float) -> None:
         """A placement has it: all but the producer hear of it."""
         _, moved = self._end(record, now)
         for watcher in record.watchers:
@@ -178,17 +178,17 @@ class HandOver:
         record.readers = [one for one in record.readers if one == carried or one.encoding is Encoding.FRAMES]
 
 
-def _plain(record: Record) -> Reader | None:
+def _plain(record: AttemptRecord) -> Reader | None:
     """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
     return next((reader for reader in record.readers if reader.encoding is not Encoding.FRAMES), None)
 
 
-def _needs_placement(record: Record) -> bool:
+def _needs_placement(record: AttemptRecord) -> bool:
     """Somebody reads it who cannot resume, and was placed by somebody who can have it resumed."""
     return bool(record.watchers) and _plain(record) is not None and not record.is_left
 
 
-def _failed(record: Record, error: KvfleetError) -> Failed:
+def _failed(record: AttemptRecord, error: KvfleetError) -> Failed:
     return Failed(
         record.request, record.attempt, error.code, error.message, error.retryable, None, record.output_tokens
     )
@@ -200,7 +200,7 @@ def _hand_over(engine: Engine, keys: Iterable[Key], *, keep: bool) -> None:
         engine.hand_over(request, attempt, keep=keep)
 
 
-def _carried(record: Record, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:
+def _carried(record: AttemptRecord, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:
     """The request as another worker is to go on with it. Pure."""
     choices = []
     for number, track in enumerate(record.tracks):

@@ -17,7 +17,7 @@ MAX_QUESTIONS = 8
 MAX_IDS = 4_194_304  # as many as any message may have
 
 
-class LongQuestions:
+class LongAdminQuestions:
     """Ids by question."""
 
     def __init__(self) -> None:

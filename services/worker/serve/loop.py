@@ -20,13 +20,13 @@ from kvfleet.worker.serve.admin import AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.hand_over import HandOver
 from kvfleet.worker.serve.kv_publisher import KvPublisher
-from kvfleet.worker.serve.parting import Parting
+from kvfleet.worker.serve.parting import DemandKeeper
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.request_intake import WorkerLimits
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
-from kvfleet.worker.streams.records import Record
+from kvfleet.worker.streams.records import AttemptRecord
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.connection import Connection, Subscription
@@ -136,7 +136,7 @@ class WorkerLoop:
             has_successor,
         )
         self.requests.on_let_go = self.hand_over.let_go
-        self.parting = Parting(connection, subjects, engine, self.record, has_successor)
+        self.parting = DemandKeeper(connection, subjects, engine, self.record, has_successor)
 
     # ------------------------------------------------------------------ life
 
@@ -250,7 +250,7 @@ class WorkerLoop:
     def on_results(self, results: list[StepResult]) -> None:
         """Called on the loop with the results of one or more steps, in order."""
         now = asyncio.get_running_loop().time()
-        framed: list[tuple[Record, Frame]] = []
+        framed: list[tuple[AttemptRecord, Frame]] = []
         for result in results:
             for output in result.outputs:
                 sent = self.frames.add(output, now)
@@ -272,7 +272,7 @@ class WorkerLoop:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     def _end_overdue(self, now: float) -> None:
-        ended: list[tuple[Record, Frame]] = []
+        ended: list[tuple[AttemptRecord, Frame]] = []
         for record in self.frames.overdue(now):
             self._engine.cancel(record.request, record.attempt)
             late = DeadlineExceeded("the request's deadline passed, or it was paused and nobody came back")

@@ -30,7 +30,7 @@ POLL_S = 0.02
 MOST_CHAINS = 512
 
 
-class Parting:
+class DemandKeeper:
     """`has_successor`: whether another worker of this model takes new work, None while that is being found out."""
 
     def __init__(

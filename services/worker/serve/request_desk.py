@@ -17,7 +17,7 @@ from functools import partial
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.network.peers import Meet
-from kvfleet.worker.network.prospector import Hashed, Prospector
+from kvfleet.worker.network.prospector import ChainLookup, Hashed
 from kvfleet.worker.schedule.giving_way import Attempt, Departures
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.request_intake import (
@@ -32,7 +32,7 @@ from kvfleet.worker.streams import request_trace
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.readers import Reader
-from kvfleet.worker.streams.records import Record
+from kvfleet.worker.streams.records import AttemptRecord
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.block_hash import Root
@@ -101,7 +101,7 @@ class RequestDesk:
         self._limits = limits
         self._state = state
         self._spawn = spawn
-        self._prospector = Prospector(remote, engine, record.block_size, limits.fleet_key)
+        self._prospector = ChainLookup(remote, engine, record.block_size, limits.fleet_key)
         self._departures = Departures()
         self._preparing: set[Aside] = set()
         self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
@@ -342,7 +342,7 @@ class RequestDesk:
             self._frames.pause(record, pause.inbox, paused=pause.paused)
             self._park(record, again=pause.paused)
 
-    def _park(self, record: Record, *, again: bool = False) -> None:
+    def _park(self, record: AttemptRecord, *, again: bool = False) -> None:
         """Parked while all its readers want that. `again`: they have just said so."""
         key, parked = (record.request, record.attempt), record.paused_at is not None
         if record.wants_pause and (again or not parked):

@@ -21,7 +21,7 @@ from kvfleet.worker.engine.outputs import (
 )
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.readers import Leases, Reader
-from kvfleet.worker.streams.records import Record, tracks_of
+from kvfleet.worker.streams.records import AttemptRecord, tracks_of
 from kvproto.errors import Unavailable
 from kvproto.messages import (
     ChoiceFinished,
@@ -58,17 +58,17 @@ class FrameBook:
         self.recomputed_total = 0  # tokens of continued attempts
         self._worker = worker
         self._milestones = milestones
-        self._records: dict[Key, Record] = {}
+        self._records: dict[Key, AttemptRecord] = {}
         self._finished: OrderedDict[Key, int] = OrderedDict()  # and the tokens kept of each
         self._kept = 0
-        self._running: dict[Key, Record] = {}
+        self._running: dict[Key, AttemptRecord] = {}
         self.leases = Leases()
 
     def __len__(self) -> int:
         return len(self._records)
 
     @property
-    def running(self) -> list[Record]:
+    def running(self) -> list[AttemptRecord]:
         return list(self._running.values())
 
     @property
@@ -85,11 +85,11 @@ class FrameBook:
         record = self._running.get(key)
         return 0 if record is None else len(record.pending)
 
-    def find(self, request: str, attempt: int) -> Record | None:
+    def find(self, request: str, attempt: int) -> AttemptRecord | None:
         """A running attempt."""
         return self._running.get((request, attempt))
 
-    def known(self, request: str, attempt: int) -> Record | None:
+    def known(self, request: str, attempt: int) -> AttemptRecord | None:
         """A running attempt, or one that ended a short while ago."""
         return self._records.get((request, attempt))
 
@@ -99,11 +99,13 @@ class FrameBook:
             attempt for (name, attempt), record in self._running.items() if name == request and record.is_of(tenant)
         ]
 
-    def open(self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b"") -> Record:
+    def open(
+        self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b""
+    ) -> AttemptRecord:
         """Accept an attempt that is not known yet."""
         reader = Reader(request.inbox, request.encoding)
         self.leases.hold(reader)
-        record = Record(
+        record = AttemptRecord(
             request.request,
             request.attempt,
             [reader],
@@ -118,7 +120,7 @@ class FrameBook:
         self._running[request.request, request.attempt] = record
         return record
 
-    def join(self, record: Record, request: GenerateRequest, reply: str) -> list[Frame]:
+    def join(self, record: AttemptRecord, request: GenerateRequest, reply: str) -> list[Frame]:
         """One more reader of a known attempt; all that it is to be sent now, from the first token that it lacks.
 
         What an inbox that reads already asks for once more was delivered twice, or only its acknowledgement was lost:
@@ -144,7 +146,7 @@ class FrameBook:
             return []  # all of it was sent there
         return self.repeat(record.request, record.attempt, 0, here)[1:]
 
-    def leave(self, record: Record, inbox: str = "") -> bool:
+    def leave(self, record: AttemptRecord, inbox: str = "") -> bool:
         """A reader leaves a running attempt (all of them, without `inbox`). Whether it was the last: the attempt is to
         be cancelled then, and its end is sent to whoever was there last."""
         leaving = [reader for reader in record.readers if reader.inbox == inbox]
@@ -157,7 +159,7 @@ class FrameBook:
         record.paused_by -= {inbox, ""}  # it may have been who had all parked; who still wants that says so
         return False
 
-    def pause(self, record: Record, inbox: str, *, paused: bool) -> None:
+    def pause(self, record: AttemptRecord, inbox: str, *, paused: bool) -> None:
         """What a reader wants (all of them, without `inbox`)."""
         if not paused:
             record.paused_by -= {inbox, ""} if inbox else record.paused_by
@@ -180,11 +182,11 @@ class FrameBook:
                 free.append(number)
         return free
 
-    def read_at(self, inbox: str) -> list[Record]:
+    def read_at(self, inbox: str) -> list[AttemptRecord]:
         """Running attempts with a reader there."""
         return [record for record in self._running.values() if record.is_read_at(inbox)]
 
-    def add(self, output: SequenceOutput, now: float) -> list[tuple[Record, Frame]]:
+    def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """The frames to send for one output of the engine; none for an attempt that has already ended."""
         record = self._records.get((output.request, output.attempt))
         if record is None or record.terminal is not None:
@@ -241,14 +243,14 @@ class FrameBook:
         )
         return [self.end(record, failed, now)]
 
-    def _finish(self, record: Record, output: SequenceFinished, now: float) -> list[tuple[Record, Frame]]:
+    def _finish(self, record: AttemptRecord, output: SequenceFinished, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """A choice has ended; the attempt with it, if it was the last."""
         key = record.request, record.attempt
         ended = ChoiceFinished(*key, output.choice, output.reason, output.output_tokens)
         record.tracks[output.choice].ended = ended
         record.pending.discard(output.choice)
         several = len(record.tracks) > 1
-        out: list[tuple[Record, Frame]] = [(record, ended)] if several else []
+        out: list[tuple[AttemptRecord, Frame]] = [(record, ended)] if several else []
         if record.pending:
             return out
         cached = min(output.cached_tokens, output.prompt_tokens)
@@ -259,7 +261,7 @@ class FrameBook:
         finished = Finished(*key, ends[0].reason, output.prompt_tokens, total, cached, self._worker)
         return [*out, self.end(record, finished, now)]
 
-    def conclude(self, record: Record, prompt_tokens: int, now: float) -> list[tuple[Record, Frame]]:
+    def conclude(self, record: AttemptRecord, prompt_tokens: int, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """An attempt all of whose choices had ended before: nothing was lost but its end, so nothing is generated."""
         key = record.request, record.attempt
         ends = [track.ended for track in record.tracks if track.ended is not None]
@@ -268,7 +270,9 @@ class FrameBook:
         finished = Finished(*key, ends[0].reason, prompt_tokens, record.output_tokens, 0, self._worker)
         return [(record, record.started), self.end(record, finished, now)]
 
-    def end(self, record: Record, terminal: Finished | Failed | Moved, now: float) -> tuple[Record, Frame]:
+    def end(
+        self, record: AttemptRecord, terminal: Finished | Failed | Moved, now: float
+    ) -> tuple[AttemptRecord, Frame]:
         """Close an attempt with its one terminal frame: the first that is given."""
         if record.terminal is not None:
             return record, record.terminal
@@ -320,7 +324,7 @@ class FrameBook:
             frames.append(record.terminal)
         return frames
 
-    def overdue(self, now: float) -> list[Record]:
+    def overdue(self, now: float) -> list[AttemptRecord]:
         """Running attempts past their deadline, or paused for so long that nobody will ever let them go on."""
         return [
             record

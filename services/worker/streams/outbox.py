@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvfleet.worker.streams.readers import Leases, Reader
-from kvfleet.worker.streams.records import Record
+from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Unavailable
@@ -44,7 +44,7 @@ class Outbox:
         self._backlog.append((subject, data))
         self._wake.set()
 
-    def send_frames(self, framed: Iterable[tuple[Record, Frame]]) -> None:
+    def send_frames(self, framed: Iterable[tuple[AttemptRecord, Frame]]) -> None:
         """One message per batch inbox with everything for it; one message per frame for producers' inboxes."""
         batches: dict[str, list[Frame]] = {}
         for record, frame in framed:

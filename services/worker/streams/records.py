@@ -33,7 +33,7 @@ class Track:
         return len(self.ids) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
 
 
-class Trace(Protocol):
+class RecordedTrace(Protocol):
     """What is recorded of a traced attempt."""
 
     @property
@@ -43,11 +43,11 @@ class Trace(Protocol):
 
     def moving(self) -> None: ...
 
-    def end(self, record: Record, terminal: Finished | Failed | Moved) -> None: ...
+    def end(self, record: AttemptRecord, terminal: Finished | Failed | Moved) -> None: ...
 
 
 @dataclass(slots=True)
-class Record:
+class AttemptRecord:
     """One attempt's frames. `pending` are the choices that the engine is to generate, or go on with."""
 
     request: str
@@ -67,7 +67,7 @@ class Record:
     paused_at: float | None = None
     paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them
     is_left: bool = False  # by its last reader: the engine was told to cancel it
-    trace: Trace | None = None
+    trace: RecordedTrace | None = None
 
     @property
     def output_tokens(self) -> int:

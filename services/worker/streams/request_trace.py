@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 from kvfleet.worker.schedule.sequence_trace import Restored, SequenceTrace
-from kvfleet.worker.streams.records import Record
+from kvfleet.worker.streams.records import AttemptRecord
 from kvproto.messages import Failed, Finished, GenerateRequest, Moved
 from kvservice.tracing import Span, Tracer, Value, unix_ns
 
@@ -62,7 +62,7 @@ class AttemptTrace:
         """The worker lets go of it."""
         self._moving_since = time.time_ns()
 
-    def end(self, record: Record, terminal: Finished | Failed | Moved) -> None:
+    def end(self, record: AttemptRecord, terminal: Finished | Failed | Moved) -> None:
         """Its terminal frame is there."""
         now, span, came = time.time_ns(), self.span, self.sequence
         span.set({"gen_ai.usage.output_tokens": record.output_tokens})

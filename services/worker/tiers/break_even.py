@@ -29,7 +29,7 @@ class Offer(NamedTuple):
     speed: LinkSpeed
 
 
-class Part(NamedTuple):
+class RestoredPart(NamedTuple):
     """Blocks `start` to `end` from a tier; `seconds` is what that is expected to take."""
 
     tier: Tier
@@ -40,20 +40,20 @@ class Part(NamedTuple):
 
 def cheapest(
     offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s: Callable[[int, int], float]
-) -> list[Part]:
+) -> list[RestoredPart]:
     """Parts to restore, in the order of the chain; empty if computing everything costs less.
 
     `start`: blocks that are on the device. `offers`: fastest tier first. `compute_s`: seconds to compute blocks from
     the first number to the second.
     """
-    parts: list[Part] = []
+    parts: list[RestoredPart] = []
     best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
     for tier, end, (latency_s, bytes_per_s) in offers:
         if end <= at or bytes_per_s <= 0:
             continue
         seconds = latency_s + (end - at) * block_bytes / bytes_per_s
         saved += compute_s(at, end) - SURE * seconds
-        parts.append(Part(tier, at, end, seconds))
+        parts.append(RestoredPart(tier, at, end, seconds))
         at = end
         if saved > best_saved:
             best, best_saved = len(parts), saved

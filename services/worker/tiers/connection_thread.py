@@ -32,7 +32,7 @@ Connect = Callable[[], DataPlaneClient]
 Tend = Callable[[DataPlaneClient], None]
 
 
-class Job(Protocol):
+class ConnectionJob(Protocol):
     def run(self, client: DataPlaneClient) -> None:
         """On the connection's thread. What it raises of KvfleetError ends in `fail`."""
 
@@ -48,8 +48,8 @@ class ConnectionThread:
         self._connect = connect
         self._tend = tend
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[float, Job]] = deque()  # since when
-        self._running: tuple[float, Job] | None = None
+        self._jobs: deque[tuple[float, ConnectionJob]] = deque()  # since when
+        self._running: tuple[float, ConnectionJob] | None = None
         self._client: DataPlaneClient | None = None
         self._away = False
         self._is_missed = False  # said once
@@ -58,7 +58,7 @@ class ConnectionThread:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def submit(self, job: Job) -> bool:
+    def submit(self, job: ConnectionJob) -> bool:
         """False: it will not be run, nor `fail` be called: nobody is there, or too much waits."""
         with self._changed:
             if self._closed or self._away or len(self._jobs) >= MAX_JOBS:
@@ -79,7 +79,7 @@ class ConnectionThread:
             oldest = self._running or (self._jobs[0] if self._jobs else None)
         return oldest and oldest[0]
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ConnectionJob) -> None:
         """End it now, at the price of the connection if it runs; it fails as gone. Nothing if it is over."""
         with self._changed:
             waiting = next((entry for entry in self._jobs if entry[1] is job), None)

@@ -23,7 +23,7 @@ from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import Source
-from kvfleet.worker.tiers.vault_ring import Share
+from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
@@ -83,7 +83,7 @@ class Fetch:
         self._ended = False
         self._began = time.monotonic()
 
-    def start(self, shares: Sequence[tuple[Source, list[Share]]]) -> None:
+    def start(self, shares: Sequence[tuple[Source, list[RingShare]]]) -> None:
         """Called once; with nobody to ask it ends at once."""
         self._parts = [FetchPart(self, source, share) for source, share in shares]
         self._open = len(self._parts)
@@ -151,7 +151,7 @@ class Fetch:
 class FetchPart:
     """What one source is to bring: a job of its fetch connection."""
 
-    def __init__(self, fetch: Fetch, source: Source, shares: list[Share]) -> None:
+    def __init__(self, fetch: Fetch, source: Source, shares: list[RingShare]) -> None:
         self.source = source
         self.wanted_bytes = sum(len(share.at) for share in shares) * fetch.intake.shape.raw_bytes
         self._fetch = fetch

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvfleet.worker.blocks.block_pool import BlockPool
-from kvfleet.worker.schedule.sequence import Sequence, State
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.break_even import SURE
 from kvfleet.worker.tiers.copier import Copier
@@ -116,7 +116,7 @@ class Protector:
         hashes = sequence.hashes
         end = min(sequence.filled, len(hashes))
         on_host = self._host.pool.depth(hashes)
-        if sequence.state is not State.RUNNING:  # what it has computed is nobody's now, but not yet gone
+        if sequence.state is not SequenceState.RUNNING:  # what it has computed is nobody's now, but not yet gone
             end = max(self._pool.depth(hashes), on_host)
         return Exposed(sequence, end, min(on_host, end), min(self._offloader.vaulted(hashes), end))
 

@@ -30,7 +30,7 @@ from kvfleet.worker.tiers.quarantine import Quarantine
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source
 from kvfleet.worker.tiers.source_address import SourceAddress
-from kvfleet.worker.tiers.vault_ring import Share, VaultRing, by_root
+from kvfleet.worker.tiers.vault_ring import RingShare, VaultRing, by_root
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
@@ -390,7 +390,7 @@ class _Question:
     """Job: what one source has of a look's blocks."""
 
     def __init__(
-        self, source: Source, look: Look, names: Sequence[BlockName], shares: Sequence[Share], exact: bool
+        self, source: Source, look: Look, names: Sequence[BlockName], shares: Sequence[RingShare], exact: bool
     ) -> None:
         self.source = source
         self._look = look

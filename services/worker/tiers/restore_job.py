@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.base import Landing
-from kvfleet.worker.tiers.break_even import Part
+from kvfleet.worker.tiers.break_even import RestoredPart
 from kvfleet.worker.tiers.copier import CopyJob
 from kvproto.block_hash import Root
 from kvproto.messages import Tier
@@ -21,7 +21,7 @@ class Arrived(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RestoreSample:
     """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
     `source`: a vault's or peer's id, "" the host."""
 
@@ -37,7 +37,7 @@ class Sample:
 class RunningPart:
     """A part under way: from the host by the copier, else through a landing."""
 
-    part: Part
+    part: RestoredPart
     slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
     copy: CopyJob | None = None
     landing: Landing | None = None

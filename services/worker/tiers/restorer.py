@@ -23,10 +23,10 @@ from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.schedule.sequence_trace import Restored
 from kvfleet.worker.tiers.base import Landing, Remote
-from kvfleet.worker.tiers.break_even import LOOK_WORTH_S, Offer, Part, cheapest, is_worth_going_on
+from kvfleet.worker.tiers.break_even import LOOK_WORTH_S, Offer, RestoredPart, cheapest, is_worth_going_on
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RunningPart, Sample
+from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
 from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
@@ -71,7 +71,7 @@ class Restorer:
         self._remote = remote
         self._wake = wake
         self._clock = clock
-        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.samples: deque[RestoreSample] = deque(maxlen=MOST_SAMPLES)
         self.sampled = SAMPLED
         self._exact_restores = 0
         self._jobs: list[RestoreJob] = []
@@ -149,7 +149,12 @@ class Restorer:
         return offers
 
     def _begin(
-        self, sequence: EngineSequence, match: Match, parts: list[Part], prospect: Prospect | None, compute_s: float
+        self,
+        sequence: EngineSequence,
+        match: Match,
+        parts: list[RestoredPart],
+        prospect: Prospect | None,
+        compute_s: float,
     ) -> None:
         size, pool = self._pool.block_size, self._pool
         start, end = parts[0].start, parts[-1].end
@@ -179,7 +184,7 @@ class Restorer:
         for start in unstarted:
             start()
 
-    def _prepare(self, job: RestoreJob, part: Part, prospect: Prospect | None) -> RunningPart:
+    def _prepare(self, job: RestoreJob, part: RestoredPart, prospect: Prospect | None) -> RunningPart:
         """Holds what a part needs, now; it begins with `start`."""
         blocks = job.blocks[part.start - job.start : part.end - job.start]
         if part.tier is Tier.HOST:
@@ -205,7 +210,7 @@ class Restorer:
         self._unstarted.append(fetch)
         return running
 
-    def _prepare_copy(self, job: RestoreJob, part: Part, blocks: Sequence[int]) -> RunningPart:
+    def _prepare_copy(self, job: RestoreJob, part: RestoredPart, blocks: Sequence[int]) -> RunningPart:
         """Its slots, and the chain before them, are held while they are read."""
         assert self._host is not None
         chain = self._host.pool.chain_to(job.hashes[: part.end])
@@ -237,7 +242,7 @@ class Restorer:
         self._pool.acquire(held)
         now = self._clock()
         blocks = self._pool.allocate(count)
-        part = Part(tier, start, start + count, limit_s)
+        part = RestoredPart(tier, start, start + count, limit_s)
         job = RestoreJob(
             root=root,
             hashes=hashes,
@@ -377,7 +382,9 @@ class Restorer:
         last = next(r for r in job.running if r.part.start <= at < r.part.end)
         source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
         hashes = list(job.hashes[: at + 1])
-        self.samples.append(Sample(job.root, hashes, job.ids[count - 1], last.part.start, last.part.tier, source))
+        self.samples.append(
+            RestoreSample(job.root, hashes, job.ids[count - 1], last.part.start, last.part.tier, source)
+        )
 
     def _know_better(self, job: RestoreJob, tier: Tier, depth: int) -> None:
         """More than this was found there, and is not to be had: it is not tried again."""

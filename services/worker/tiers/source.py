@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from kvfleet.worker.tiers.base import LinkSpeed
-from kvfleet.worker.tiers.connection_thread import Connect, ConnectionThread, Job
+from kvfleet.worker.tiers.connection_thread import Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter
 from kvfleet.worker.tiers.source_address import SourceAddress
 from kvproto.dataplane.client import DataPlaneClient
@@ -80,7 +80,7 @@ class Source:
 
     # ------------------------------------------------------------------ to look
 
-    def look(self, job: Job, limit_s: float | None = None) -> bool:
+    def look(self, job: ConnectionJob, limit_s: float | None = None) -> bool:
         """False: it would not be answered in time, or at all. Who has more time than usual, `limit_s`, asks it however
         late it was with others."""
         self.start()
@@ -111,7 +111,7 @@ class Source:
 
     # ------------------------------------------------------------------ to fetch
 
-    def fetch(self, job: Job, nbytes: int) -> bool:
+    def fetch(self, job: ConnectionJob, nbytes: int) -> bool:
         """`ended` follows in any case, unless this is False."""
         self.start()
         fetches = self._fetches
@@ -126,7 +126,7 @@ class Source:
         with self._lock:
             self._waiting_bytes -= nbytes
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ConnectionJob) -> None:
         fetches = self._fetches
         if fetches is not None:
             fetches.cancel(job)

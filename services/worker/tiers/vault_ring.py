@@ -16,7 +16,7 @@ from kvproto.hash_ring import HashRing
 KEEPERS = 2
 
 
-class Share(NamedTuple):
+class RingShare(NamedTuple):
     """What one holder is asked for under one root: positions in the list of names, in its order. `owned`: it is the
     one that should keep them."""
 
@@ -47,18 +47,18 @@ class VaultRing:
     def owner(self, name: BlockName) -> str | None:
         return self._ring.owner((name.run or name.hash).hex())
 
-    def shares(self, names: Sequence[BlockName]) -> dict[str, list[Share]]:
+    def shares(self, names: Sequence[BlockName]) -> dict[str, list[RingShare]]:
         """By vault: all that it may hold of `names`."""
-        shares: dict[str, list[Share]] = {}
+        shares: dict[str, list[RingShare]] = {}
         for start, end in _pieces(names):
             for rank, vault in enumerate(self.keepers(names[start])):
                 _add(shares, vault, names[start].root, range(start, end), owned=rank == 0)
         return shares
 
-    def homes(self, names: Sequence[BlockName], strays: Mapping[bytes, str]) -> dict[str, list[Share]]:
+    def homes(self, names: Sequence[BlockName], strays: Mapping[bytes, str]) -> dict[str, list[RingShare]]:
         """By vault: the blocks to fetch from it, each from one; `strays` are hashes that were seen elsewhere than at
         their owner."""
-        homes: dict[str, list[Share]] = {}
+        homes: dict[str, list[RingShare]] = {}
         for start, end in _pieces(names):
             root, owner = names[start].root, self.owner(names[start])
             if owner is None:
@@ -72,9 +72,9 @@ class VaultRing:
         return homes
 
 
-def by_root(names: Sequence[BlockName]) -> list[Share]:
+def by_root(names: Sequence[BlockName]) -> list[RingShare]:
     """All of `names`, as one holder is asked for them: a forked chain has two roots."""
-    shares: dict[str, list[Share]] = {}
+    shares: dict[str, list[RingShare]] = {}
     for start, end in _pieces(names):
         _add(shares, "", names[start].root, range(start, end))
     return shares.get("", [])
@@ -94,9 +94,11 @@ def _pieces(names: Sequence[BlockName]) -> Iterator[tuple[int, int]]:
         yield start, len(names)
 
 
-def _add(shares: dict[str, list[Share]], holder: str, root: bytes, at: Iterable[int], *, owned: bool = True) -> None:
+def _add(
+    shares: dict[str, list[RingShare]], holder: str, root: bytes, at: Iterable[int], *, owned: bool = True
+) -> None:
     mine = shares.setdefault(holder, [])
     if mine and mine[-1].root == root and mine[-1].owned == owned:
         mine[-1].at.extend(at)
     else:
-        mine.append(Share(root, list(at), owned))
+        mine.append(RingShare(root, list(at), owned))

@@ -16,14 +16,14 @@ from enum import Enum, auto
 
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.step_plan import Slice
-from kvfleet.worker.tiers.restore_job import Sample
+from kvfleet.worker.tiers.restore_job import RestoreSample
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory
 
 logger = logging.getLogger(__name__)
 
 
-class Verdict(Enum):
+class BlockVerdict(Enum):
     RIGHT = auto()
     WRONG = auto()
     GONE = auto()  # evicted meanwhile: nothing to compare
@@ -40,23 +40,23 @@ class Verifier:
     def has_work(self) -> bool:
         return bool(self._tiers.restorer.samples) and not self._tiers.waiting
 
-    def check_one(self) -> Verdict:
+    def check_one(self) -> BlockVerdict:
         """Takes a step of one block."""
         sample = self._tiers.restorer.samples.popleft()
         verdict = self._compare(sample)
-        if verdict is not Verdict.GONE:
+        if verdict is not BlockVerdict.GONE:
             self.checked_total += 1
-        if verdict is Verdict.WRONG:
+        if verdict is BlockVerdict.WRONG:
             self.wrong_total += 1
             self._throw_away(sample)
         return verdict
 
-    def _compare(self, sample: Sample) -> Verdict:
+    def _compare(self, sample: RestoreSample) -> BlockVerdict:
         pool = self._tiers.pool
         at, size = len(sample.hashes) - 1, pool.block_size
         chain = pool.chain_to(sample.hashes)
         if len(chain) <= at or pool.content(chain[at]).lossy or pool.available <= pool.idle_among(chain):
-            return Verdict.GONE
+            return BlockVerdict.GONE
         pool.acquire(chain)
         scratch = pool.allocate(1)
         try:
@@ -64,17 +64,17 @@ class Verifier:
             difference = self._runner.difference(scratch[0], chain[at])
         except OutOfMemory as error:
             logger.debug("a restored block was not checked: %s", error)
-            return Verdict.GONE
+            return BlockVerdict.GONE
         finally:
             pool.release(scratch)
             pool.release(chain)
         if difference <= self._runner.tolerance:
-            return Verdict.RIGHT
+            return BlockVerdict.RIGHT
         source = sample.source or "this host"
         logger.error("a block restored from %s is wrong: its numbers differ by %.3g of the largest", source, difference)
-        return Verdict.WRONG
+        return BlockVerdict.WRONG
 
-    def _throw_away(self, sample: Sample) -> None:
+    def _throw_away(self, sample: RestoreSample) -> None:
         """All that came with it, and what continues it, on device and host and in vaults."""
         tiers = self._tiers
         tiers.restorer.failures_total[sample.tier, "wrong"] += 1

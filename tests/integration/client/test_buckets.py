@@ -9,7 +9,7 @@ import pytest
 from nats.js import JetStreamContext
 
 from kvproto import buckets, codec
-from kvproto.buckets import Bucket, Entry, StaleRevision, Watch, ensure_buckets
+from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed, Unavailable
 from kvproto.ids import Epoch
@@ -75,7 +75,7 @@ async def test_what_existed_is_told_whole_and_then_its_end(
     assert [entry.key for entry in found] == [f"k.{number}" for number in range(held)]
 
 
-async def until_listed(watch: Watch) -> AsyncIterator[Entry]:
+async def until_listed(watch: BucketWatch) -> AsyncIterator[Entry]:
     async for entry in watch.entries():
         if entry is None:
             return

@@ -17,7 +17,7 @@ import pytest
 
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
-from kvproto.dataplane.server import DataPlaneServer, Limits
+from kvproto.dataplane.server import DataPlaneServer, ServingLimits
 from tests.integration.dataplane.stores import IDENTITY, SECRET, MemoryStore
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -109,7 +109,7 @@ def start(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
     before = set(threading.enumerate())
     planes: list[Plane] = []
 
-    def start_one(link: str = "unix", limits: Limits | None = None) -> Plane:
+    def start_one(link: str = "unix", limits: ServingLimits | None = None) -> Plane:
         tls = request.getfixturevalue("certificates") if link == "tls" else None
         store, ring = MemoryStore(), KeyRing({"k": SECRET})
         server = DataPlaneServer(

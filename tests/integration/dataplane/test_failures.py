@@ -18,7 +18,7 @@ from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.errors import DataPlaneError, PeerGone, PeerTimeout
 from kvproto.dataplane.keys import KeyRing
-from kvproto.dataplane.server import Limits
+from kvproto.dataplane.server import ServingLimits
 from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.dataplane.conftest import Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, hashes_of, made, made_many
@@ -192,7 +192,7 @@ def test_a_connect_has_a_deadline(plain: Plane) -> None:
 
 
 def test_a_slow_reader_holds_one_batch_and_not_for_ever(start: Start) -> None:
-    plane = start("unix", Limits(batch_bytes=4 * MB, request_s=0.5))
+    plane = start("unix", ServingLimits(batch_bytes=4 * MB, request_s=0.5))
     blocks = made_many(30, MB)
     plane.store.fill(blocks)
     with SlowProxy(plane.address) as proxy:

@@ -22,7 +22,7 @@ from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.errors import PeerTimeout, ProtocolError
 from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.server import Limits
+from kvproto.dataplane.server import ServingLimits
 from kvproto.dataplane.wire import Body, Echo, End, Failure, Get, Has, Held, Part, Put, Stop, Taken, Wanted, frame
 from tests.integration.dataplane.conftest import Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, OTHER_ROOT, ROOT, SECRET, Block, hashes_of, made, made_many
@@ -65,7 +65,7 @@ def still_serves(plane: Plane) -> None:
 
 
 def test_random_bytes_of_strangers(start: Start) -> None:
-    plane = start("tcp", Limits(handshake_s=0.3))
+    plane = start("tcp", ServingLimits(handshake_s=0.3))
     random = Random(5)
     for size in (0, 1, 4, 100, wire.HELLO_BYTES - 1, wire.HELLO_BYTES, wire.HELLO_BYTES + 500, 100_000):
         for start_of in (b"", wire.MAGIC, wire.MAGIC + bytes([wire.VERSION])):
@@ -105,7 +105,7 @@ def test_requests_before_the_proof_are_not_read(start: Start) -> None:
     with raw(plane.address) as sock:
         sock.sendall(hello() + frame(Get(1000, ROOT, (made(1)[0].hash,), False)) + bytes(32))
         answer = received(sock, 100_000)
-    assert answer[wire.REPLY_BYTES :] == bytes([wire.Verdict.BAD_PROOF])
+    assert answer[wire.REPLY_BYTES :] == bytes([wire.HandshakeVerdict.BAD_PROOF])
 
 
 # ---------------------------------------------------------------------- after it
@@ -203,7 +203,7 @@ def test_a_put_that_ends_in_the_middle(plane: Plane, sent: int) -> None:
 
 
 def test_who_claims_much_and_sends_nothing_is_cut_off(start: Start) -> None:
-    plane = start("unix", Limits(request_s=0.2, handshake_s=0.2))
+    plane = start("unix", ServingLimits(request_s=0.2, handshake_s=0.2))
     for claim in (head(4, b"", length=wire.MAX_META_BYTES), frame(Put(60_000, ROOT, (made(1)[0],)))):
         link = authenticated(plane)
         link.send([claim], soon())
@@ -215,7 +215,7 @@ def test_who_claims_much_and_sends_nothing_is_cut_off(start: Start) -> None:
 
 
 def test_a_request_in_the_middle_of_a_get(start: Start) -> None:
-    plane = start("unix", Limits(batch_bytes=100_000))
+    plane = start("unix", ServingLimits(batch_bytes=100_000))
     blocks = made_many(200, 100_000)
     plane.store.fill(blocks)
     link = authenticated(plane)

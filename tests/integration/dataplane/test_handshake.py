@@ -16,8 +16,8 @@ from kvproto.dataplane import addresses, wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
 from kvproto.dataplane.keys import KeyRing
-from kvproto.dataplane.server import DataPlaneServer, Limits
-from kvproto.dataplane.wire import Hello, Reply, Verdict
+from kvproto.dataplane.server import DataPlaneServer, ServingLimits
+from kvproto.dataplane.wire import HandshakeVerdict, Hello, Reply
 from kvproto.errors import InvalidRequest, Unavailable
 from tests.integration.dataplane.conftest import Certificates, Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, MemoryStore, made
@@ -104,7 +104,7 @@ def test_a_wrong_proof_is_refused(start: Start) -> None:
             reply = received(sock, wire.REPLY_BYTES)
             assert reply[-32:] == wire.server_proof(SECRET, asked, reply[:-32])
             sock.sendall(proof)
-            assert received(sock, 10) == bytes([Verdict.BAD_PROOF])
+            assert received(sock, 10) == bytes([HandshakeVerdict.BAD_PROOF])
     wait_until(lambda: plane.server.counters.refused == {"bad_proof": 3})
 
 
@@ -113,7 +113,7 @@ def test_a_servers_own_proof_sent_back_to_it_is_refused(start: Start) -> None:
     with raw(plane.address) as sock:
         sock.sendall(hello())
         sock.sendall(received(sock, wire.REPLY_BYTES)[-32:])
-        assert received(sock, 10) == bytes([Verdict.BAD_PROOF])
+        assert received(sock, 10) == bytes([HandshakeVerdict.BAD_PROOF])
 
 
 def test_without_any_key_there_is_nothing_to_try(start: Start) -> None:
@@ -136,7 +136,9 @@ def test_a_fake_server_is_refused() -> None:
 
     def claims(sock: socket.socket) -> None:
         received(sock, wire.HELLO_BYTES)
-        sock.sendall(Reply(wire.VERSION, Verdict.WELCOME, IDENTITY, bytes(32)).packed() + secrets.token_bytes(32))
+        sock.sendall(
+            Reply(wire.VERSION, HandshakeVerdict.WELCOME, IDENTITY, bytes(32)).packed() + secrets.token_bytes(32)
+        )
         assert received(sock, 1) == b""  # the client proved nothing to it
 
     with fake_server(claims) as address, pytest.raises(HandshakeRefused) as refused:
@@ -153,7 +155,7 @@ def test_a_fake_server_is_refused() -> None:
 def test_a_server_that_answers_by_another_name_is_refused() -> None:
     def answer(sock: socket.socket) -> None:
         asked = received(sock, wire.HELLO_BYTES)
-        reply = Reply(wire.VERSION, Verdict.WELCOME, "vault-2", bytes(32)).packed()
+        reply = Reply(wire.VERSION, HandshakeVerdict.WELCOME, "vault-2", bytes(32)).packed()
         sock.sendall(reply + wire.server_proof(SECRET, asked, reply))
         received(sock, 1)
 
@@ -189,12 +191,12 @@ def test_a_recorded_client_is_of_no_use(start: Start) -> None:
         reply = received(sock, wire.REPLY_BYTES)
         proof = wire.client_proof(SECRET, asked, reply[:-32])
         sock.sendall(proof)
-        assert received(sock, 1) == bytes([Verdict.WELCOME])
+        assert received(sock, 1) == bytes([HandshakeVerdict.WELCOME])
     with raw(plane.address) as sock:
         sock.sendall(asked + proof)
         again = received(sock, wire.REPLY_BYTES)
         assert again != reply
-        assert received(sock, 10) == bytes([Verdict.BAD_PROOF])
+        assert received(sock, 10) == bytes([HandshakeVerdict.BAD_PROOF])
 
 
 def test_a_recorded_server_is_of_no_use(start: Start) -> None:
@@ -212,12 +214,12 @@ def test_another_version_is_named(start: Start) -> None:
     with raw(plane.address) as sock:
         sock.sendall(hello(version=9))
         reply, proof = wire.unpack_reply(received(sock, wire.REPLY_BYTES))
-        assert (reply.verdict, reply.version, proof) == (Verdict.VERSION, wire.VERSION, bytes(32))
+        assert (reply.verdict, reply.version, proof) == (HandshakeVerdict.VERSION, wire.VERSION, bytes(32))
     wait_until(lambda: plane.server.counters.refused == {"version": 1})
 
     def newer(sock: socket.socket) -> None:
         received(sock, wire.HELLO_BYTES)
-        sock.sendall(Reply(9, Verdict.VERSION, IDENTITY, bytes(32)).packed() + bytes(32))
+        sock.sendall(Reply(9, HandshakeVerdict.VERSION, IDENTITY, bytes(32)).packed() + bytes(32))
 
     with fake_server(newer) as address, pytest.raises(HandshakeRefused, match="speaks version 9"):
         connect(address, plane.ring)
@@ -256,7 +258,7 @@ def test_a_withdrawn_key_ends_its_connections(plane: Plane) -> None:
 
 
 def test_strangers_are_sent_away_in_time(start: Start) -> None:
-    plane = start("tcp", Limits(handshake_s=0.2))
+    plane = start("tcp", ServingLimits(handshake_s=0.2))
     with raw(plane.address) as silent, raw(plane.address) as slow:
         slow.sendall(hello()[:100])
         assert received(silent, 1) == b""
@@ -265,7 +267,7 @@ def test_strangers_are_sent_away_in_time(start: Start) -> None:
 
 
 def test_strangers_do_not_shut_genuine_clients_out(start: Start) -> None:
-    plane = start("tcp", Limits(handshakes=8, handshake_s=30))
+    plane = start("tcp", ServingLimits(handshakes=8, handshake_s=30))
     strangers = [raw(plane.address) for _ in range(40)]
     assert plane.connect().echo(1, soon()) > 0
     wait_until(lambda: plane.server.counters.refused.get("gone", 0) >= 32)
@@ -274,7 +276,7 @@ def test_strangers_do_not_shut_genuine_clients_out(start: Start) -> None:
 
 
 def test_a_full_server_says_so(start: Start) -> None:
-    plane = start("unix", Limits(connections=2))
+    plane = start("unix", ServingLimits(connections=2))
     first, second = plane.connect(), plane.connect()
     with pytest.raises(HandshakeRefused) as refused:
         plane.connect()
@@ -286,7 +288,7 @@ def test_a_full_server_says_so(start: Start) -> None:
 
 
 def test_an_idle_connection_ends(start: Start) -> None:
-    plane = start("unix", Limits(idle_s=0.1))
+    plane = start("unix", ServingLimits(idle_s=0.1))
     client = plane.connect()
     assert plane.server.counters.connections == 1
     wait_until(lambda: plane.server.counters.open_connections == 0)
@@ -302,7 +304,7 @@ def test_an_idle_connection_ends(start: Start) -> None:
 
 def test_tls_is_not_left_out(start: Start, certificates: Certificates) -> None:
     """A client without TLS, one that trusts somebody else, a server without TLS: refused, and nobody is harmed."""
-    plane = start("tls", Limits(handshake_s=0.5))
+    plane = start("tls", ServingLimits(handshake_s=0.5))
     plain = start("tcp")
     with pytest.raises(DataPlaneError):
         plane.connect(tls=None)

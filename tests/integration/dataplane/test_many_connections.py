@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvproto.dataplane.client import DataPlaneClient
-from kvproto.dataplane.serving import Limits
+from kvproto.dataplane.serving import ServingLimits
 from tests.integration.dataplane.conftest import Plane, soon
 from tests.support.waiting import wait_until
 
@@ -34,7 +34,7 @@ def test_connections_that_ask_nothing_have_no_thread_and_are_answered_when_they_
 
 
 def test_more_at_once_than_there_are_threads_wait_their_turn(start: Start) -> None:
-    plane = start("unix", Limits(threads=2))
+    plane = start("unix", ServingLimits(threads=2))
     clients = [plane.connect() for _ in range(12)]
     most = 0
 

@@ -11,7 +11,7 @@ import pytest
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.errors import PeerTimeout, ProtocolError
-from kvproto.dataplane.server import Limits
+from kvproto.dataplane.server import ServingLimits
 from kvproto.dataplane.wire import MAX_BLOCKS, MAX_ECHO_BYTES
 from kvproto.errors import InvalidRequest
 from tests.integration.dataplane.conftest import Plane, soon
@@ -217,7 +217,7 @@ def test_sizes_of_every_kind(plane: Plane) -> None:
 
 
 def test_no_more_than_a_batch_is_held(start: Start) -> None:
-    plane = start("unix", Limits(batch_bytes=100_000))
+    plane = start("unix", ServingLimits(batch_bytes=100_000))
     blocks = made_many(64, 30_000)
     most = 0
 
@@ -288,7 +288,7 @@ def test_a_sink_of_the_wrong_size_closes_the_connection(plane: Plane) -> None:
 
 
 def test_more_than_a_server_allows(start: Start) -> None:
-    plane = start("tcp", Limits(request_blocks=10, request_bytes=50_000))
+    plane = start("tcp", ServingLimits(request_blocks=10, request_bytes=50_000))
     blocks = made_many(20)
     for ask in (
         lambda: fetch(plane.connect(), hashes_of(blocks)),

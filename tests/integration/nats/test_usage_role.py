@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.callers import Caller, KeyLimits
 from kvfleet.ingress.limits.limiter import Limiter
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
@@ -17,7 +17,7 @@ from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from tests.support.waiting import LIMIT_S
 
-CALLER = Caller("k", "t", limits=Limits(requests_per_minute=600))
+CALLER = Caller("k", "t", limits=KeyLimits(requests_per_minute=600))
 
 
 async def exchange(connection: Connection, name: str) -> tuple[UsageExchange, Limiter]:

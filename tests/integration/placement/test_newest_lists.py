@@ -13,7 +13,7 @@ from fake_fleet import StartPlacement
 from kvfleet.placement.io import long_questions
 from kvfleet.placement.io.long_questions import MAX_WAITING
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.record.ledger import CANDIDATES_KEPT, Considered, Entry
+from kvfleet.placement.record.ledger import CANDIDATES_KEPT, Considered, LedgerEntry
 from kvfleet.placement.workers.price_kernel import COST
 from kvproto import codec
 from kvproto.connection import Connection, Message
@@ -63,7 +63,7 @@ async def asker(
     )
     for number in range(300):
         placement = Placement(f"r{number}", "w0", 0, placement=loop.core.placement)
-        loop.core.ledger.note(Entry("acme", "m", number, placement, 9, considered, 8, 0, 0, b"", 16))
+        loop.core.ledger.note(LedgerEntry("acme", "m", number, placement, 9, considered, 8, 0, 0, b"", 16))
     asker = Asker(requester, fleet_buckets, loop)
     subscription = await requester.subscribe("_ing.test.x.*", asker.hear)
     await requester.synced()

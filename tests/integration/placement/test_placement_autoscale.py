@@ -12,7 +12,7 @@ from fake_fleet import MODEL, FakeWorker, StartWorker
 
 from kvfleet.cli.embedded.autoscaler import ask_all
 from kvfleet.placement.advice.autoscale import Rules
-from kvfleet.placement.io.subscriptions import Hearing
+from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
 from kvproto import codec
@@ -153,14 +153,14 @@ async def test_a_replica_that_begins_says_nothing_before_it_has_looked(
     for number in range(2):
         await start_worker(f"w{number}")
     heard: list[list[PlacementStats]] = []
-    begin = Hearing.start
+    begin = Subscriptions.start
 
-    async def slowly(hearing: Hearing) -> None:
+    async def slowly(hearing: Subscriptions) -> None:
         heard.append(await ask_all(requester, fleet_buckets, 0.5))
         await begin(hearing)
         heard.append(await ask_all(requester, fleet_buckets, 0.5))
 
-    monkeypatch.setattr(Hearing, "start", slowly)
+    monkeypatch.setattr(Subscriptions, "start", slowly)
     await start_scaler(Rules(minimum=1, maximum=8))
     assert heard == [[], []]
     said = await signals(requester, fleet_buckets)

@@ -20,7 +20,7 @@ from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused
 from kvproto.dataplane.keys import KeyRing
-from kvproto.dataplane.server import DataPlaneServer, Limits
+from kvproto.dataplane.server import DataPlaneServer, ServingLimits
 from kvservice.data_plane import DataPlaneSettings, client_context, server_context
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, MemoryStore, made_many
 from tests.integration.worker_tiers.rig import FORMAT, HOST, KEYS, SHAPE, DictStore, Fetched, names_of, ready
@@ -38,7 +38,7 @@ def serve() -> Iterator[Serve]:
 
     def start(settings: dict[str, Any] | None) -> DataPlaneServer:
         tls = None if settings is None else server_context(DataPlaneSettings(**settings))
-        limits = Limits(handshake_s=1.0)
+        limits = ServingLimits(handshake_s=1.0)
         servers.append(DataPlaneServer(MemoryStore(), RING, IDENTITY, tcp=("127.0.0.1", 0), tls=tls, limits=limits))
         servers[-1].start()
         return servers[-1]

@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.cli.embedded.autoscaler import Limits, Wanted, merged, read_limits, steps
+from kvfleet.cli.embedded.autoscaler import ScaleLimits, WantedWorkers, merged, read_limits, steps
 from kvproto.messages import ModelSignals, PlacementStats
 
 
@@ -17,8 +17,8 @@ def a_replica(name: str, **desired: int) -> PlacementStats:
 
 
 def test_limits_are_read() -> None:
-    assert read_limits("2:5") == Limits(2, 5)
-    assert read_limits("1:1") == Limits(1, 1)
+    assert read_limits("2:5") == ScaleLimits(2, 5)
+    assert read_limits("1:1") == ScaleLimits(1, 1)
     assert read_limits(None) is None
 
 
@@ -29,24 +29,24 @@ def test_other_limits_are_refused(said: str) -> None:
 
 
 def test_what_is_missing_starts_at_once_and_one_at_a_time_drains() -> None:
-    assert steps(Wanted(5, 2), running=2, draining=0) == 3
-    assert steps(Wanted(2, 5), running=5, draining=0) == -1
-    assert steps(Wanted(2, 4), running=4, draining=1) == 0
-    assert steps(Wanted(2, 1), running=1, draining=1) == 1
-    assert steps(Wanted(2, 2), running=2, draining=0) == 0
+    assert steps(WantedWorkers(5, 2), running=2, draining=0) == 3
+    assert steps(WantedWorkers(2, 5), running=5, draining=0) == -1
+    assert steps(WantedWorkers(2, 4), running=4, draining=1) == 0
+    assert steps(WantedWorkers(2, 1), running=1, draining=1) == 1
+    assert steps(WantedWorkers(2, 2), running=2, draining=0) == 0
 
 
 def test_what_is_not_known_lowers_nothing() -> None:
-    assert steps(Wanted(1, 3), running=3, draining=0) == -1
-    assert steps(Wanted(1, 3, known=False), running=3, draining=0) == 0
-    assert steps(Wanted(1, 2), running=3, draining=0) == 0  # it does not see the one that has just been started
-    assert steps(Wanted(4, 3, known=False), running=3, draining=0) == 1
+    assert steps(WantedWorkers(1, 3), running=3, draining=0) == -1
+    assert steps(WantedWorkers(1, 3, known=False), running=3, draining=0) == 0
+    assert steps(WantedWorkers(1, 2), running=3, draining=0) == 0  # it does not see the one that has just been started
+    assert steps(WantedWorkers(4, 3, known=False), running=3, draining=0) == 1
 
 
 @given(st.integers(0, 20), st.integers(0, 20))
 def test_it_comes_to_what_is_desired(desired: int, running: int) -> None:
     for _ in range(40):
-        running += steps(Wanted(desired, running), running, 0)
+        running += steps(WantedWorkers(desired, running), running, 0)
     assert running == desired
 
 
@@ -61,6 +61,6 @@ def test_all_replicas_must_know_and_see_it() -> None:
         one = ModelSignals("a", desired=1, living=living, known=known)
         return PlacementStats(name, "cost", (), 0, 0, 0, 0, models=(one,))
 
-    assert merged([says("p0", 3), says("p1", 2)]) == {"a": Wanted(1, 2)}
-    assert merged([says("p0", 3), says("p1", 3, known=False)]) == {"a": Wanted(1, 3, known=False)}
-    assert merged([says("p0", 3), a_replica("p1")]) == {"a": Wanted(1, 3, known=False)}
+    assert merged([says("p0", 3), says("p1", 2)]) == {"a": WantedWorkers(1, 2)}
+    assert merged([says("p0", 3), says("p1", 3, known=False)]) == {"a": WantedWorkers(1, 3, known=False)}
+    assert merged([says("p0", 3), a_replica("p1")]) == {"a": WantedWorkers(1, 3, known=False)}

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from kvfleet.cli.console import out
 from kvfleet.cli.planning.plan import _show
 from kvfleet.cli.planning.plan_rates import NoRates, of_file, read
-from kvfleet.cli.planning.planning import Demand, Worker, erlang_c, fleet_of, lognormal, plan, ttft_share
+from kvfleet.cli.planning.planning import Demand, PlannedWorker, erlang_c, fleet_of, lognormal, plan, ttft_share
 from kvfleet.placement.simulate.sim_worker import Speed
 from kvfleet.placement.simulate.simulation import FleetShape, Simulation
 from kvfleet.placement.simulate.trace import Row, make_trace
 from kvfleet.placement.workers.warm_up import warm_up
 
-WORKER = Worker(prefill_tokens_per_s=8000.0, decode_s=0.015, decode_each_s=0.0003)
+WORKER = PlannedWorker(prefill_tokens_per_s=8000.0, decode_s=0.015, decode_each_s=0.0003)
 DEMAND = Demand(requests_per_s=10.0, ttft_s=2.5, input_tokens=3000, output_tokens=100, input_cv=0.5, share=0.95)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
-from kvfleet.cli.embedded.fleet import Fleet
+from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.processes import Child, spawn
 
 STAYS = "exec sleep 600"
@@ -26,8 +26,8 @@ def an_autoscaler() -> LocalAutoscaler:
 
 
 @contextmanager
-def a_fleet(*workers: Child) -> Iterator[Fleet]:
-    fleet = Fleet(workers=list(workers))
+def a_fleet(*workers: Child) -> Iterator[EmbeddedFleet]:
+    fleet = EmbeddedFleet(workers=list(workers))
     try:
         yield fleet
     finally:
@@ -35,7 +35,7 @@ def a_fleet(*workers: Child) -> Iterator[Fleet]:
 
 
 @contextmanager
-def knowing(autoscaler: LocalAutoscaler, fleet: Fleet) -> Iterator[None]:
+def knowing(autoscaler: LocalAutoscaler, fleet: EmbeddedFleet) -> Iterator[None]:
     """It knows them, and its thread finds no NATS."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         autoscaler._url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
@@ -46,7 +46,7 @@ def knowing(autoscaler: LocalAutoscaler, fleet: Fleet) -> Iterator[None]:
             autoscaler.stop()
 
 
-def watched(fleet: Fleet, autoscaler: LocalAutoscaler | None) -> list[str]:
+def watched(fleet: EmbeddedFleet, autoscaler: LocalAutoscaler | None) -> list[str]:
     """Who was forgotten; returns with the first one."""
     forgotten: list[str] = []
     stopping = threading.Event()

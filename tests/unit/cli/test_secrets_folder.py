@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
 from kvfleet.cli.secrets.secrets_certificates import hosts_of, is_of, is_signed_by, pin, read_certificate, read_key
-from kvfleet.cli.secrets.secrets_folder import DEFAULT_HOSTS, ROLES, Report, Wanted, fill
+from kvfleet.cli.secrets.secrets_folder import DEFAULT_HOSTS, ROLES, Report, WantedSecrets, fill
 from kvfleet.ingress.auth.api_keys import parse_keys
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvproto.errors import InvalidRequest, Unavailable
@@ -28,7 +28,7 @@ LEAFS = ("nats", "node", "producer-acme", "producer-public")
 
 
 def make(folder: Path, now: datetime = NOW, **wanted: object) -> Report:
-    return fill(folder, Wanted(**{"tenants": ("acme",), **wanted}), now)  # type: ignore[arg-type]
+    return fill(folder, WantedSecrets(**{"tenants": ("acme",), **wanted}), now)  # type: ignore[arg-type]
 
 
 def certificate(folder: Path, name: str) -> x509.Certificate:
@@ -53,9 +53,9 @@ def test_all_files_are_there_and_for_their_owner_alone(tmp_path: Path) -> None:
 def test_made_again_nothing_changes_and_another_tenant_is_added(tmp_path: Path) -> None:
     make(tmp_path)
     before = contents(tmp_path)
-    again = fill(tmp_path, Wanted(), NOW)
+    again = fill(tmp_path, WantedSecrets(), NOW)
     assert (again.written, contents(tmp_path)) == ([], before)
-    more = fill(tmp_path, Wanted(tenants=("beta",)), NOW)
+    more = fill(tmp_path, WantedSecrets(tenants=("beta",)), NOW)
     assert sorted(more.written) == [
         "nats.env", "nkeys/producer-beta.pub", "nkeys/producer-beta.seed", "producer-beta.crt", "producer-beta.key",
     ]  # fmt: skip
@@ -158,29 +158,29 @@ def test_lifetimes_and_hosts(tmp_path: Path) -> None:
         assert timedelta(days=364) < one.not_valid_after_utc - NOW <= timedelta(days=365)
         assert one.not_valid_before_utc < NOW, "clocks differ"
     late = NOW + timedelta(days=3600)
-    fill(tmp_path, Wanted(renew=True), late)
+    fill(tmp_path, WantedSecrets(renew=True), late)
     assert certificate(tmp_path, "node").not_valid_after_utc == authority.not_valid_after_utc
     with pytest.raises(InvalidRequest, match="expired"):
-        fill(tmp_path, Wanted(renew=True), NOW + timedelta(days=3700))
+        fill(tmp_path, WantedSecrets(renew=True), NOW + timedelta(days=3700))
 
 
 def test_renewed_certificates_have_the_same_authority_keys_and_hosts(tmp_path: Path) -> None:
     make(tmp_path, hosts=("a.example", "b.example"))
     before = contents(tmp_path)
     later = NOW + timedelta(days=340)
-    assert sorted(fill(tmp_path, Wanted(), later).warnings) == [
+    assert sorted(fill(tmp_path, WantedSecrets(), later).warnings) == [
         f"{leaf}.crt ends on {NOW + timedelta(days=365):%Y-%m-%d}" for leaf in LEAFS
     ]
-    report = fill(tmp_path, Wanted(renew=True), later)
+    report = fill(tmp_path, WantedSecrets(renew=True), later)
     assert sorted(report.written) == sorted(f"{leaf}.crt" for leaf in LEAFS), "nats.env's pin is of the key"
     assert report.warnings == []
     assert contents(tmp_path)["ca.crt"] == before["ca.crt"]
     assert hosts_of(certificate(tmp_path, "nats")) == ("a.example", "b.example")
     assert certificate(tmp_path, "nats").not_valid_after_utc > NOW + timedelta(days=700)
-    fill(tmp_path, Wanted(hosts=("c.example",), renew=True, days=7), later)
+    fill(tmp_path, WantedSecrets(hosts=("c.example",), renew=True, days=7), later)
     assert hosts_of(certificate(tmp_path, "nats")) == ("c.example",)
     (tmp_path / "nats.key").unlink()  # the way to a new key
-    report = fill(tmp_path, Wanted(renew=True), later)
+    report = fill(tmp_path, WantedSecrets(renew=True), later)
     assert {"nats.key", "nats.crt", "nats.env"} <= set(report.written)
 
 
@@ -189,18 +189,18 @@ def test_what_was_handed_out_or_taken_away_is_not_made_again(tmp_path: Path) -> 
     before = contents(tmp_path)
     for name in ("ca.key", "nkeys/producer-acme.seed", "producer-acme.key", "api-key.txt"):
         (tmp_path / name).unlink()
-    assert fill(tmp_path, Wanted(), NOW).written == []
+    assert fill(tmp_path, WantedSecrets(), NOW).written == []
     with pytest.raises(InvalidRequest, match=r"^ca.key: is not there: it is needed to sign producer-beta.crt"):
-        fill(tmp_path, Wanted(tenants=("beta",)), NOW)
+        fill(tmp_path, WantedSecrets(tenants=("beta",)), NOW)
     assert "nkeys/producer-beta.seed" not in contents(tmp_path), "nothing by halves"
     (tmp_path / "ca.key").write_bytes(before["ca.key"])
-    fill(tmp_path, Wanted(tenants=("beta",)), NOW)
+    fill(tmp_path, WantedSecrets(tenants=("beta",)), NOW)
 
 
 def test_force_makes_everything_anew(tmp_path: Path) -> None:
     make(tmp_path)
     before = contents(tmp_path)
-    fill(tmp_path, Wanted(force=True), NOW)
+    fill(tmp_path, WantedSecrets(force=True), NOW)
     after = contents(tmp_path)
     assert after.keys() == before.keys(), "of the tenants that were there, too"
     assert all(after[name] != before[name] for name in before)
@@ -214,21 +214,21 @@ def test_the_first_api_key_is_one_that_the_ingress_takes(tmp_path: Path) -> None
     found = asyncio.run(Tenancy(parse_keys(text), lambda: 0.0).authenticate(f"Bearer {key}"))
     assert (found.name, found.tenant, found.admin) == ("admin", "public", True)
     (tmp_path / "api-keys.toml").write_text(text + "# the operator's own\n")
-    fill(tmp_path, Wanted(), NOW)
+    fill(tmp_path, WantedSecrets(), NOW)
     assert (tmp_path / "api-keys.toml").read_text().endswith("# the operator's own\n")
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (Wanted(hosts=("a b",)), "host: 'a b' is no host name or address"),
-        (Wanted(hosts=("*",)), "is no host name"),
-        (Wanted(hosts=("other.example",)), "host: nats.crt is there and names localhost, nats, 127.0.0.1"),
-        (Wanted(tenants=("a.b",)), "tenant: must be 1 to 64"),
-        (Wanted(tenants=("a-b", "a_b")), "tenant: a-b and a_b would have the same variable"),
+        (WantedSecrets(hosts=("a b",)), "host: 'a b' is no host name or address"),
+        (WantedSecrets(hosts=("*",)), "is no host name"),
+        (WantedSecrets(hosts=("other.example",)), "host: nats.crt is there and names localhost, nats, 127.0.0.1"),
+        (WantedSecrets(tenants=("a.b",)), "tenant: must be 1 to 64"),
+        (WantedSecrets(tenants=("a-b", "a_b")), "tenant: a-b and a_b would have the same variable"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_written(tmp_path: Path, wanted: Wanted, said: str) -> None:
+def test_what_cannot_be_is_said_before_anything_is_written(tmp_path: Path, wanted: WantedSecrets, said: str) -> None:
     make(tmp_path)
     before = contents(tmp_path)
     with pytest.raises(InvalidRequest, match=re.escape(said)):
@@ -258,14 +258,14 @@ def test_a_folder_that_is_mixed_up_is_refused(tmp_path: Path, damage: dict[str, 
             (tmp_path / name).write_bytes(by if isinstance(by, bytes) else (tmp_path / by).read_bytes())
     before = contents(tmp_path)
     with pytest.raises(InvalidRequest, match=re.escape(said)):
-        fill(tmp_path, Wanted(), NOW)
+        fill(tmp_path, WantedSecrets(), NOW)
     assert contents(tmp_path) == before
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="cannot"):
-        fill(tmp_path / "file", Wanted(), NOW)
+        fill(tmp_path / "file", WantedSecrets(), NOW)
 
 
 def test_the_command_tells_what_it_did_and_no_secret(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvfleet.cli.clients.top_view import Snapshot, milliseconds, page, rate, screen, share, size
+from kvfleet.cli.clients.top_view import TopSnapshot, milliseconds, page, rate, screen, share, size
 from kvfleet.cli.console import printable
 from kvproto.messages import Load, TierLoad
 
@@ -30,20 +30,20 @@ def a_placement(request: str = "r1", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def a_snapshot(workers: int = 3, placements: int = 40) -> Snapshot:
+def a_snapshot(workers: int = 3, placements: int = 40) -> TopSnapshot:
     known = {f"w{number}": a_worker() for number in range(workers)}
     load = asdict(Load(running=6, waiting=3, blocks_total=300, hit_tokens_total=100))
     stats = {
         "ready": workers, "workers": workers, "placements": 2, "vaults": 1, "models": ["demo"], "hit_rate": 0.5,
         "load": {**load, "tiers": {"host": HOST, "vault": asdict(TierLoad(hit_tokens_total=2))}},
     }  # fmt: skip
-    return Snapshot(
+    return TopSnapshot(
         "http://x:1", 1.0, stats, known, None, [a_placement(f"r{number}") for number in range(placements)], 0.9, 123.4,
         {"w0": (0.75, 8.25)},
     )  # fmt: skip
 
 
-def lines(snapshot: Snapshot, width: int, height: int, trouble: str = "") -> list[str]:
+def lines(snapshot: TopSnapshot, width: int, height: int, trouble: str = "") -> list[str]:
     console = Console(file=StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     console.print(screen(snapshot, trouble, width, height))
     assert isinstance(console.file, StringIO)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvproto.dataplane import wire
 from kvproto.dataplane.block import MAX_BLOCK_BYTES, BlockCodec, BlockHeader
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
-from kvproto.dataplane.tally import Counters, Tally
+from kvproto.dataplane.tally import DataPlaneCounters, Tally
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     MAX_ECHO_BYTES,
@@ -231,9 +231,9 @@ def test_errors_are_of_the_one_tree() -> None:
 
 def test_a_tally_reads_as_counters() -> None:
     tally = Tally()
-    assert tally.read() == Counters()
+    assert tally.read() == DataPlaneCounters()
     tally.add(connections=1, bytes_in=5)
     tally.add(bytes_in=2)
     tally.refuse("busy")
     tally.refuse("busy")
-    assert tally.read() == Counters(connections=1, bytes_in=7, refused={"busy": 2})
+    assert tally.read() == DataPlaneCounters(connections=1, bytes_in=7, refused={"busy": 2})

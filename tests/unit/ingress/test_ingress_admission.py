@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvfleet.ingress.http.error_bodies import error_body, error_headers, loggable, status_of
 from kvfleet.ingress.limits.admission import FREE_RETURNS, Admission
-from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.callers import Caller, KeyLimits
 from kvproto.errors import Cancelled, Draining, InvalidRequest, KvfleetError, LimitExceeded, Unavailable
 
 
@@ -20,7 +20,7 @@ def admission_of(most: int = 100) -> Admission:
 
 def test_limits_of_the_process_and_of_a_key() -> None:
     admission = admission_of(3)
-    one, two = Caller("one", limits=Limits(max_concurrent=2)), Caller("two")
+    one, two = Caller("one", limits=KeyLimits(max_concurrent=2)), Caller("two")
     admission.admit(one, 0.0)
     admission.admit(one, 0.0)
     with pytest.raises(LimitExceeded):
@@ -39,7 +39,7 @@ def test_limits_of_the_process_and_of_a_key() -> None:
 
 def test_a_rate_says_when_to_come_back() -> None:
     admission = admission_of()
-    key = Caller("k", limits=Limits(requests_per_minute=60))
+    key = Caller("k", limits=KeyLimits(requests_per_minute=60))
     for _ in range(10):  # the burst
         admission.admit(key, 5.0)
     with pytest.raises(LimitExceeded) as error:
@@ -50,7 +50,7 @@ def test_a_rate_says_when_to_come_back() -> None:
 
 def test_who_comes_back_runs_again_and_is_not_charged_again() -> None:
     admission = admission_of()
-    key = Caller("k", limits=Limits(requests_per_minute=6, max_concurrent=1))
+    key = Caller("k", limits=KeyLimits(requests_per_minute=6, max_concurrent=1))
     admission.admit(key, 0.0)
     admission.admit(key, 0.0, repeat=True)  # reads what runs already
     with pytest.raises(LimitExceeded, match="at once"):
@@ -68,9 +68,10 @@ def test_who_comes_back_runs_again_and_is_not_charged_again() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 5)), max_size=60))
 def test_counts_add_up_whatever_happens(steps: list[tuple[str, bool, float]]) -> None:
     admission = admission_of(5)
-    both = Limits(max_concurrent=4)
+    both = KeyLimits(max_concurrent=4)
     keys = {
-        name: Caller(name, "c" if name == "c" else "ab", limits=Limits(3, 120.0), tenant_limits=both) for name in "abc"
+        name: Caller(name, "c" if name == "c" else "ab", limits=KeyLimits(3, 120.0), tenant_limits=both)
+        for name in "abc"
     }
     running: list[str] = []
     now = 0.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
-from kvfleet.ingress.runs.event_writer import Form, Reader
+from kvfleet.ingress.runs.event_writer import EventReader, Form
 from kvfleet.ingress.runs.repeats import key_secret, name_request, request_of_key
 from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import InvalidRequest, PromptChanged
@@ -63,7 +63,7 @@ def events_of(form: Form, at: Position, batches: list[list[Any]], n: int) -> lis
     """(id, data) of everything that a reader there gets, read batch by batch; a chunk's data says its id too, which is
     left out: other choices' counts are in it."""
     transcript, out = Transcript.of(n), list[bytes]()
-    reader = Reader(form.writer(at, id_lines=True))
+    reader = EventReader(form.writer(at, id_lines=True))
     for batch in batches:
         transcript.take(batch)
         if transcript.finished is None:

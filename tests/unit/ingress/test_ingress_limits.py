@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from kvfleet.ingress.http.error_bodies import error_headers
 from kvfleet.ingress.http.limit_headers import duration, limit_headers
 from kvfleet.ingress.limits import limiter as limits_module
-from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.callers import Caller, KeyLimits
 from kvfleet.ingress.limits.limiter import DAY_S, Limiter, Tab
 from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 
-MINUTELY = Caller("k", "t", limits=Limits(tokens_per_minute=600))
+MINUTELY = Caller("k", "t", limits=KeyLimits(tokens_per_minute=600))
 
 
 def refused_s(limiter: Limiter, caller: Caller, tokens: int, now: float, unix_s: float = 0.0) -> float:
@@ -48,7 +48,7 @@ def test_a_run_is_charged_once() -> None:
 @pytest.mark.parametrize("name", ["tokens_per_minute", "tokens_per_day"])
 @pytest.mark.parametrize("of_tenant", [False, True])
 def test_what_no_waiting_helps_is_refused_for_good(name: str, of_tenant: bool) -> None:
-    said = Limits(**{name: 100})
+    said = KeyLimits(**{name: 100})
     caller = Caller("k", "t", tenant_limits=said) if of_tenant else Caller("k", "t", limits=said)
     limiter = Limiter()
     limiter.charge(limiter.tab(caller), 100, 0.0, 0.0)
@@ -59,7 +59,7 @@ def test_what_no_waiting_helps_is_refused_for_good(name: str, of_tenant: bool) -
 
 
 def test_a_days_tokens_are_counted_until_midnight() -> None:
-    caller = Caller("k", "t", limits=Limits(tokens_per_day=1000))
+    caller = Caller("k", "t", limits=KeyLimits(tokens_per_day=1000))
     limiter = Limiter()
     evening = 20_000 * DAY_S + 0.75 * DAY_S
     tab = limiter.tab(caller)
@@ -72,7 +72,7 @@ def test_a_days_tokens_are_counted_until_midnight() -> None:
 
 
 def test_a_tenants_limits_are_of_all_its_callers() -> None:
-    both = Limits(max_concurrent=2, requests_per_minute=12, tokens_per_minute=600)
+    both = KeyLimits(max_concurrent=2, requests_per_minute=12, tokens_per_minute=600)
     one, two, other = (Caller(name, "u" if name == "c" else "t", tenant_limits=both) for name in "abc")
     limiter = Limiter()
     limiter.admit(one, 0.0, 0.0)
@@ -91,7 +91,7 @@ def test_a_tenants_limits_are_of_all_its_callers() -> None:
 
 
 def test_each_choice_counts_in_what_runs_at_once() -> None:
-    caller = Caller("k", "t", limits=Limits(max_concurrent=4), tenant_limits=Limits(max_concurrent=6))
+    caller = Caller("k", "t", limits=KeyLimits(max_concurrent=4), tenant_limits=KeyLimits(max_concurrent=6))
     limiter = Limiter()
     limiter.admit(caller, 0.0, 0.0, choices=3)
     with pytest.raises(LimitExceeded, match="4 requests at once with this API key, each choice counts"):
@@ -110,7 +110,7 @@ def test_each_choice_counts_in_what_runs_at_once() -> None:
 def test_no_debt_is_more_than_max_concurrent_times_max_tokens(asks: list[tuple[int, int, bool]]) -> None:
     """Whatever `n` says, and however long each choice goes on."""
     most, longest = 5, 50
-    caller = Caller("k", "t", limits=Limits(max_concurrent=most, tokens_per_minute=100, max_tokens=longest))
+    caller = Caller("k", "t", limits=KeyLimits(max_concurrent=most, tokens_per_minute=100, max_tokens=longest))
     limiter = Limiter()
     running: list[tuple[int, Tab]] = []
     for choices, generated, ends in asks:
@@ -138,7 +138,7 @@ def test_no_debt_is_more_than_max_concurrent_times_max_tokens(asks: list[tuple[i
 
 
 def test_a_place_while_a_body_is_read() -> None:
-    caller = Caller("k", "t", limits=Limits(max_concurrent=2, requests_per_minute=6))
+    caller = Caller("k", "t", limits=KeyLimits(max_concurrent=2, requests_per_minute=6))
     limiter = Limiter()
     limiter.reserve(caller, 0.0, 0.0)
     with pytest.raises(LimitExceeded, match="6 requests per minute") as error:
@@ -156,7 +156,7 @@ def test_a_place_while_a_body_is_read() -> None:
 
 def test_a_refused_request_uses_nothing() -> None:
     """Of the key nothing is taken when the tenant's limit refuses."""
-    caller = Caller("k", "t", limits=Limits(requests_per_minute=60), tenant_limits=Limits(max_concurrent=1))
+    caller = Caller("k", "t", limits=KeyLimits(requests_per_minute=60), tenant_limits=KeyLimits(max_concurrent=1))
     limiter = Limiter()
     limiter.admit(caller, 0.0, 0.0)
     for _ in range(20):
@@ -173,7 +173,7 @@ def test_counters_outlive_other_limits() -> None:
     limiter = Limiter()
     limiter.charge(limiter.tab(MINUTELY), 600, 0.0, 0.0)
     limiter.admit(MINUTELY, 0.0, 0.0)
-    less = Caller("k", "t", limits=Limits(max_concurrent=1, tokens_per_minute=60))
+    less = Caller("k", "t", limits=KeyLimits(max_concurrent=1, tokens_per_minute=60))
     with pytest.raises(LimitExceeded):
         limiter.admit(less, 0.0, 0.0)
     assert refused_s(limiter, less, 60, 0.0) == pytest.approx(60.0)
@@ -186,7 +186,7 @@ def test_counters_outlive_other_limits() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 100), st.integers(0, 200)), max_size=40))
 def test_whoever_waits_as_told_gets_in_and_the_rate_holds(steps: list[tuple[float, int, int]]) -> None:
-    caller = Caller("k", "t", limits=Limits(requests_per_minute=30), tenant_limits=Limits(tokens_per_minute=100))
+    caller = Caller("k", "t", limits=KeyLimits(requests_per_minute=30), tenant_limits=KeyLimits(tokens_per_minute=100))
     limiter = Limiter()
     now, used = 0.0, 0
     for passed, prompt, generated in steps:
@@ -216,7 +216,7 @@ def test_whoever_waits_as_told_gets_in_and_the_rate_holds(steps: list[tuple[floa
 def test_accounts_that_nobody_would_miss_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_module, "MAX_ACCOUNTS", 10)
     limiter = Limiter()
-    said = Limits(requests_per_minute=60, tokens_per_day=5)
+    said = KeyLimits(requests_per_minute=60, tokens_per_day=5)
     busy, poor, *others = (Caller(f"oidc:{n}", f"t{n}", limits=said) for n in range(30))
     limiter.admit(busy, 0.0, 0.0)
     limiter.charge(limiter.tab(poor), 5, 0.0, 0.0)
@@ -236,7 +236,10 @@ def test_headers_say_what_is_left() -> None:
     limiter = Limiter()
     assert limit_headers(limiter, Caller("free", "f"), 0.0, 0.0) == []
     caller = Caller(
-        "k", "t", limits=Limits(requests_per_minute=600, tokens_per_minute=600), tenant_limits=Limits(1, 60.0, 6000.0)
+        "k",
+        "t",
+        limits=KeyLimits(requests_per_minute=600, tokens_per_minute=600),
+        tenant_limits=KeyLimits(1, 60.0, 6000.0),
     )
     limiter.admit(caller, 0.0, 0.0)
     tab = limiter.tab(caller)

@@ -20,7 +20,7 @@ from kvfleet.ingress.auth.jwks import COOLDOWN_S, KEPT_S, IssuerKeys, read_key_s
 from kvfleet.ingress.auth.jwks_fetch import check_url, fetch_key_set, read_key_file
 from kvfleet.ingress.auth.oidc import OidcRules, caller_of, claim_at, read_algorithms
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.limits.callers import Limits
+from kvfleet.ingress.limits.callers import KeyLimits
 from kvproto.errors import AuthenticationFailed, InvalidRequest, KvfleetError, PermissionDenied, Unavailable
 from tests.support.local_issuer import AUDIENCE, LocalIssuer, hmac_token, private_key, public_jwk, public_pem, token
 from tests.support.waiting import LIMIT_S
@@ -255,7 +255,7 @@ def test_what_claims_become() -> None:
         RULES,
     )
     assert (caller.tenant, caller.admin) == ("t-1", True)
-    assert caller.limits == Limits(tokens_per_minute=600.0, max_tokens=5)
+    assert caller.limits == KeyLimits(tokens_per_minute=600.0, max_tokens=5)
     assert (caller.policies, caller.max_priority) == ((), 0)
     assert not caller_of({"sub": "me", "tenant": "t", "realm": {"roles": "kvfleet-admins"}}, RULES).admin
     assert caller_of({"sub": "me", "tenant": "t", "realm": {"roles": "kvfleet-admin"}}, RULES).admin
@@ -300,7 +300,7 @@ async def test_beside_api_keys(issuer: LocalIssuer) -> None:
     assert (await tenancy.authenticate("Bearer a.b.c")).tenant == "keyed"
     assert not issuer.asked, "a known key is asked of nobody"
     caller = await tenancy.authenticate(f"Bearer {good(issuer)}")
-    assert (caller.tenant, caller.tenant_limits) == ("acme", Limits(3))
+    assert (caller.tenant, caller.tenant_limits) == ("acme", KeyLimits(3))
     refused: list[tuple[str | None, str | None]] = [(None, good(issuer)), ("Bearer nothing", None), (None, None)]
     for presented in refused:
         with pytest.raises(KvfleetError) as error:

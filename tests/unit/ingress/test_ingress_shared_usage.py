@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits import limiter as limits
 from kvfleet.ingress.limits import shared_usage
-from kvfleet.ingress.limits.callers import Caller, Limits
+from kvfleet.ingress.limits.callers import Caller, KeyLimits
 from kvfleet.ingress.limits.limiter import DAY_S, Account, Limiter
 from kvfleet.ingress.limits.shared_usage import FORGET_S, MOST_REPEATED, MOST_TOLD, SILENT_S, SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import PERIOD_S
@@ -23,9 +23,9 @@ from kvproto.messages import AccountUsage, UsageReport
 
 PAYLOAD = 1024 * 1024
 NOON = 20_000 * DAY_S + DAY_S / 2
-RATE = Caller("k", "t", limits=Limits(requests_per_minute=60, tokens_per_minute=6000))  # bursts of 10 and 6,000
-BUSY = Caller("k", "t", tenant_limits=Limits(max_concurrent=4))
-DAILY = Caller("k", "t", limits=Limits(tokens_per_day=1000))
+RATE = Caller("k", "t", limits=KeyLimits(requests_per_minute=60, tokens_per_minute=6000))  # bursts of 10 and 6,000
+BUSY = Caller("k", "t", tenant_limits=KeyLimits(max_concurrent=4))
+DAILY = Caller("k", "t", limits=KeyLimits(tokens_per_day=1000))
 
 
 class Ingress:
@@ -152,7 +152,7 @@ def test_what_runs_elsewhere_counts_until_its_ingress_is_silent() -> None:
     quiet_at = 0.5 + SILENT_S
     for n in range(int(SILENT_S / PERIOD_S)):
         fleet.turn(0.75 + n * PERIOD_S)
-        assert not two.serves(Caller("k", "t", tenant_limits=Limits(max_concurrent=2)), 0.75 + n * PERIOD_S)
+        assert not two.serves(Caller("k", "t", tenant_limits=KeyLimits(max_concurrent=2)), 0.75 + n * PERIOD_S)
     fleet.turn(quiet_at + PERIOD_S)
     assert two.limiter.accounts(BUSY)[1][0].running_elsewhere == 1, "what three runs is still told"
     assert three.limiter.accounts(BUSY)[1][0].running_elsewhere == 0
@@ -176,7 +176,7 @@ def test_a_new_life_of_an_ingress_has_nothing_running() -> None:
 
 def test_nothing_is_told_where_nothing_is_limited() -> None:
     one = Ingress("i1")
-    free = Caller("free", "f", limits=Limits(max_tokens=5))
+    free = Caller("free", "f", limits=KeyLimits(max_tokens=5))
     one.limiter.admit(free, 0.0, NOON)
     assert one.charges(free, 100)
     assert one.reports(0.25) == []
@@ -215,7 +215,7 @@ def test_the_last_word_may_be_lost() -> None:
 def test_whatever_happens_to_reports_all_agree_in_the_end(count: int, seed: int, steps: int) -> None:
     """Time stands still, so nothing comes back into the buckets."""
     chance = random.Random(seed)
-    said = Limits(10_000, requests_per_minute=6e6, tokens_per_minute=1e6, tokens_per_day=10**9)
+    said = KeyLimits(10_000, requests_per_minute=6e6, tokens_per_minute=1e6, tokens_per_day=10**9)
     callers = [Caller(name, "t", limits=said, tenant_limits=said) for name in "ab"]
     fleet = Fleet.of(count)
     flying: deque[bytes] = deque()
@@ -262,7 +262,7 @@ def test_nothing_is_ever_counted_twice(seed: int, loses: bool) -> None:
     """Over many lives of accounts and many reports under way: a day's tokens are the sum of all that was heard."""
     chance = random.Random(seed)
     one, two = Ingress("i1"), Ingress("i2")
-    callers = [Caller(name, "t", limits=Limits(tokens_per_minute=60_000)) for name in "abc"]
+    callers = [Caller(name, "t", limits=KeyLimits(tokens_per_minute=60_000)) for name in "abc"]
     used = dict.fromkeys("abc", 0)
     flying: deque[bytes] = deque()
     now = 0.0
@@ -335,7 +335,7 @@ def test_the_fleet_admits_no_more_than_its_limit_and_what_arrives_within_one_per
 ) -> None:
     """Requests, prompts and concurrency; each ingress has a phase of its own."""
     chance = random.Random(seed)
-    said = Limits(max_concurrent=12, requests_per_minute=120, tokens_per_minute=3000)
+    said = KeyLimits(max_concurrent=12, requests_per_minute=120, tokens_per_minute=3000)
     burst, per_s, tokens_per_s = 20.0, 2.0, 50.0
     caller = Caller("k", "t", tenant_limits=said)
     fleet = Fleet.of(count)
@@ -378,7 +378,7 @@ def test_the_fleet_admits_no_more_than_its_limit_and_what_arrives_within_one_per
 def test_many_ingresses_share_one_limit() -> None:
     """Ten, and a caller who sends to all of them as fast as it can: it gets what one would give it."""
     fleet = Fleet.of(10)
-    caller = Caller("k", "t", limits=Limits(requests_per_minute=600))
+    caller = Caller("k", "t", limits=KeyLimits(requests_per_minute=600))
     admitted = 0
     for turn in range(120):
         now = turn * PERIOD_S
@@ -393,7 +393,7 @@ def test_many_ingresses_share_one_limit() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 300), st.integers(0, 400), st.booleans()), max_size=30))
 def test_alone_it_counts_as_it_would_without(steps: list[tuple[float, int, int, bool]]) -> None:
-    said = Limits(max_concurrent=2, requests_per_minute=40, tokens_per_minute=900, tokens_per_day=4000)
+    said = KeyLimits(max_concurrent=2, requests_per_minute=40, tokens_per_minute=900, tokens_per_day=4000)
     caller = Caller("k", "t", limits=said)
     plain, shared = Limiter(), Ingress("i1")
     now = 0.0
@@ -506,7 +506,7 @@ def test_yesterdays_tokens_are_told_of_no_more() -> None:
 
 def test_an_outage_costs_a_caller_one_bucket_at_most() -> None:
     """Ten minutes in which two ingresses cannot hear one another: each admits the whole rate, and then they go on."""
-    both = Caller("k", "t", limits=Limits(requests_per_minute=60, tokens_per_minute=6000, tokens_per_day=10**6))
+    both = Caller("k", "t", limits=KeyLimits(requests_per_minute=60, tokens_per_minute=6000, tokens_per_day=10**6))
     fleet = Fleet.of(2)
     one, two = fleet.ingresses
     assert one.charges(both, 100)
@@ -525,7 +525,7 @@ def test_an_outage_costs_a_caller_one_bucket_at_most() -> None:
 
 def test_a_peer_that_comes_back_is_not_counted_twice() -> None:
     one, two = Ingress("i1"), Ingress("i2")
-    daily = Caller("k", "t", limits=Limits(requests_per_minute=60, tokens_per_day=10**6))
+    daily = Caller("k", "t", limits=KeyLimits(requests_per_minute=60, tokens_per_day=10**6))
     assert one.charges(daily, 500)
     two.limiter.accounts(daily)
     two.hear(*one.reports(0.25), 0.25)
@@ -562,7 +562,7 @@ def test_accounts_of_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_report_fits_into_a_message() -> None:
     one = Ingress("i" * 64)
-    said = Limits(max_concurrent=5, requests_per_minute=0.7, tokens_per_minute=1e9, tokens_per_day=10**15)
+    said = KeyLimits(max_concurrent=5, requests_per_minute=0.7, tokens_per_minute=1e9, tokens_per_day=10**15)
     callers = [Caller("\N{SNOWMAN}" * 128 + f"{n:05}", "t" * 64, limits=said) for n in range(200)]
     for caller in callers:
         one.limiter.admit(caller, 0.0, NOON)
@@ -580,7 +580,7 @@ def names_told(one: Ingress, now: float) -> list[str]:
 
 def test_those_told_of_longest_ago_come_first() -> None:
     one = Ingress("i1")
-    callers = [Caller(f"c{n}", "t", limits=Limits(max_concurrent=5)) for n in range(MOST_TOLD + 100)]
+    callers = [Caller(f"c{n}", "t", limits=KeyLimits(max_concurrent=5)) for n in range(MOST_TOLD + 100)]
     told = []
     for now in (0.25, 0.5):
         for caller in callers:
@@ -594,8 +594,8 @@ def test_what_is_quiet_is_repeated_a_few_at_a_time_and_what_runs_at_once() -> No
     one = Ingress("i1")
     count = 6 * MOST_REPEATED
     for n in range(count):
-        assert one.charges(Caller(f"c{n}", "t", limits=Limits(tokens_per_day=1000)), 10)
-    assert one.admits(Caller("runs", "u", limits=Limits(max_concurrent=1)))
+        assert one.charges(Caller(f"c{n}", "t", limits=KeyLimits(tokens_per_day=1000)), 10)
+    assert one.admits(Caller("runs", "u", limits=KeyLimits(max_concurrent=1)))
     assert len(names_told(one, 0.0)) == count + 1
     seen: list[str] = []
     for turn in range(7):
@@ -618,7 +618,7 @@ def test_only_what_was_not_heard_of_for_long_is_forgotten() -> None:
     assert one.usage._peers["p"].accounts.keys() == {("t", "a")}
     for seq, requests in ((3, 5), (4, 6)):
         hear(seq, FORGET_S + 2, "b", requests=requests, age_s=FORGET_S)
-    b = Caller("b", "t", limits=Limits(requests_per_minute=60))
+    b = Caller("b", "t", limits=KeyLimits(requests_per_minute=60))
     assert one.level(b, FORGET_S + 2)[0] == 9, "some of the first five were counted already"
 
 
@@ -674,7 +674,7 @@ def test_limits_that_are_gone_are_told_of_no_more() -> None:
 def test_a_stream_that_began_before_a_limit_does_not_bring_its_bucket_back_full() -> None:
     """The keys are reloaded while it runs: the limit is new, and it is the old stream that ends."""
     one = Ingress("i1")
-    free, bound = Caller("k", "t"), Caller("k", "t", limits=Limits(tokens_per_minute=1000))
+    free, bound = Caller("k", "t"), Caller("k", "t", limits=KeyLimits(tokens_per_minute=1000))
     assert one.admits(free)
     old = one.limiter.tab(free)
     assert one.admits(bound, 1.0)

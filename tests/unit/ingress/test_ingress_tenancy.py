@@ -9,7 +9,7 @@ import pytest
 
 from kvfleet.ingress.auth.api_keys import ApiKey, KeySet, hash_key, parse_keys
 from kvfleet.ingress.auth.tenancy import MAX_PRESENTED_CHARS, Tenancy
-from kvfleet.ingress.limits.callers import NO_LIMITS, OPEN, Caller, Limits, default_max_tokens, require_admin
+from kvfleet.ingress.limits.callers import NO_LIMITS, OPEN, Caller, KeyLimits, default_max_tokens, require_admin
 from kvproto.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 
 HASH, OTHER = hash_key("secret"), hash_key("other")
@@ -22,7 +22,7 @@ def tenancy_of(*entries: dict[str, Any], now: float = 0.0, **more: Any) -> Tenan
 def test_keys_from_toml_and_json_are_equal() -> None:
     toml = f'[[keys]]\nname = "a"\nsha256 = "{HASH}"\ntenant = "t"\nadmin = true\nmax_concurrent = 3\n'
     entry = {"name": "a", "sha256": HASH, "tenant": "t", "admin": True, "max_concurrent": 3}
-    expected = (ApiKey((HASH,), Caller("a", "t", True, Limits(3))),)
+    expected = (ApiKey((HASH,), Caller("a", "t", True, KeyLimits(3))),)
     for text in (toml, json.dumps([entry]), json.dumps({"keys": [entry]})):
         assert parse_keys(text).keys == expected
     assert parse_keys('{"keys": []}') == KeySet()
@@ -39,7 +39,7 @@ def test_several_sources_are_one() -> None:
     one, two = ([{"name": name, "sha256": hash_key(name)}] for name in "ab")
     read = parse_keys(json.dumps(one), json.dumps({"keys": two, "tenants": {"public": {"max_concurrent": 5}}}))
     assert [key.caller.name for key in read.keys] == ["a", "b"]
-    assert {key.caller.tenant_limits for key in read.keys} == {Limits(5)}
+    assert {key.caller.tenant_limits for key in read.keys} == {KeyLimits(5)}
     with pytest.raises(InvalidRequest, match="same"):
         parse_keys(json.dumps(one), json.dumps(one))
 
@@ -181,13 +181,13 @@ def test_limits_of_tenants() -> None:
         )
     )
     first, second = (key.caller for key in read.keys)
-    assert (first.limits, first.tenant_limits) == (Limits(max_tokens=9), Limits(max_tokens=5, tokens_per_day=7))
-    assert (second.limits, second.tenant_limits) == (NO_LIMITS, Limits(requests_per_minute=2.5))
+    assert (first.limits, first.tenant_limits) == (KeyLimits(max_tokens=9), KeyLimits(max_tokens=5, tokens_per_day=7))
+    assert (second.limits, second.tenant_limits) == (NO_LIMITS, KeyLimits(requests_per_minute=2.5))
     assert (first.max_tokens, second.max_tokens) == (5, 0)
 
 
 def test_the_longest_answer_of_a_caller() -> None:
-    free, bound = Caller("a"), Caller("b", limits=Limits(max_tokens=10))
+    free, bound = Caller("a"), Caller("b", limits=KeyLimits(max_tokens=10))
     assert default_max_tokens(free, 5000, "max_tokens", 1024) == 1024
     assert default_max_tokens(bound, None, "max_tokens", 1024) == 10
     assert default_max_tokens(bound, 10, "max_tokens", 1024) == 10

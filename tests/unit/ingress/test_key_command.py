@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvfleet.cli.commands import app
 from kvfleet.ingress.auth.api_keys import parse_keys
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.limits.callers import Limits
+from kvfleet.ingress.limits.callers import KeyLimits
 from kvproto.errors import AuthenticationFailed
 
 
@@ -30,7 +30,7 @@ async def test_its_entry_lets_it_in() -> None:
     admin_entry, admin = new("--admin", "--name", "ops", "--tokens-per-minute", "500", "--not-after", "2999-01-02")
     tenancy = Tenancy(parse_keys(entry + admin_entry), time.time)
     caller = await tenancy.authenticate(f"Bearer {key}")
-    assert (caller.tenant, caller.admin, caller.limits) == ("search", False, Limits())
+    assert (caller.tenant, caller.admin, caller.limits) == ("search", False, KeyLimits())
     assert caller.name.startswith("search-")
     boss = await tenancy.authenticate(f"Bearer {admin}")
     assert (boss.name, boss.tenant, boss.admin) == ("ops", "public", True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from placement_build import a_beat, a_record, an_ask
 
-from kvfleet.placement.actions import Answer, Share
+from kvfleet.placement.actions import Answer, ShareBookings
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
@@ -21,7 +21,7 @@ from kvfleet.placement.events import (
     VaultJoined,
     WorkerJoined,
 )
-from kvfleet.placement.index.changes import TIERS, Change, Changes
+from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space
@@ -143,7 +143,7 @@ class Rig:
         for low in hashes[:, 0].tolist():
             digest ^= low
         self.digest[worker] ^= digest
-        change = Change(TIERS.index(tier), removed, hashes)
+        change = HolderChange(TIERS.index(tier), removed, hashes)
         self.tell(BlocksChanged(worker, Changes(epoch, self.seq[worker], (change,), digest)))
 
     def place(
@@ -156,7 +156,7 @@ class Rig:
         for action in core.handle(PlaceAsked("_INBOX.x", "public", ask), self.now):
             if isinstance(action, Answer):
                 placement = action.placement
-            elif isinstance(action, Share) and shared:
+            elif isinstance(action, ShareBookings) and shared:
                 self.tell(BookingsShared(BookedBatch(core.placement, action.booked)))
         assert placement is not None
         return placement

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from kvfleet.placement.simulate.simulation import FleetShape, Run, Simulation
+from kvfleet.placement.simulate.simulation import FleetShape, Simulation, SimulationRun
 from kvfleet.placement.simulate.trace import Arrival, Row, Trace, make_trace
-from kvfleet.placement.simulate.waiting import Job
+from kvfleet.placement.simulate.waiting import SimulatedJob
 
 BLOCK = 16
 
@@ -36,11 +36,11 @@ def conversations(count: int = 150, seed: int = 1, every_s: float = 0.05) -> Tra
     return a_trace(*rows)
 
 
-def a_job(arrival: Arrival, now: float = 0.0) -> Job:
-    return Job(arrival, 0, now)
+def a_job(arrival: Arrival, now: float = 0.0) -> SimulatedJob:
+    return SimulatedJob(arrival, 0, now)
 
 
-def run(trace: Trace, shape: FleetShape, policy: str = "cost") -> Run:
+def run(trace: Trace, shape: FleetShape, policy: str = "cost") -> SimulationRun:
     """Ends as every simulation should: with cores that are in order."""
     simulation = Simulation(trace, shape, policy)
     found = simulation.run()

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet.placement.advice.autoscale import GAP_PERIODS, Rules, Sample, Scaler, grown, shrinks
+from kvfleet.placement.advice.autoscale import GAP_PERIODS, LoadSample, Rules, Scaler, grown, shrinks
 
 RULES = Rules(minimum=1, maximum=16)
 STEP = RULES.period_s
 
 
-def a_sample(need: float, ready: int, **fields: object) -> Sample:
-    return replace(Sample(ready, ready, work=need, asked=need > 0), **fields)  # type: ignore[arg-type]
+def a_sample(need: float, ready: int, **fields: object) -> LoadSample:
+    return replace(LoadSample(ready, ready, work=need, asked=need > 0), **fields)  # type: ignore[arg-type]
 
 
 class Watched:
@@ -107,11 +107,11 @@ def test_the_last_one_goes_when_nobody_has_asked_for_anything() -> None:
 
 def test_a_model_without_workers_gets_one_as_soon_as_it_is_asked_for() -> None:
     scaler = Scaler(replace(RULES, minimum=0))
-    scaler.observe(Sample(0, 0), 0.0)
+    scaler.observe(LoadSample(0, 0), 0.0)
     assert scaler.desired == 0
-    scaler.observe(Sample(0, 0, asked=True), 5.0)
+    scaler.observe(LoadSample(0, 0, asked=True), 5.0)
     assert scaler.desired == 1
-    assert Sample(0, 0, asked=True).saturation == 1.0
+    assert LoadSample(0, 0, asked=True).saturation == 1.0
 
 
 # ------------------------------------------------------------------ what is not known
@@ -121,7 +121,7 @@ def test_desired_is_what_is_there_until_more_is_known() -> None:
     scaler = Scaler(RULES)
     assert scaler.desired == RULES.minimum
     for at, living in enumerate((1, 2, 5, 5)):  # they come one after the other
-        scaler.observe(Sample(living, living), at * STEP)
+        scaler.observe(LoadSample(living, living), at * STEP)
     assert scaler.desired == 5
 
 
@@ -129,7 +129,7 @@ def test_without_data_nothing_goes_however_long() -> None:
     watched = Watched(4)
     watched.run(590, 0.1)
     for _ in range(1000):  # workers are there, and nothing is heard of them
-        watched.scaler.observe(Sample(4, 4, known=False), watched.now)
+        watched.scaler.observe(LoadSample(4, 4, known=False), watched.now)
         watched.now += STEP
     assert watched.scaler.desired == 4
     changes = watched.run(1000, 0.1)
@@ -151,14 +151,14 @@ def test_workers_that_die_lower_nothing() -> None:
     for step in range(100, 130):
         scaler.observe(a_sample(0.7, 1), step * STEP)
         assert scaler.desired == 4
-    scaler.observe(Sample(0, 0), 130 * STEP)
+    scaler.observe(LoadSample(0, 0), 130 * STEP)
     assert scaler.desired == 4
 
 
 def test_who_adds_workers_is_followed() -> None:
     scaler = Scaler(RULES)
     for step, living in enumerate((2, 2, 3, 3)):
-        scaler.observe(Sample(2, living), step * STEP)
+        scaler.observe(LoadSample(2, living), step * STEP)
     assert scaler.desired == 3
 
 
@@ -239,4 +239,4 @@ def test_the_heavier_of_two_loads_never_has_fewer(one: float, other: float, read
 
 @pytest.mark.parametrize("part", ["work", "queue", "slots", "blocks"])
 def test_the_largest_part_counts(part: str) -> None:
-    assert Sample(2, 2, **{part: 1.5}).saturation == 0.75  # type: ignore[arg-type]
+    assert LoadSample(2, 2, **{part: 1.5}).saturation == 0.75  # type: ignore[arg-type]

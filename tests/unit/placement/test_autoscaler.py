@@ -8,9 +8,9 @@ import pytest
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import Fail, Share
+from kvfleet.placement.actions import Fail, ShareBookings
 from kvfleet.placement.advice.autoscale import Rules
-from kvfleet.placement.advice.autoscale_demand import Heard
+from kvfleet.placement.advice.autoscale_demand import HeardDemand
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerJoined
 from kvfleet.placement.index.kv_indexer import KvIndexer
@@ -128,7 +128,7 @@ def test_what_was_refused_is_told_to_the_other_replicas_and_counts_once() -> Non
         actions = asked.handle(PlaceAsked("_INBOX.x", "public", an_ask("r1")), now)
         assert any(isinstance(one, Fail) and one.failed.code == NoWorkers.code for one in actions)
         for one in actions:
-            if isinstance(one, Share):
+            if isinstance(one, ShareBookings):
                 told.handle(BookingsShared(BookedBatch("p0", one.booked, one.refused)), now)
         for core in (asked, told):
             core.handle(Tick(), now)
@@ -159,7 +159,7 @@ def test_signals_are_in_the_stats() -> None:
 
 
 def test_busy_is_a_share_of_heartbeats_within_the_window() -> None:
-    heard = Heard("e1", 0.0, Load(), Rates())
+    heard = HeardDemand("e1", 0.0, Load(), Rates())
     for step in range(100):
         queued = 5 if step >= 50 else 0
         heard.hear(Heartbeat("w", "e1", State.READY, Load(queued_prefill_tokens=queued)), 0.5 * step)

@@ -17,7 +17,7 @@ from kvfleet.placement.events import (
     WorkerLeft,
     WorkerNewEpoch,
 )
-from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.workers.prompts import HashedPrompts
@@ -338,9 +338,9 @@ def test_events_that_are_repeated_or_swapped_or_of_strangers_change_nobody_elses
     hashes = rig.hashes(ids)
     for seq in (5, 3, 3, 2**62, 1, 1, 4, 0):
         for removed in (True, False):
-            rig.tell(BlocksChanged("bad", Changes("e1", seq, (Change(0, removed, hashes),), 7)))
-            rig.tell(BlocksChanged("stranger", Changes("e1", seq, (Change(0, removed, hashes),), 7)))
-            rig.tell(BlocksChanged("good", Changes("another life", seq, (Change(0, removed, hashes),), 7)))
+            rig.tell(BlocksChanged("bad", Changes("e1", seq, (HolderChange(0, removed, hashes),), 7)))
+            rig.tell(BlocksChanged("stranger", Changes("e1", seq, (HolderChange(0, removed, hashes),), 7)))
+            rig.tell(BlocksChanged("good", Changes("another life", seq, (HolderChange(0, removed, hashes),), 7)))
     assert rig.core.indexer.state_of("good") is Follows.EXACT
     assert rig.core.indexer.find_matches([row.tobytes() for row in hashes])["good"] == 50
     rig.core.indexer.check_integrity()

@@ -12,7 +12,7 @@ from placement_build import a_record, an_ask
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.events import BlocksChanged, WorkerJoined
-from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import DEFAULT_POLICY, Question
 from kvfleet.placement.policies.cost import Cost
 from kvfleet.placement.policies.kv_load import KvLoad
@@ -258,7 +258,7 @@ def test_two_revisions_of_a_model_are_matched_each_by_its_own_hashes() -> None:
     rig.beat("w9")
     ids = tokens(1, 800)
     hashes = rig.prompts.hashes(address_space(new), "public", an_ask(prompt_ids=ids))
-    rig.tell(BlocksChanged("w9", Changes("e1", 1, (Change(0, False, hashes),), 0)))
+    rig.tell(BlocksChanged("w9", Changes("e1", 1, (HolderChange(0, False, hashes),), 0)))
     assert rig.place("r", ids).worker == "w9"
     rig.store("w0", tokens(2, 800))
     assert rig.place("r2", tokens(2, 800)).worker == "w0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.placement.workers.milestones import GAPS_KEPT, HeardMilestones
+from kvfleet.placement.workers.milestones import GAPS_KEPT, SeenMilestones
 from kvproto.messages import Milestone, Milestones, Passed
 
 
@@ -20,7 +20,7 @@ def names(heard: Milestones) -> list[int]:
 
 @given(messages=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=25))
 def test_each_is_new_once(messages: list[tuple[int, int]]) -> None:
-    heard, seen = HeardMilestones(), set[int]()
+    heard, seen = SeenMilestones(), set[int]()
     for first, count in messages:
         numbers = range(first, first + count)
         assert names(heard.new_of(said(first, *numbers))) == [one for one in numbers if one not in seen]
@@ -28,13 +28,13 @@ def test_each_is_new_once(messages: list[tuple[int, int]]) -> None:
 
 
 def test_an_older_worker_numbers_none() -> None:
-    heard = HeardMilestones()
+    heard = SeenMilestones()
     for _ in range(2):
         assert names(heard.new_of(said(None, 1, 2))) == [1, 2]
 
 
 def test_gaps_are_bounded() -> None:
-    heard = HeardMilestones()
+    heard = SeenMilestones()
     for number in range(1, 4 * GAPS_KEPT, 2):
         heard.new_of(said(number, number))
     assert len(heard._gaps) == GAPS_KEPT

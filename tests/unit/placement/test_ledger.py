@@ -10,11 +10,11 @@ import pytest
 from placement_build import a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import Explain, Record
+from kvfleet.placement.actions import Explain, RecordDecision
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import ExplainAsked, MilestonesHeard, PlaceAsked, WorkerJoined
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, Entry
+from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, LedgerEntry
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto import codec
@@ -124,9 +124,9 @@ def test_requests_that_never_end_are_forgotten_too() -> None:
     core.ledger.check_integrity()
 
 
-def an_entry(request: str) -> Entry:
+def an_entry(request: str) -> LedgerEntry:
     nothing = Considered((), None, np.zeros((3, 0)))
-    return Entry("t", "m", 0, Placement(request, "w0", 0), 1, nothing, 0, {}, 0, b"", 16)
+    return LedgerEntry("t", "m", 0, Placement(request, "w0", 0), 1, nothing, 0, {}, 0, b"", 16)
 
 
 def recording() -> PlacementCore:
@@ -151,7 +151,7 @@ async def test_a_ledgers_file_has_a_line_for_each_request_that_ended(tmp_path: P
         core.handle(PlaceAsked("_INBOX.x", "public", an_ask(f"r{number}", prompt_ids=tokens(1, 40))), 1.0)
         done = Milestone("public", f"r{number}", 0, Passed.ENDED, 2.0, output_tokens=7)
         for action in core.handle(MilestonesHeard(Milestones("w0", "e1", (done,))), 3.0):
-            assert isinstance(action, Record)
+            assert isinstance(action, RecordDecision)
             file.write(action)
     await file.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]

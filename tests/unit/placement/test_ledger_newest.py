@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 from placement_build import a_core
 
-from kvfleet.placement.record.ledger import PART, PART_SEEN, Considered, Entry, Ledger
+from kvfleet.placement.record.ledger import PART, PART_SEEN, Considered, Ledger, LedgerEntry
 from kvproto.messages import Actual, Decision, Placement
 
 NOTHING = Considered((), None, np.zeros((4, 0)))
 
 
-def an_entry(number: int, tenant: str = "acme", model: str = "demo", attempt: int = 0) -> Entry:
+def an_entry(number: int, tenant: str = "acme", model: str = "demo", attempt: int = 0) -> LedgerEntry:
     placement = Placement(f"r{number}", "w0", attempt)
-    return Entry(tenant, model, 1000 + number, placement, 1, NOTHING, 0, 0, 0, b"", 16)
+    return LedgerEntry(tenant, model, 1000 + number, placement, 1, NOTHING, 0, 0, 0, b"", 16)
 
 
-def a_ledger(*entries: Entry) -> Ledger:
+def a_ledger(*entries: LedgerEntry) -> Ledger:
     ledger = a_core("w0").ledger
     for entry in entries:
         ledger.note(entry)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.placement.decide.region_summaries import FAR_SOONER, TRACE_S, Neighbours
+from kvfleet.placement.decide.region_summaries import FAR_SOONER, TRACE_S, RegionSummaries
 from kvproto.messages import RegionModel, RegionSummary, State, WorkerRecord
 from kvproto.regions import FRESH_S, Regions, qualify, seal, split
 
@@ -20,8 +20,8 @@ def summary(region: str, wait_s: float = 0.0, ready: int = 1, placement: str = "
     return RegionSummary(region, placement, (RegionModel(model, ready, wait_s, record("w1", model)),))
 
 
-def neighbours(*heard: RegionSummary, now: float = 0.0) -> Neighbours:
-    made = Neighbours("us", spill_s=2.0)
+def neighbours(*heard: RegionSummary, now: float = 0.0) -> RegionSummaries:
+    made = RegionSummaries("us", spill_s=2.0)
     for one in heard:
         made.hear(one, now)
     return made
@@ -46,7 +46,7 @@ def test_it_goes_to_whoever_waits_least_and_only_where_that_is_far_sooner() -> N
 
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_two_regions_never_send_requests_to_each_other_at_once(us: float, eu: float) -> None:
-    here, there = neighbours(summary("eu", eu)), Neighbours("eu", spill_s=2.0)
+    here, there = neighbours(summary("eu", eu)), RegionSummaries("eu", spill_s=2.0)
     there.hear(summary("us", us), 0.0)
     assert not (here.refer("m", us, (), 0.0) and there.refer("m", eu, (), 0.0))
     assert FAR_SOONER > 1
@@ -68,7 +68,7 @@ def test_the_most_pessimistic_replica_of_a_region_is_believed() -> None:
 
 
 def test_a_fleet_without_a_region_hears_nobody() -> None:
-    made = Neighbours("")
+    made = RegionSummaries("")
     made.hear(summary("eu"), 0.0)
     assert made.refer("m", None, (), 0.0) is None
     own = neighbours(summary("us"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvfleet.placement.io.stall_timer import TICK_S, Alarm
+from kvfleet.placement.io.stall_timer import TICK_S, StallTimer
 
 
 async def test_rings_early_when_told_and_steadily_otherwise() -> None:
     loop = asyncio.get_running_loop()
     rings: list[float] = []
-    alarm = Alarm(lambda: rings.append(loop.time()))
+    alarm = StallTimer(lambda: rings.append(loop.time()))
     began = loop.time()
     alarm.set(None)
     alarm.set(began + 0.02)
@@ -24,7 +24,7 @@ async def test_rings_early_when_told_and_steadily_otherwise() -> None:
 async def test_after_a_stall_what_waits_is_read_first() -> None:
     loop = asyncio.get_running_loop()
     order: list[str] = []
-    alarm = Alarm(lambda: order.append("alarm"))
+    alarm = StallTimer(lambda: order.append("alarm"))
     alarm.set(loop.time() + 0.01)
     reader, writer = asyncio.Queue[str](), asyncio.create_task(asyncio.sleep(0))
 
@@ -43,7 +43,7 @@ async def test_after_a_stall_what_waits_is_read_first() -> None:
 
 async def test_is_silent_once_stopped() -> None:
     rings: list[int] = []
-    alarm = Alarm(lambda: rings.append(1))
+    alarm = StallTimer(lambda: rings.append(1))
     alarm.set(None)
     alarm.stop()
     alarm.set(asyncio.get_running_loop().time())

@@ -30,7 +30,7 @@ from kvfleet.placement.producers.accepted_requests import (
     SILENT_GRACE_S,
 )
 from kvfleet.placement.producers.forwarding import LAST_CHANCE_S, TOKENISE_S
-from kvfleet.placement.producers.offer_timeout import ACKNOWLEDGE_S, MOST_S, Patience
+from kvfleet.placement.producers.offer_timeout import ACKNOWLEDGE_S, MOST_S, OfferTimeout
 from kvfleet.placement.workers.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from kvproto.ids import model_token
 from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
@@ -551,7 +551,7 @@ def test_a_draining_worker_finishes_what_it_accepted() -> None:
 
 class TestPatience:
     def test_grows_while_workers_answer_late_and_shrinks_again(self) -> None:
-        patience = Patience()
+        patience = OfferTimeout()
         assert patience.seconds == ACKNOWLEDGE_S
         for _ in range(20):
             patience.was_late()

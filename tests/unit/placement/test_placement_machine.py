@@ -35,7 +35,7 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.index.changes import Change, Changes
+from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import build_policies
 from kvproto.messages import (
     Booked,
@@ -133,7 +133,7 @@ class Placement(RuleBasedStateMachine):
     def vault_speaks(self, vault: str, life: int, seq: int, prompt: int, removed: bool) -> None:
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
         epoch = f"e{life:04}"
-        self.tell(BlocksChanged(vault, Changes(epoch, seq, (Change(2, removed, hashes),), 5)))
+        self.tell(BlocksChanged(vault, Changes(epoch, seq, (HolderChange(2, removed, hashes),), 5)))
         self.tell(HeartbeatHeard(replace(a_beat(vault, epoch=epoch), event_seq=seq)))
         self.tell(SnapshotHeard(vault, Snapshot(epoch, seq, Tier.VAULT, 0, 1, 7, hashes.tobytes())))
 
@@ -298,7 +298,7 @@ class Placement(RuleBasedStateMachine):
     @rule(worker=WORKERS, seq=st.integers(0, 4), prompt=st.integers(0, 3), removed=st.booleans())
     def blocks(self, worker: str, seq: int, prompt: int, removed: bool) -> None:
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
-        change = Changes(self.epoch(worker), seq, (Change(0, removed, hashes),), 5)
+        change = Changes(self.epoch(worker), seq, (HolderChange(0, removed, hashes),), 5)
         self.tell(BlocksChanged(worker, change))
 
     @rule(worker=WORKERS, seq=st.integers(0, 4), parts=st.integers(1, 2), part=st.integers(0, 2), pull=PULLS)

@@ -11,7 +11,7 @@ from placement_rig import Rig, tokens
 
 from kvfleet.placement.events import WorkerJoined
 from kvfleet.placement.index.prefix_index import pack
-from kvfleet.placement.workers.heat import Heat, Prefix
+from kvfleet.placement.workers.heat import Heat, SharedPrefix
 from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, chain, root
@@ -24,12 +24,14 @@ NUMBERS = itertools.count(10_000)  # of requests
 SPACE = AddressSpace("", BLOCK, ())
 
 
-def a_prefix(number: int, blocks: int = 4) -> Prefix:
+def a_prefix(number: int, blocks: int = 4) -> SharedPrefix:
     at = number * 1000
-    return Prefix(MODEL, SPACE, b"r" * 16, pack([(at + one).to_bytes(16, "little") for one in range(1, blocks + 1)]))
+    return SharedPrefix(
+        MODEL, SPACE, b"r" * 16, pack([(at + one).to_bytes(16, "little") for one in range(1, blocks + 1)])
+    )
 
 
-def end_of(prefix: Prefix) -> bytes:
+def end_of(prefix: SharedPrefix) -> bytes:
     return prefix.hashes[-1].tobytes()
 
 

@@ -16,7 +16,7 @@ from kvfleet.placement.actions import Forward
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BookingsShared, WorkerAnswered
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.workers.inflight_blocks import EVENTS_S, LIMIT_S, BlockCounts, Promises
+from kvfleet.placement.workers.inflight_blocks import EVENTS_S, LIMIT_S, BlockCounts, InflightBlocks
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Booked, BookedBatch, Passed
 
@@ -79,7 +79,7 @@ def test_what_was_promised_and_not_found_is_not_held_against_the_worker() -> Non
 def test_promises_end() -> None:
     rig = Rig("w0")
     hashes = rig.hashes(tokens(1, 160))
-    promises = Promises(1024, 4)
+    promises = InflightBlocks(1024, 4)
     promises.make(("t", "kept"), "w0", hashes, 0.0)
     promises.make(("t", "forgotten"), "w0", rig.hashes(tokens(2, 160)), 0.0)
     promises.fulfil(("t", "kept"), "w0", 1.0)
@@ -98,7 +98,7 @@ def test_promises_end() -> None:
 
 def test_a_worker_takes_its_promises_along() -> None:
     rig = Rig("w0")
-    promises = Promises(1024, 2)
+    promises = InflightBlocks(1024, 2)
     for number, worker in enumerate(["w0", "w1", "w2"]):  # one more than there is room for
         promises.make(("t", str(number)), worker, rig.hashes(tokens(number, 160)), 0.0)
     assert len(promises) == 2
@@ -127,7 +127,7 @@ def test_what_two_promises_have_in_common_stays_as_long_as_one_of_them() -> None
     rig = Rig("w0")
     document = tokens(1, 160)
     one, other = rig.hashes(document + tokens(2, 32)), rig.hashes(document + tokens(3, 32))
-    promises = Promises(1024, 4)
+    promises = InflightBlocks(1024, 4)
     promises.make(("t", "one"), "w0", one, 0.0)
     promises.make(("t", "other"), "w0", other, 0.0)
     promises.break_off(("t", "one"))

@@ -8,7 +8,7 @@ from simulate_build import BLOCK, a_job, a_row, a_trace
 
 from kvfleet.placement.simulate.attainable import LruCache, attainable_tokens
 from kvfleet.placement.simulate.trace import Arrival
-from kvfleet.placement.simulate.waiting import Job, Waiting
+from kvfleet.placement.simulate.waiting import SimulatedJob, Waiting
 
 
 class NaiveCache:
@@ -55,7 +55,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["hold", "let go", "wait", "take"]), 
 def test_the_cache_and_what_waits_for_it(paths: list[str], steps: list[tuple[str, int]], blocks: int) -> None:
     known = arrivals(paths)
     cache, naive = LruCache(blocks), NaiveCache(blocks)
-    waiting, jobs = Waiting(cache, BLOCK), list[Job]()
+    waiting, jobs = Waiting(cache, BLOCK), list[SimulatedJob]()
     holding: list[tuple[int, ...]] = []
     told: set[int] = set()  # what somebody knows who only hears what came and what went
     for step, number in steps:

@@ -14,7 +14,7 @@ from kvfleet.placement.simulate.attainable import attainable_by_request, attaina
 from kvfleet.placement.simulate.capacity import busiest_speed, capacity_speed
 from kvfleet.placement.simulate.figures import figures, load_cov, moved_per_change, moves, ttfts
 from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.simulation import Delays, FleetShape, Outcome, Run
+from kvfleet.placement.simulate.simulation import Delays, FleetShape, Outcome, SimulationRun
 from kvfleet.placement.simulate.study import POLICIES, make_study
 from kvfleet.placement.simulate.trace import Trace
 from kvservice import launch
@@ -139,14 +139,14 @@ class TestCapacity:
         assert capacity_speed(trace, 1, SLOW, sum(found)) > 1.5 * busiest
 
 
-def a_run(placed: list[tuple[float, str, str]], changes: list[float]) -> Run:
+def a_run(placed: list[tuple[float, str, str]], changes: list[float]) -> SimulationRun:
     """Requests as (seconds, session, worker)."""
     trace = a_trace(*(a_row(at, [n]) for n, (at, _, _) in enumerate(placed)))
     outcomes = [
         Outcome(replace(arrival, session=session, at_s=at), worker)
         for arrival, (at, session, worker) in zip(trace.arrivals, placed, strict=True)
     ]
-    return Run(outcomes, {}, {}, changes)
+    return SimulationRun(outcomes, {}, {}, changes)
 
 
 class TestMoves:
@@ -179,10 +179,10 @@ class TestMoves:
 
 
 class TestLoad:
-    def a_run(self, *workers: dict[int, float], went: float = 1e9) -> Run:
+    def a_run(self, *workers: dict[int, float], went: float = 1e9) -> SimulationRun:
         names = [f"w{n}" for n in range(len(workers))]
         lives = dict.fromkeys(names, (0.0, 1e9)) | {names[-1]: (0.0, went)}
-        return Run([], dict(zip(names, workers, strict=True)), lives, [])
+        return SimulationRun([], dict(zip(names, workers, strict=True)), lives, [])
 
     def test_variation_is_taken_minute_by_minute(self) -> None:
         assert load_cov(self.a_run({0: 10.0, 1: 30.0}, {0: 30.0, 1: 10.0}), 120.0) == pytest.approx(0.5)

@@ -11,7 +11,7 @@ import pytest
 from placement_build import FLEET_KEY, MODEL, PREFIX, a_record
 from simulate_build import conversations
 
-from kvfleet.placement.actions import Answer, Record
+from kvfleet.placement.actions import Answer, RecordDecision
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
 from kvfleet.placement.index.kv_indexer import KvIndexer
@@ -158,7 +158,7 @@ def record(trace: Trace, path: Path, block_size: int) -> None:
         assert isinstance(answers[0], Answer)
         ended = Milestone("public", ask.request, 0, Passed.ENDED, 1.0, 0, {}, 5)
         for action in core.handle(MilestonesHeard(Milestones("w0", "e1", (ended,))), number):
-            assert isinstance(action, Record)
+            assert isinstance(action, RecordDecision)
             ledger.write(action)
     asyncio.run(ledger.close())
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_build import BLOCK, a_job, a_row, a_trace
 
-from kvfleet.placement.simulate.sim_worker import Progress, SimWorker, Speed
+from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker, Speed
 from kvfleet.placement.simulate.trace import Trace
-from kvfleet.placement.simulate.waiting import Job
+from kvfleet.placement.simulate.waiting import SimulatedJob
 
 SPEED = Speed(prefill_tokens_per_s=1000.0, chunk_tokens=100, decode_base_s=0.02, decode_each_s=0.005, slots=3)
 ENOUGH = 10_000
@@ -23,7 +23,7 @@ class Times:
         self.ended: dict[int, float] = {}
         self.cached: dict[int, int] = {}
 
-    def note(self, progress: Progress, now: float) -> None:
+    def note(self, progress: SimulatedProgress, now: float) -> None:
         for job in progress.started:
             self.cached[job.arrival.number] = job.cached_tokens
         for job in progress.first_token:
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_says_whom_it_leaves_behind_and_how_far_they_were() -
 def test_a_stream_goes_on_after_the_tokens_it_has() -> None:
     (arrival,) = a_trace(a_row(0.0, "a", tokens=500, output=100)).arrivals
     worker, times = SimWorker("w1", SPEED, ENOUGH, BLOCK), Times()
-    worker.submit(Job(arrival, 1, 0.0, generated=90), 0.0)
+    worker.submit(SimulatedJob(arrival, 1, 0.0, generated=90), 0.0)
     while (at := worker.next_at()) is not None:
         times.note(worker.advance(at), at)
     assert times.first[0] == pytest.approx(0.59)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvfleet.vault.store.block_table import bytes_for
-from kvfleet.vault.store.changes import Change, net, tier_events
+from kvfleet.vault.store.changes import StoredChange, net, tier_events
 from kvfleet.vault.store.store import ServedBlocks, VaultStore
 from kvproto.dataplane.block import BlockHeader
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
@@ -44,7 +44,7 @@ SEVERAL = st.lists(CHOICES, min_size=1, max_size=6)
 ROOTS = st.sampled_from([ROOT, OTHER_ROOT])
 
 
-def replay(held: set[bytes], changes: Iterable[Change]) -> None:
+def replay(held: set[bytes], changes: Iterable[StoredChange]) -> None:
     """As a listener does: what is stored was not held, what is removed was."""
     for change in changes:
         assert (change.hash in held) == change.removed
@@ -229,7 +229,7 @@ def test_what_is_told_is_the_net_of_what_happened(steps: list[tuple[int, bool]])
     held, changes = set(before), []
     for number, removed in steps:
         if (names[number] in held) == removed:
-            changes.append(Change(removed, names[number - 1], names[number]))
+            changes.append(StoredChange(removed, names[number - 1], names[number]))
             (held.discard if removed else held.add)(names[number])
     told = set(before)
     events = tier_events(net(changes))

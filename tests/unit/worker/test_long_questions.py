@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet.worker.serve import long_questions
-from kvfleet.worker.serve.long_questions import KEEP_S, MAX_QUESTIONS, LongQuestions
+from kvfleet.worker.serve.long_questions import KEEP_S, MAX_QUESTIONS, LongAdminQuestions
 from kvproto.errors import InvalidRequest, PayloadTooLarge
 from kvproto.messages import AdminCommand, AdminRequest
 
@@ -25,7 +25,7 @@ def asked(before: int, question: str = "q", part: int = 0) -> AdminRequest:
 
 
 def test_a_short_question_brings_its_ids() -> None:
-    questions = LongQuestions()
+    questions = LongAdminQuestions()
     assert questions.ids_of(replace(ASK, ids=(1, 2)), 0.0) == (1, 2)
     assert questions.ids_of(ASK, 0.0) == ()
     assert len(questions) == 0
@@ -33,7 +33,7 @@ def test_a_short_question_brings_its_ids() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple), min_size=1, max_size=6))
 def test_what_came_in_pieces_is_the_whole(pieces: list[tuple[int, ...]]) -> None:
-    questions, ids = LongQuestions(), ()
+    questions, ids = LongAdminQuestions(), ()
     for piece in pieces:
         assert questions.ids_of(told(piece, len(ids)), 0.0) is None
         assert questions.ids_of(told((9,), 0, "another"), 0.0) is None  # in between
@@ -43,14 +43,14 @@ def test_what_came_in_pieces_is_the_whole(pieces: list[tuple[int, ...]]) -> None
         assert questions.ids_of(asked(len(ids), part=part), 0.0) == ids
 
 
-def _without(questions: LongQuestions, name: str) -> LongQuestions:
+def _without(questions: LongAdminQuestions, name: str) -> LongAdminQuestions:
     del questions._kept[name]
     return questions
 
 
 @pytest.mark.parametrize("before", [0, 1, 3, 2**40])
 def test_pieces_that_do_not_follow_are_refused(before: int) -> None:
-    questions = LongQuestions()
+    questions = LongAdminQuestions()
     assert questions.ids_of(told((1, 2), 0), 0.0) is None
     for wrong in (told((3,), before), asked(before)):
         with pytest.raises(InvalidRequest) as error:
@@ -61,7 +61,7 @@ def test_pieces_that_do_not_follow_are_refused(before: int) -> None:
 
 
 def test_it_keeps_few_questions_for_a_while() -> None:
-    questions = LongQuestions()
+    questions = LongAdminQuestions()
     for n in range(MAX_QUESTIONS + 1):
         questions.ids_of(told((n,), 0, f"q{n}"), 0.0)
     assert len(questions) == MAX_QUESTIONS
@@ -76,7 +76,7 @@ def test_it_keeps_few_questions_for_a_while() -> None:
 
 def test_no_question_is_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_questions, "MAX_IDS", 5)
-    questions = LongQuestions()
+    questions = LongAdminQuestions()
     questions.ids_of(told((1, 2, 3), 0), 0.0)
     with pytest.raises(PayloadTooLarge) as error:
         questions.ids_of(told((4, 5, 6), 3), 0.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvfleet.worker.model.sampler import sample
-from kvfleet.worker.model.sampling.changes import Changes, apply
+from kvfleet.worker.model.sampling.changes import LogitChanges, apply
 from kvfleet.worker.schedule.step_plan import Draw, Scored
 from kvproto.errors import EngineFailure, InvalidRequest
 from kvproto.messages import Sampling
@@ -30,7 +30,7 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 def changed(one: Draw) -> list[float]:
     row = logits()
-    apply(row, [Changes.of(one, VOCAB)])
+    apply(row, [LogitChanges.of(one, VOCAB)])
     return row[0].tolist()
 
 

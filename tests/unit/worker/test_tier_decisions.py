@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.tiers.break_even import HANDLING_S, SURE, Offer, Part, cheapest, is_worth_going_on
+from kvfleet.worker.tiers.break_even import HANDLING_S, SURE, Offer, RestoredPart, cheapest, is_worth_going_on
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
 from kvfleet.worker.tiers.speed import LEAST_BYTES, CopySpeed, LinkSpeed
@@ -92,7 +92,7 @@ HOW: dict[str, Any] = {"block_bytes": 1_000_000, "compute_s": lambda start, end:
 
 class TestBreakEven:
     def test_what_is_quicker_is_fetched(self) -> None:
-        assert cheapest(offers(10), 2, **HOW) == [Part(Tier.HOST, 2, 10, pytest.approx(0.008))]
+        assert cheapest(offers(10), 2, **HOW) == [RestoredPart(Tier.HOST, 2, 10, pytest.approx(0.008))]
 
     def test_what_is_slower_is_computed(self) -> None:
         assert cheapest(offers(10, rate=1e8), 2, **HOW) == []

@@ -22,7 +22,7 @@ from kvfleet.worker.model.fused.layer import Buffers, FusedLayer, Rotation
 MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
 
 
-class Chain:
+class LayerChain:
     """Layers of one make and one workspace, in the order of the model: their `Together`. Called from one thread."""
 
     most_tokens = MOST_TOKENS

@@ -24,7 +24,7 @@ from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.fused.chain import Chain
+from kvfleet.worker.model.fused.chain import LayerChain
 from kvfleet.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
 from kvfleet.worker.model.fused.likeness import signature
 from kvfleet.worker.model.fused.trial import TRIALS, same
@@ -110,7 +110,7 @@ class LayerFuser:
                 for alike, several in groupby(container, key=_workspace_of):
                     layers = [layer for layer in several if isinstance(layer, FusedLayer)]
                     if alike is not None and len(layers) > 1:
-                        chain = Chain(layers, self._multiplier.threads)
+                        chain = LayerChain(layers, self._multiplier.threads)
                         for place, layer in enumerate(layers):
                             layer.chain, layer.place = chain, place
 

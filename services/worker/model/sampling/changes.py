@@ -25,7 +25,7 @@ NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class LogitChanges:
     """What one request wants changed: token ids, all of the vocabulary, and by how much. `seen` may repeat ids."""
 
     seen: Ints  # in prompt or output
@@ -37,7 +37,7 @@ class Changes:
     banned: Ints
 
     @classmethod
-    def of(cls, draw: Draw, vocab: int) -> Changes:
+    def of(cls, draw: Draw, vocab: int) -> LogitChanges:
         """Raises InvalidRequest that names the field."""
         asked = draw.sampling
         output = _ids(draw.output_ids, vocab, "output_ids")
@@ -66,7 +66,7 @@ def wants_changes(draw: Draw) -> bool:
     return bool(asked.repetition_penalty != 1 or _counts(draw) or asked.logit_bias or draw.banned)
 
 
-def apply(logits: Tensor, changes: Sequence[Changes]) -> None:
+def apply(logits: Tensor, changes: Sequence[LogitChanges]) -> None:
     """Change `logits` `[rows, vocab]` float32 in place."""
     _change(logits, [one.seen for one in changes], [one.repetition_penalty for one in changes], _penalise)
     _change(logits, [one.generated for one in changes], [one.lowered for one in changes], torch.sub)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcpu.sampling import sampling_call as c
 from kvcpu.vector import team
-from kvcpu.vector.compiled import Entry, entry
+from kvcpu.vector.compiled import CompiledEntry, entry
 from kvfleet.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
 
 KERNELS = "kvcpu.sampling.sampling_kernels"
@@ -59,7 +59,9 @@ def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], 
     return masses, best
 
 
-def _run(function: Entry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[Any]], count: int = 0) -> None:
+def _run(
+    function: CompiledEntry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[Any]], count: int = 0
+) -> None:
     """`arrays` by their field of the call block; each must be contiguous."""
     block = np.zeros(c.FIELDS, np.int64)
     block[c.SELF], block[c.COUNT] = block.ctypes.data, count
