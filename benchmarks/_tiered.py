@@ -106,7 +106,7 @@ class TieredOurs(Ours):
     def turn(self) -> StepResult | None:
         """What the engine's thread does in one round: tend to the tiers, then a step, or a rest."""
         self.woken.clear()
-        self.engine.tend()
+        self.engine.maintain()
         if not self.engine.has_work:
             self.woken.wait(self.engine.due_in if self.engine.due_in is not None else 0.01)
             return None
@@ -158,4 +158,4 @@ class TieredOurs(Ours):
             pool = pools[tier]
             if pool is not None:
                 pool.release(pool.allocate(pool.available))
-        self.engine.tend()
+        self.engine.maintain()

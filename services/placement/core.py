@@ -111,13 +111,13 @@ class PlacementCore:
         max_wait_s: float | None = None,
         max_producer_priority: int = 0,
         phantoms: PhantomLimits = PhantomLimits(),
-        neighbours: RegionSummaries | None = None,
+        region_summaries: RegionSummaries | None = None,
         rules: Rules | None = None,
         models: Iterable[str] = (),
         by_ordinal: bool = False,
     ) -> None:
         self.placement = placement
-        self.neighbours = neighbours or RegionSummaries()
+        self.region_summaries = region_summaries or RegionSummaries()
         self.undrained_total = 0  # workers that left without having drained
         self._shares = shares
         self.workloads = Workloads()
@@ -125,28 +125,28 @@ class PlacementCore:
         self.vaults: dict[str, str] = {}  # living ones: id -> epoch
         self.bookings = Bookings(self.workloads, limits=phantoms)
         self.indexer = indexer or KvIndexer()
-        self.promises = InflightBlocks(max_workers=max(MAX_WORKERS, self.indexer.max_workers))
+        self.inflight = InflightBlocks(max_workers=max(MAX_WORKERS, self.indexer.max_workers))
         self.feedback = Feedback()
         self.metrics = MetricsAggregator(self.bookings.requests_at)
         self.ledger = Ledger(kept_in_all=kept_in_all(self.indexer.max_workers), keeps_hashes=keeps_hashes)
         self.repeats = Repeats()
         self.accounts = Accounts(
-            placement, self.fleet, self.bookings, self.promises, self.feedback, self.ledger, self.repeats
+            placement, self.fleet, self.bookings, self.inflight, self.feedback, self.ledger, self.repeats
         )
         self.decider = Decider(
             placement,
             self.fleet,
             self.bookings,
             self.indexer,
-            self.promises,
+            self.inflight,
             prompts,
             self.ledger,
             unix_ms,
             policies or build_policies(chance),
             policy,
-            self.neighbours,
+            self.region_summaries,
         )
-        self.abroad = BetweenRegions(self.neighbours, self.decider, placement)
+        self.abroad = BetweenRegions(self.region_summaries, self.decider, placement)
         self.autoscaler = Autoscaler(self.fleet, rules, models, by_ordinal=by_ordinal)
         self.decider.leaving = self.autoscaler.leaving
         self.forwarding = Forwarding(
@@ -170,7 +170,7 @@ class PlacementCore:
                 self.repeats.place((one.tenant, one.request), worker.id, worker.epoch, one.attempt, now)
         refused = self.decider.take_refused()
         self.autoscaler.refuse(refused, now)
-        abroad = self.neighbours.take_new()
+        abroad = self.region_summaries.take_new()
         if (booked or refused or abroad) and self._shares:
             actions.append(ShareBookings(booked, refused, abroad))
         return actions
@@ -183,7 +183,7 @@ class PlacementCore:
                 passed_on = None if event.abroad else self._pass_on(event, now)
                 return [passed_on] if passed_on is not None else self.forwarding.ask(event, now)
             case RegionHeard(summary):
-                self.neighbours.hear(summary, now)
+                self.region_summaries.hear(summary, now)
                 return []
             case WorkerAnswered(frame, reader):
                 return self.forwarding.on_frame(reader or frame.request, frame, now)
@@ -202,7 +202,7 @@ class PlacementCore:
                 self.forwarding.watching.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
-                        self.promises.break_off(key)
+                        self.inflight.break_off(key)
                     self.indexer.on_heartbeat(beat, now)
                     self.metrics.on_heartbeat(beat, now)
                     self.autoscaler.hear(beat, now)
@@ -214,7 +214,7 @@ class PlacementCore:
                 if batch.placement != self.placement:
                     self.autoscaler.refuse(batch.refused, now)
                     for one in batch.abroad:
-                        self.neighbours.learn(one, now)
+                        self.region_summaries.learn(one, now)
                 return []
             case SnapshotHeard(worker, part, pull):
                 self.indexer.on_snapshot(worker, part, now, pull)
@@ -271,10 +271,10 @@ class PlacementCore:
         self.fleet.build_rings()
         self.autoscaler.tick(now)
         for key in self.bookings.expire(now):
-            self.promises.break_off(key)
-        self.promises.tick(now)
+            self.inflight.break_off(key)
+        self.inflight.tick(now)
         self.repeats.tick(now)
-        self.neighbours.tick(now)
+        self.region_summaries.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self.accounts.trust(worker, credit)
         return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now, deaf=deaf)]
@@ -286,7 +286,7 @@ class PlacementCore:
     def _forget(self, worker: str) -> None:
         """What a former life of the worker was given, and what was thought of it."""
         self.bookings.drop_worker(worker)
-        self.promises.drop_worker(worker)
+        self.inflight.drop_worker(worker)
         self.repeats.drop_worker(worker)
         self.feedback.forget(worker)
         self.metrics.leave(worker)
@@ -400,10 +400,10 @@ class PlacementCore:
         self.fleet.check_integrity()
         self.workloads.check_integrity()
         self.bookings.check_integrity()
-        self.promises.check_integrity()
+        self.inflight.check_integrity()
         self.repeats.check_integrity()
         self.ledger.check_integrity()
         self.forwarding.check_integrity()
         self.decider.heat.check_integrity()
-        self.neighbours.check_integrity()
+        self.region_summaries.check_integrity()
         assert not self.vaults.keys() & self.fleet.workers.keys()

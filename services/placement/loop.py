@@ -125,34 +125,34 @@ class PlacementLoop:
             max_wait_s=max_wait_s,
             max_producer_priority=max_producer_priority,
             phantoms=phantoms,
-            neighbours=RegionSummaries(subjects.region, spill_s),
+            region_summaries=RegionSummaries(subjects.region, spill_s),
             rules=rules,
             models=models,
             by_ordinal=by_ordinal,
         )
-        self.hearing = Subscriptions(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
+        self.subscriptions = Subscriptions(connection, subjects, self.inbox_prefix, self._tell, self._guarded, system)
         self.long_questions = LongQuestions(connection, self.core, self._spawn)
         self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
         self.ignored_total = 0  # without an inbox to answer to
         self.internal_errors_total = 0
         self._unsent_total = 0  # of answers that need no decision
         self.regions = RegionDesk(
-            record.id, connection, subjects, self.core, self.hearing.members, self._tell, fleet_key
+            record.id, connection, subjects, self.core, self.subscriptions.members, self._tell, fleet_key
         )
-        self.courier = Executor(
+        self.executor = Executor(
             record.id,
             connection,
             subjects,
-            self.hearing,
+            self.subscriptions,
             self._handle,
             self._spawn,
             ledger_file,
             self.regions.with_addresses,
         )
         self.traces = DecisionTraces(tracer, self.core.ledger)
-        self.courier.offered = self.traces.offered
+        self.executor.offered = self.traces.offered
         self.desk = PlaceDesk(
-            self._decide, self.courier.carry_out, self._guarded, self._spawn, fleet_key or b"", max_producer_priority
+            self._decide, self.executor.carry_out, self._guarded, self._spawn, fleet_key or b"", max_producer_priority
         )
         self._connection = connection
         self._subjects = subjects
@@ -165,24 +165,24 @@ class PlacementLoop:
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._alarm = StallTimer(self._tick)
+        self._stall_timer = StallTimer(self._tick)
         self._stopped = False
 
     # ------------------------------------------------------------------ what can be seen from outside
 
     @property
     def members(self) -> Members:
-        return self.hearing.members
+        return self.subscriptions.members
 
     @property
     def unsent_total(self) -> int:
         """What NATS did not take from us."""
-        return self._unsent_total + self.courier.unsent_total
+        return self._unsent_total + self.executor.unsent_total
 
     @property
     def malformed_total(self) -> int:
         """Messages refused, or dropped, because the bytes or a field were wrong."""
-        others = self.hearing.malformed_total + self.desk.refused_total + self.long_questions.refused_total
+        others = self.subscriptions.malformed_total + self.desk.refused_total + self.long_questions.refused_total
         return self.refused_total + others
 
     @property
@@ -226,12 +226,12 @@ class PlacementLoop:
         read = self._read_generate(message, message.reply)
         if isinstance(read, Fail):
             self.refused_total += 1
-            await self.courier.carry_out([read])
+            await self.executor.carry_out([read])
             return
         actions = self.traces.forward(read, message.headers, self._handle)
         if log.isEnabledFor(logging.DEBUG):
             say_placed(read.request, actions)
-        await self.courier.carry_out(actions)
+        await self.executor.carry_out(actions)
 
     def _read_generate(self, message: Message, inbox: str) -> GenerateAsked | Fail:
         return intake.read_generate(
@@ -259,7 +259,7 @@ class PlacementLoop:
         )
         refused = any(isinstance(action, Fail) and action.inbox == inbox for action in actions)
         await self._connection.publish(message.reply, REFUSED if refused else TAKEN)
-        await self.courier.carry_out(
+        await self.executor.carry_out(
             action for action in actions if not (isinstance(action, Fail) and action.inbox == inbox)
         )
 
@@ -270,7 +270,7 @@ class PlacementLoop:
         key, _, attempt = message.subject.removeprefix(own).partition(".")
         if is_no_responders(message):
             if _is_attempt(attempt):
-                await self.courier.carry_out(self._handle(NobodyListens(key, int(attempt))))
+                await self.executor.carry_out(self._handle(NobodyListens(key, int(attempt))))
             return
         try:
             frames = intake.read_answer(message.data)
@@ -281,7 +281,7 @@ class PlacementLoop:
             return
         for frame in frames:
             if frame.request == key.partition("~")[0]:
-                await self.courier.carry_out(self._handle(WorkerAnswered(frame, key)))
+                await self.executor.carry_out(self._handle(WorkerAnswered(frame, key)))
 
     # ------------------------------------------------------------------ what others let go of
 
@@ -298,7 +298,7 @@ class PlacementLoop:
             self.refused_total += 1
             log.warning("placement: a message on %s is refused: %s", message.subject, error)
             return
-        await self.courier.carry_out(self._handle(event))
+        await self.executor.carry_out(self._handle(event))
 
     # ------------------------------------------------------------------ what the core decides
 
@@ -309,7 +309,7 @@ class PlacementLoop:
         if self._stopped:
             return []
         actions = self.core.handle(event, self._now())
-        self._alarm.set(self.core.wake_at())
+        self._stall_timer.set(self.core.wake_at())
         return actions
 
     def _tell(self, event: Event) -> None:
@@ -330,7 +330,7 @@ class PlacementLoop:
         if ask.newest:
             self.long_questions.on_newest(ask, message.reply)
             return
-        await self.courier.carry_out(self._handle(ExplainAsked(message.reply, ask.request, ask.tenant)))
+        await self.executor.carry_out(self._handle(ExplainAsked(message.reply, ask.request, ask.tenant)))
 
     async def _on_stats(self, message: Message) -> None:
         if not intake.is_inbox(message.reply):
@@ -361,7 +361,7 @@ class PlacementLoop:
         await asyncio.to_thread(warm_up)  # seconds on a machine's first time: not in the first request
         subscribe, subjects = self._connection.subscribe, self._subjects
         self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(self._on_answer)))
-        await self.hearing.start()
+        await self.subscriptions.start()
         self._tell(Tick())
         self._deciding = asyncio.create_task(self.desk.run())
         self._deciding.add_done_callback(self._finished)
@@ -415,23 +415,23 @@ class PlacementLoop:
         while self._deciding is not None and self.desk.waiting and not self._deciding.done():
             await asyncio.sleep(0)
         until = self._now() + grace_s
-        while (self.in_flight or self.courier.passing) and self._now() < until:
+        while (self.in_flight or self.executor.passing) and self._now() < until:
             await asyncio.sleep(0.02)
         self._stopped = True  # what comes from here on is for whoever goes on
         forwarding = self.core.forwarding
-        await self.courier.carry_out(forwarding.leave(self._now()))
-        await self.courier.hand_on(forwarding.watching.watches())
-        self._alarm.stop()
+        await self.executor.carry_out(forwarding.leave(self._now()))
+        await self.executor.hand_on(forwarding.watching.watches())
+        self._stall_timer.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)
-        await self.hearing.stop()
+        await self.subscriptions.stop()
         await end([*self._tasks, *([self._deciding] if self._deciding is not None else [])])
 
     # ------------------------------------------------------------------ tasks
 
     def _do_soon(self, actions: list[Action]) -> None:
         if actions:
-            self._spawn(self.courier.carry_out(actions))
+            self._spawn(self.executor.carry_out(actions))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

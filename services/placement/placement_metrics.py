@@ -133,7 +133,7 @@ def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
         Reading(
             "kvfleet_placement_promised_requests",
             "requests whose blocks are expected where they were placed",
-            lambda: len(core.promises),
+            lambda: len(core.inflight),
         ),
         Reading("kvfleet_placement_ledger_decisions", "decisions that can be explained", lambda: len(core.ledger)),
         Reading(
@@ -174,28 +174,28 @@ def _of_hits(core: PlacementCore) -> list[Reading]:
 
 
 def _of_regions(core: PlacementCore) -> list[Reading]:
-    neighbours = core.neighbours
+    region_summaries = core.region_summaries
     return [
         Reading(
             "kvfleet_placement_referred_requests_total",
             "requests that were told to ask another region",
-            lambda: neighbours.referred_total,
+            lambda: region_summaries.referred_total,
         ),
         Reading(
             "kvfleet_placement_hinted_requests_total",
             "requests that were told of a region that may have more of their prompt",
-            lambda: neighbours.hinted_total,
+            lambda: region_summaries.hinted_total,
         ),
         Reading(
             "kvfleet_placement_known_regions",
             "other regions that can be counted on",
-            lambda: neighbours.regions.fresh_count,
+            lambda: region_summaries.regions.fresh_count,
         ),
     ]
 
 
 def _of_the_index(loop: PlacementLoop) -> list[Reading]:
-    core, hearing = loop.core, loop.hearing
+    core, subscriptions = loop.core, loop.subscriptions
     indexer = core.indexer
     index = indexer.index
     return [
@@ -221,12 +221,12 @@ def _of_the_index(loop: PlacementLoop) -> list[Reading]:
         Reading(
             "kvfleet_placement_pulled_snapshots_total",
             "snapshots asked of workers and vaults",
-            lambda: hearing.snapshots_asked_total,
+            lambda: subscriptions.snapshots_asked_total,
         ),
         Reading(
             "kvfleet_placement_malformed_events_total",
             "block events that were unreadable",
-            lambda: hearing.malformed_events_total + indexer.malformed_total,
+            lambda: subscriptions.malformed_events_total + indexer.malformed_total,
         ),
         Reading(
             "kvfleet_placement_unknown_events_total",

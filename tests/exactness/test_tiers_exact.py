@@ -79,7 +79,7 @@ class TieredRig(Rig):
 
     def run(self) -> None:
         while self.engine.has_work or self.tiers.waiting:
-            self.engine.tend()
+            self.engine.maintain()
             if self.engine.has_work:
                 self.step()
             time.sleep(0.0005)
@@ -93,7 +93,7 @@ class TieredRig(Rig):
     def settle(self) -> None:
         offloader = self.tiers.offloader
         while offloader is not None and (offloader.has_work or offloader.held_on_host()):
-            self.engine.tend()
+            self.engine.maintain()
             time.sleep(0.0005)
 
     def until_known(self, tier: Tier) -> None:

@@ -116,34 +116,34 @@ class Placement:
         self.now = 0.0
         self.numbers = itertools.count(1)
         connection: Any = SimpleNamespace(on_disconnect=[], on_reconnect=[], is_connected=True)
-        self.hearing = Subscriptions(connection, SUBJECTS, "_plc.p1", self.tell, lambda callback: callback, None)
+        self.subscriptions = Subscriptions(connection, SUBJECTS, "_plc.p1", self.tell, lambda callback: callback, None)
         self.refused = 0
-        members = self.hearing.members
+        members = self.subscriptions.members
         members._tell = self._tell  # type: ignore[method-assign]
 
     def _tell(self, change: Change | None, worker: str) -> None:
         """As `Members` does, but for what it does with a listener that fails."""
-        view = self.hearing.members.view.workers.get(worker)
+        view = self.subscriptions.members.view.workers.get(worker)
         if change is not None and view is not None:
-            self.hearing._on_worker(change, view)
+            self.subscriptions._on_worker(change, view)
 
     def tell(self, event: Event) -> None:
         self.core.handle(event, self.now)
 
     async def hear(self, what: str, who: str, data: bytes | None) -> None:
-        hearing, number = self.hearing, next(self.numbers)
+        subscriptions, number = self.subscriptions, next(self.numbers)
         if what in ("record", "member"):
             role = "worker" if what == "record" else "vault"
-            hearing.members._apply(Entry(f"{role}.{who}", data, number, expired=number % 2 == 0))
+            subscriptions.members._apply(Entry(f"{role}.{who}", data, number, expired=number % 2 == 0))
             return
         assert data is not None
         ways = {
-            "beat": (SUBJECTS.heartbeat(who), hearing.members._heartbeat),
-            "events": (SUBJECTS.events(who), hearing._on_events),
-            "snapshot": (f"_plc.p1.s.{who}.{number}", hearing._on_snapshot),
-            "milestones": (SUBJECTS.milestones(who), hearing._on_milestones),
-            "bookings": (SUBJECTS.placement_bookings(), hearing._on_bookings),
-            "disconnect": ("$SYS.ACCOUNT.A.DISCONNECT", hearing._on_disconnect),
+            "beat": (SUBJECTS.heartbeat(who), subscriptions.members._heartbeat),
+            "events": (SUBJECTS.events(who), subscriptions._on_events),
+            "snapshot": (f"_plc.p1.s.{who}.{number}", subscriptions._on_snapshot),
+            "milestones": (SUBJECTS.milestones(who), subscriptions._on_milestones),
+            "bookings": (SUBJECTS.placement_bookings(), subscriptions._on_bookings),
+            "disconnect": ("$SYS.ACCOUNT.A.DISCONNECT", subscriptions._on_disconnect),
         }
         subject, read = ways[what]
         message: Any = SimpleNamespace(subject=subject, data=data, reply="", headers=None)
@@ -190,7 +190,7 @@ def test_placement_goes_on_whatever_it_hears(happened: list[tuple[Sent, float]])
             else:
                 await placement.hear(what, who, data)
             placement.core.check_integrity()
-            for worker in placement.hearing.members.view.sweep(placement.now):
+            for worker in placement.subscriptions.members.view.sweep(placement.now):
                 assert worker
         placement.now += 1e6
         placement.tell(Tick())

@@ -138,7 +138,7 @@ class LocalAutoscaler:
             known = self._workers.get(worker.name)
             return known is not None and known.draining
 
-    def tend(self, workers: list[Child]) -> None:
+    def maintain(self, workers: list[Child]) -> None:
         """Starts what is wanted, and forgets whoever is gone. Changes `workers`."""
         for gone in [child for child in workers if child.given_up]:
             workers.remove(gone)

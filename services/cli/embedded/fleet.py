@@ -65,7 +65,7 @@ class EmbeddedFleet:
                     if autoscaler is not None and child in self.workers:
                         forget(child)
             if autoscaler is not None:
-                autoscaler.tend(self.workers)
+                autoscaler.maintain(self.workers)
             if all(worker.given_up for worker in self.workers):
                 raise FleetEnded("no worker is left")
 

@@ -26,7 +26,7 @@ class Accounts:
         placement: str,
         fleet: Fleet,
         bookings: Bookings,
-        promises: InflightBlocks,
+        inflight: InflightBlocks,
         feedback: Feedback,
         ledger: Ledger,
         repeats: Repeats,
@@ -34,7 +34,7 @@ class Accounts:
         self._placement = placement
         self._fleet = fleet
         self._bookings = bookings
-        self._promises = promises
+        self._inflight = inflight
         self._feedback = feedback
         self._ledger = ledger
         self._repeats = repeats
@@ -68,12 +68,12 @@ class Accounts:
                 self._bookings.start(key, worker, one.attempt, feed, now)
             case Passed.FIRST_TOKEN:
                 self._bookings.prefill(key, worker, one.attempt)
-                self._promises.fulfil(key, worker, now)
+                self._inflight.fulfil(key, worker, now)
             case Passed.ENDED:
                 self._bookings.end(key, worker, one.attempt, now)
                 if one.code is None:
                     self._fleet.workloads.generated(self._fleet.workers[worker].column, one.output_tokens)
-                self._promises.fulfil(key, worker, now)
+                self._inflight.fulfil(key, worker, now)
 
     def book(self, batch: BookedBatch, now: float) -> None:
         """What other replicas placed."""
@@ -90,14 +90,14 @@ class Accounts:
                 self._repeats.place(key, worker.id, worker.epoch, one.attempt, now)
                 whole = len(one.hashes) // HASH_BYTES * HASH_BYTES
                 if self._bookings.is_to_come(key):  # else the worker's word of its blocks was here before
-                    self._promises.make(key, worker.id, unpack(one.hashes[:whole]), now)
+                    self._inflight.make(key, worker.id, unpack(one.hashes[:whole]), now)
 
     def give_up(self, key: tuple[str, str], attempt: int, failed: bool) -> None:
         """A bare producer's attempt is over, in whatever way: each of them may say so. `failed`: nobody has it."""
         if failed:
             self._repeats.give_up(key, attempt)
         if self._bookings.release(key, attempt=attempt):
-            self._promises.break_off(key)
+            self._inflight.break_off(key)
 
     def trust(self, worker: str, credit: float) -> None:
         known = self._fleet.workers.get(worker)

@@ -16,28 +16,28 @@ CANNOT_SERVE = (NoWorkers, Overloaded, ModelNotFound)
 class BetweenRegions:
     """Owned by the core; keeps nothing of its own."""
 
-    def __init__(self, neighbours: RegionSummaries, decider: Decider, placement: str) -> None:
-        self._neighbours = neighbours
+    def __init__(self, region_summaries: RegionSummaries, decider: Decider, placement: str) -> None:
+        self._region_summaries = region_summaries
         self._decider = decider
         self._placement = placement
 
     def refer(self, tenant: str, ask: PlaceRequest, now: float, *, refused: bool = False) -> Placement | None:
         """The region that should have the request, and who here has blocks for it; None: it stays. `refused`: nobody
         here may take it."""
-        if not self._neighbours.own or ask.policy == DIRECT or ask.worker:
+        if not self._region_summaries.own or ask.policy == DIRECT or ask.worker:
             return None
         wait_s = None if refused else self._decider.least_wait_s(ask, now)
         if wait_s is None and not refused:
             return None  # the decision says why nobody can
         if ask.excluded_regions:
-            self._neighbours.refused(self._decider.holder(tenant, ask)[2])
-        region = self._neighbours.refer(ask.model, wait_s, ask.excluded_regions, now)
+            self._region_summaries.refused(self._decider.holder(tenant, ask)[2])
+        region = self._region_summaries.refer(ask.model, wait_s, ask.excluded_regions, now)
         if region is None:
             return None
         if not refused:  # else it is counted already
             self._decider.note_referred(tenant, ask, now)
         source, tokens, hashes = self._decider.holder(tenant, ask)
-        self._neighbours.trace(hashes, region, now)
+        self._region_summaries.trace(hashes, region, now)
         here = f"{wait_s:.1f} s to wait here" if wait_s is not None else "nobody here can take it"
         return Placement(
             ask.request, "", ask.attempt, why=here, placement=self._placement, region=region,
@@ -52,13 +52,13 @@ class BetweenRegions:
 
     def region_for(self, event: GenerateAsked, model: str, max_wait_s: float | None, now: float) -> str | None:
         """Where a bare producer's request should go, if not to a worker here."""
-        if not self._neighbours.own:
+        if not self._region_summaries.own:
             return None
         ask = event.ask
         asked = PlaceRequest(event.request, model, ask.prompt_ids, ask.prompt, priority=min(ask.priority, 0))
         wait_s = self._decider.least_wait_s(asked, now)
         late = wait_s is not None and max_wait_s is not None and wait_s > limit_of(max_wait_s, asked.priority)
-        region = self._neighbours.refer(model, None if late else wait_s, (), now)
+        region = self._region_summaries.refer(model, None if late else wait_s, (), now)
         if region is not None:
             self._decider.note_referred(event.tenant, asked, now)
         return region

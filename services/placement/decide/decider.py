@@ -55,13 +55,13 @@ class Decider:
         fleet: Fleet,
         bookings: Bookings,
         indexer: KvIndexer,
-        promises: InflightBlocks,
+        inflight: InflightBlocks,
         prompts: PromptHasher,
         ledger: Ledger,
         unix_ms: Callable[[], int],
         policies: Mapping[str, Policy],
         default: str,
-        neighbours: RegionSummaries,
+        region_summaries: RegionSummaries,
     ) -> None:
         self.default = default
         self.decisions_total = 0
@@ -71,7 +71,7 @@ class Decider:
         self._fleet = fleet
         self._bookings = bookings
         self._indexer = indexer
-        self._promises = promises
+        self._inflight = inflight
         self._prompts = prompts
         self._ledger = ledger
         self._unix_ms = unix_ms
@@ -81,7 +81,7 @@ class Decider:
         self.turned_away = TurnedAway()
         self.leaving: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
         self._booked: list[Booked] = []
-        self._neighbours = neighbours
+        self._region_summaries = region_summaries
         self._refused = RecentRefusals()
         self._policy(default)
 
@@ -215,7 +215,7 @@ class Decider:
             placement=self._placement,
             source=source,
             source_tokens=source_tokens,
-            elsewhere=self._neighbours.elsewhere(
+            elsewhere=self._region_summaries.elsewhere(
                 matched.hashes, matched.block_size, sum(hit.values()), worker.rates.prefill_tokens_per_s
             ),
         )
@@ -228,11 +228,11 @@ class Decider:
         for over in self._bookings.book(
             key, ask.attempt, worker.id, worker.column, feed, now, priority=ask.priority, silent_s=silent_s
         ):
-            self._promises.break_off(over)
+            self._inflight.break_off(over)
         silent_ms = None if ask.deadline_ms is None else round(silent_s * 1000)
         first = hashes[:SHARED_BLOCKS].tobytes()
         self._booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority, silent_ms, first))
-        self._promises.make(key, worker.id, hashes, now)
+        self._inflight.make(key, worker.id, hashes, now)
         self._ledger.note(
             LedgerEntry(
                 tenant=tenant,
@@ -273,7 +273,7 @@ class Decider:
             )
             found, expected = here
             fill(depths, space.groups, credit, pooled, size, most, found, expected)
-            coming = self._promises.depths(hashes, space.names)
+            coming = self._inflight.depths(hashes, space.names)
             if coming is not None:
                 np.maximum(expected, np.minimum(coming[: len(space.numbers)] * size, most), out=expected)
             if not alone:

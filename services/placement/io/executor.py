@@ -78,7 +78,7 @@ class Executor:
         placement: str,
         connection: Connection,
         subjects: Subjects,
-        hearing: Subscriptions,
+        subscriptions: Subscriptions,
         handle: Callable[[Event], list[Action]],
         spawn: Spawn,
         ledger_file: LedgerFile | None,
@@ -89,12 +89,12 @@ class Executor:
         self._placement = placement
         self._connection = connection
         self._subjects = subjects
-        self._hearing = hearing
+        self._heard_on = subscriptions
         self._handle = handle
         self._spawn = spawn
         self._ledger_file = ledger_file
         self._with_addresses = with_addresses
-        self._pinger = Pinger(connection, subjects, hearing.members.view)
+        self._pinger = Pinger(connection, subjects, subscriptions.members.view)
         self._booked: deque[Booked] = deque(maxlen=MAX_SHARED)  # to be shared
         self._refused: deque[Refused] = deque(maxlen=MAX_SHARED)
         self._abroad: deque[WentAbroad] = deque(maxlen=MAX_SHARED)
@@ -134,7 +134,7 @@ class Executor:
                     case ShareBookings(booked, refused, abroad):
                         self._share(booked, refused, abroad)
                     case PullSnapshot(worker, _, pull):
-                        await self._hearing.pull(worker, pull)
+                        await self._heard_on.pull(worker, pull)
                     case Explain(reply, decisions):
                         await publish(reply, codec.encode(Explanation(self._placement, decisions)))
                     case RecordDecision():
@@ -155,7 +155,7 @@ class Executor:
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
         """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
-        view = self._hearing.members.view.workers.get(worker)
+        view = self._heard_on.members.view.workers.get(worker)
         try:
             version = codec.common_version(view.record.versions if view else ())
         except VersionMismatch as error:
@@ -173,7 +173,7 @@ class Executor:
 
     async def _drop(self, worker: str) -> None:
         try:
-            await self._hearing.members.drop(worker)
+            await self._heard_on.members.drop(worker)
         except KvfleetError as error:
             log.warning("placement: record of worker %s not deleted: %s", worker, error)
 
@@ -181,7 +181,7 @@ class Executor:
 
     def has_others(self) -> bool:
         own = self._placement
-        return any(role is Role.PLACEMENT and member != own for role, member in self._hearing.members.view.members)
+        return any(role is Role.PLACEMENT and member != own for role, member in self._heard_on.members.view.members)
 
     def _share(self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], abroad: tuple[WentAbroad, ...]) -> None:
         """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so

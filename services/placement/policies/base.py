@@ -44,7 +44,7 @@ class Question:
         return held
 
     @property
-    def parting(self) -> str:
+    def demand_keeper(self) -> str:
         """Another place on the ring: the session's, else that of the first block that nobody has, or of the last one:
         where prompts part ways."""
         if self.ask.session or not len(self.hashes):

@@ -68,7 +68,7 @@ class Cost:
         number, near = cheapest(priced, question.held, question.prompt_tokens, keeps, NEAR_S, NEAR, equals)
         if near > 1:
             names = {question.candidates[equal].id: equal for equal in equals[:near].tolist()}
-            number = next(names[name] for name in question.ring.walk(question.parting) if name in names)
+            number = next(names[name] for name in question.ring.walk(question.demand_keeper) if name in names)
         return Choice(question.candidates[number].id, _why(question, priced, number, near), priced)
 
 

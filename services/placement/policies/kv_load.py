@@ -23,6 +23,6 @@ class KvLoad:
         load = np.maximum(question.loads.slot_usage, question.loads.cache_usage)
         score = match - load
         best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}
-        worker = next(name for name in question.ring.walk(question.parting) if name in best)
+        worker = next(name for name in question.ring.walk(question.demand_keeper) if name in best)
         number = best[worker]
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")

@@ -216,15 +216,15 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting or self._outputs)
 
-    def tend(self) -> StepResult | None:
+    def maintain(self) -> StepResult | None:
         """What tiers have to do between steps, also when there is no step to run. Returns what changed in them."""
         if self.tiers is None:
             return None
-        for sequence in self.tiers.tend():
+        for sequence in self.tiers.maintain():
             self.scheduler.requeue(sequence)
         if self.tiers.protector is not None:
             rate = self._rates.prefill_tokens_per_s
-            self.tiers.protector.tend(self._clock(), self._sequences.values(), rate)
+            self.tiers.protector.maintain(self._clock(), self._sequences.values(), rate)
         device, below = self.pool.take_changes(), self.tiers.take_changes()
         if not (below or device.stored or device.removed):
             return None

@@ -166,7 +166,7 @@ class EngineThread:
             while not self._stopping:
                 self._wake.clear()
                 self._obey()
-                tended = self._engine.tend()
+                tended = self._engine.maintain()
                 if tended is not None:
                     self._hand_over(tended)
                 if self._engine.has_work:

@@ -18,9 +18,9 @@ from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.network.peers import Meet
 from kvfleet.worker.serve.admin import AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.serve.demand_keeper import DemandKeeper
 from kvfleet.worker.serve.hand_over import HandOver
 from kvfleet.worker.serve.kv_publisher import KvPublisher
-from kvfleet.worker.serve.parting import DemandKeeper
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.request_intake import WorkerLimits
 from kvfleet.worker.streams.frames import FrameBook
@@ -136,7 +136,7 @@ class WorkerLoop:
             has_successor,
         )
         self.requests.on_let_go = self.hand_over.let_go
-        self.parting = DemandKeeper(connection, subjects, engine, self.record, has_successor)
+        self.demand_keeper = DemandKeeper(connection, subjects, engine, self.record, has_successor)
 
     # ------------------------------------------------------------------ life
 
@@ -210,7 +210,7 @@ class WorkerLoop:
         until = asyncio.get_running_loop().time() + self._limits.drain_s
         self.begin_drain()
         await self.hand_over.run(self._limits.drain_s)
-        await self.parting.run(until - asyncio.get_running_loop().time())
+        await self.demand_keeper.run(until - asyncio.get_running_loop().time())
         self._broadcast.flush()
         await self.outbox.drain()
 
@@ -266,7 +266,7 @@ class WorkerLoop:
             await self._publish_heartbeat()
             now = asyncio.get_running_loop().time()
             self._end_overdue(now)
-            self.requests.tend_readers(now)
+            self.requests.maintain_readers(now)
             self.frames.sweep(now)
             self._broadcast.wake()  # for those that ended, and for what waited for NATS
             await asyncio.sleep(HEARTBEAT_PERIOD_S)

@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.network.chain_lookup import ChainLookup, Hashed
 from kvfleet.worker.network.peers import Meet
-from kvfleet.worker.network.prospector import ChainLookup, Hashed
 from kvfleet.worker.schedule.giving_way import Attempt, Departures
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.request_intake import (
@@ -101,7 +101,7 @@ class RequestDesk:
         self._limits = limits
         self._state = state
         self._spawn = spawn
-        self._prospector = ChainLookup(remote, engine, record.block_size, limits.fleet_key)
+        self._chain_lookup = ChainLookup(remote, engine, record.block_size, limits.fleet_key)
         self._departures = Departures()
         self._preparing: set[Aside] = set()
         self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
@@ -157,8 +157,8 @@ class RequestDesk:
             ids = request.prompt_ids or tuple(await on_thread(self._encode_prompt, request.prompt or ""))
             root = self._roots.of(tenant, ids)
             hashed = (
-                await on_thread(self._prospector.hash, request, root, ids)
-                if self._prospector.would_look(request, len(ids) + _generated(request))
+                await on_thread(self._chain_lookup.hash, request, root, ids)
+                if self._chain_lookup.would_look(request, len(ids) + _generated(request))
                 else {}
             )
             if key in self._preparing:  # else it was cancelled meanwhile
@@ -236,7 +236,7 @@ class RequestDesk:
             root=root,
             tenant=tenant,
             deadline=None if remaining is None else time.monotonic() + remaining,
-            prospect=self._prospector.of(
+            prospect=self._chain_lookup.of(
                 request, root, ids, hashed, trace.span.traceparent if trace is not None else ""
             ),
             trace=None if trace is None else trace.sequence,
@@ -321,7 +321,7 @@ class RequestDesk:
         if is_no_responders(message) and number.isdecimal():
             self._frames.leases.on_notice(int(number), asyncio.get_running_loop().time())
 
-    def tend_readers(self, now: float) -> None:
+    def maintain_readers(self, now: float) -> None:
         """Call about twice a second: who is gone leaves, and the others are asked whether they are there."""
         for inbox in self._frames.leases.gone(now, steady=self._outbox.is_steady):
             log.info("nobody listens at %s any more: what is read there alone ends", inbox)

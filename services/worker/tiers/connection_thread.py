@@ -43,10 +43,10 @@ class ConnectionJob(Protocol):
 class ConnectionThread:
     """`tend` is called once connected and about every TICK_S while there is nothing to do; it raises as a job does."""
 
-    def __init__(self, name: str, connect: Connect, tend: Tend) -> None:
+    def __init__(self, name: str, connect: Connect, maintain: Tend) -> None:
         self._name = name
         self._connect = connect
-        self._tend = tend
+        self._maintain = maintain
         self._changed = threading.Condition()
         self._jobs: deque[tuple[float, ConnectionJob]] = deque()  # since when
         self._running: tuple[float, ConnectionJob] | None = None
@@ -129,7 +129,7 @@ class ConnectionThread:
                 self._client = client
                 if self._closed:
                     client.abort()
-            self._tend(client)
+            self._maintain(client)
             if self._is_missed:
                 logger.info("%s: connected again", self._name)
             self._is_missed = False
@@ -173,7 +173,7 @@ class ConnectionThread:
                 if job is not None:
                     job.run(client)
                 else:
-                    self._tend(client)
+                    self._maintain(client)
             except KvfleetError as error:
                 logger.info("%s: %s", self._name, error)
                 reason = reason_of(error)

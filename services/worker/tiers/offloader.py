@@ -164,7 +164,7 @@ class Offloader:
         """Whether the host has all that was offered, and vaults have said what they take of it."""
         return not (self.has_work or self._holds or self._later)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Before each step: take what has been done and begin what is next; at most one batch is being copied."""
         self._save_s = SAVE_LIMIT_S
         while self._let_go:

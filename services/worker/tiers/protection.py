@@ -69,18 +69,18 @@ class Protector:
         self._offloader = offloader
         self._copier = copier
         self._remote = remote
-        self._tended_at = float("-inf")
+        self._maintained_at = float("-inf")
         self._budget_s = 0.0
         self._on_its_way: tuple[Chain, int] | None = None  # and how much of it vaults had before
         self._losses = remote.losses
         self._doubted_at = float("-inf")
 
-    def tend(self, now: float, sequences: Iterable[Sequence], prefill_tokens_per_s: float) -> None:
+    def maintain(self, now: float, sequences: Iterable[Sequence], prefill_tokens_per_s: float) -> None:
         """Called between steps, as often as there are any."""
-        since = now - self._tended_at
+        since = now - self._maintained_at
         if since < PERIOD_S:
             return
-        self._tended_at = now
+        self._maintained_at = now
         self._doubt(now)
         speed = self._remote.speed(Tier.VAULT)
         if not prefill_tokens_per_s or speed is None or speed.bytes_per_s <= 0:

@@ -134,10 +134,10 @@ class Tiers:
             sequence, match, spare=spare, compute_s=lambda start, end: compute_s(start * size, (end - start) * size)
         )
 
-    def tend(self) -> list[EngineSequence]:
+    def maintain(self) -> list[EngineSequence]:
         """Between steps. Returns sequences that go back to the queue."""
         if self.offloader is not None:
-            self.offloader.tend()
+            self.offloader.maintain()
         for _ in range(len(self._erasing)):
             late = self._erasing.popleft()
             if late.known.isdisjoint(self._carried()):

@@ -60,7 +60,7 @@ class WriteBehind:
         self._closed = False
         self._broke_at = float("-inf")  # when a put ended of which nobody knows what became of it
         self._scratch = bytearray()
-        self._connection = ConnectionThread(f"{name}-write", connect, self._tend)
+        self._connection = ConnectionThread(f"{name}-write", connect, self._maintain)
 
     # ------------------------------------------------------------------ any thread
 
@@ -100,7 +100,7 @@ class WriteBehind:
 
     # ------------------------------------------------------------------ the connection's thread
 
-    def _tend(self, client: DataPlaneClient) -> None:
+    def _maintain(self, client: DataPlaneClient) -> None:
         """Connected, or nothing to do: what waits since there was no connection goes now."""
         if len(self._queue):
             self._drain_soon()

@@ -114,7 +114,7 @@ async def test_expected_and_actual_agree(fleet: Fleet) -> None:
     blocks = cold["prompt_tokens"] // 16
     assert blocks >= 5
     await fleet.knows_blocks(blocks)
-    await until(lambda: all(not len(loop.core.promises) for loop in fleet.loops))  # events alone tell of them now
+    await until(lambda: all(not len(loop.core.inflight) for loop in fleet.loops))  # events alone tell of them now
 
     begin, *_, done = await events(fleet.served, {"prompt": LONG})
     (warm,) = await fleet.explained(begin["request_id"])

@@ -79,7 +79,7 @@ def own(loop: PlacementLoop) -> ModelSignals:
 def series(loop: PlacementLoop) -> dict[str, dict[tuple[str, ...], float]]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     reading: Reading
-    for reading in readings(loop, loop.courier._connection):
+    for reading in readings(loop, loop.executor._connection):
         if reading.name in PER_MODEL and reading.read_labelled is not None:
             found[reading.name] = dict(reading.read_labelled())
     return found
@@ -155,9 +155,9 @@ async def test_a_replica_that_begins_says_nothing_before_it_has_looked(
     heard: list[list[PlacementStats]] = []
     begin = Subscriptions.start
 
-    async def slowly(hearing: Subscriptions) -> None:
+    async def slowly(subscriptions: Subscriptions) -> None:
         heard.append(await ask_all(requester, fleet_buckets, 0.5))
-        await begin(hearing)
+        await begin(subscriptions)
         heard.append(await ask_all(requester, fleet_buckets, 0.5))
 
     monkeypatch.setattr(Subscriptions, "start", slowly)

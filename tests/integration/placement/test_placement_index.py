@@ -115,7 +115,7 @@ async def test_a_lost_event_is_noticed_and_made_good_while_serving_goes_on(
 ) -> None:
     loop = await start_placement("cost", KEY.encode())
     await until(lambda: follows_all(loop))
-    deaf = next(s for s in loop.hearing._subscriptions if "events" in s.subject)
+    deaf = next(s for s in loop.subscriptions._subscriptions if "events" in s.subject)
     await deaf.unsubscribe()
     worker, _, _ = await generate(client, generation())
     await until(lambda: bool(loop.core.indexer.index))  # the heartbeat told, a snapshot made it good

@@ -109,7 +109,7 @@ async def test_a_replica_that_goes_hands_its_watches_to_another(
     await until(lambda: going.forwarded_total == 3)
     staying = await start_placement()
     await knows(staying, "w1")
-    await until(going.courier.has_others)
+    await until(going.executor.has_others)
     await going.stop(grace_s=0.0)
     await until(lambda: staying.in_flight == 3)
     await worker.kill()
@@ -138,7 +138,7 @@ async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
 
     await hand_over(0)
     staying = await start_placement()
-    await until(lambda: going.courier.has_others() and "w1" in staying.core.fleet.workers)
+    await until(lambda: going.executor.has_others() and "w1" in staying.core.fleet.workers)
     await going.stop(grace_s=0.0)
     await until(lambda: staying.in_flight == 2)  # one is parked there now, one is watched
     await hand_over(1)

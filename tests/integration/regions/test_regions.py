@@ -64,7 +64,7 @@ def cut_off(region: Region) -> None:
 async def hears_of(regions: TwoRegions) -> None:
     """Until us knows that eu serves."""
     us = regions.us.placement
-    await until(lambda: us.core.neighbours.regions.ready("demo", us._now()))
+    await until(lambda: us.core.region_summaries.regions.ready("demo", us._now()))
 
 
 async def test_what_can_be_served_at_home_stays_there(regions: TwoRegions) -> None:
@@ -186,8 +186,8 @@ async def test_a_link_that_breaks_costs_no_token(regions: TwoRegions) -> None:
     assert await ask(client) == ("w0", ids)
     eu = regions.eu.fleet.workers["w7"].loop
     await until(lambda: not list(eu.frames.running))  # nobody reads there any more, so nothing runs on
-    neighbours = regions.us.placement.core.neighbours.regions
-    await until(lambda: not neighbours.names(regions.us.placement._now()))
+    region_summaries = regions.us.placement.core.region_summaries.regions
+    await until(lambda: not region_summaries.names(regions.us.placement._now()))
     regions.link.mend()
     await hears_of(regions)
 
@@ -264,10 +264,10 @@ async def test_a_bare_producer_is_served_at_home_late_if_the_other_region_is_gon
     queued = [asyncio.create_task(ask(client, (number, *range(200)), patience_s=60.0)) for number in range(8)]
     await until(lambda: home.loop.requests.requests_total > 1)
     cut_off(regions.eu)
-    referred = regions.us.placement.core.neighbours.referred_total
+    referred = regions.us.placement.core.region_summaries.referred_total
     producer = Bare()
     await producer.ask(regions.us.url)
-    await until(lambda: regions.us.placement.core.neighbours.referred_total > referred)
+    await until(lambda: regions.us.placement.core.region_summaries.referred_total > referred)
     for one in queued:
         one.cancel()
     await asyncio.gather(*queued, return_exceptions=True)

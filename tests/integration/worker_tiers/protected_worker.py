@@ -64,7 +64,7 @@ class ProtectedWorker:
         self.engine.add(asked)
 
     def turn(self) -> list[SequenceStarted | SequenceTokens | SequenceFinished]:
-        self.engine.tend()
+        self.engine.maintain()
         if not self.engine.has_work:
             time.sleep(0.001)
             return []

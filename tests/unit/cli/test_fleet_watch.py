@@ -93,7 +93,7 @@ def test_a_worker_that_cannot_be_started_costs_nobody_else() -> None:
     autoscaler = LocalAutoscaler("nats://127.0.0.1:1", {}, "kvf", ["demo"], no_room)
     autoscaler._start("demo", 2)
     workers: list[Child] = []
-    autoscaler.tend(workers)
+    autoscaler.maintain(workers)
     assert workers == []
     assert autoscaler._asked == {"demo": 0}
     assert autoscaler._paused_until > 0

@@ -174,7 +174,7 @@ def test_9_nothing_grows_without_bound() -> None:
     assert rig.core.indexer.index.nbytes == size
     assert len(rig.core.indexer.index) <= 2048
     assert len(rig.core.bookings) == rig.core.bookings.running == 0
-    assert len(rig.core.promises) <= 3
+    assert len(rig.core.inflight) <= 3
     rig.core.indexer.check_integrity()
     rig.core.check_integrity()
 
@@ -242,9 +242,9 @@ def test_13_what_was_cleared_attracts_nobody() -> None:
 def test_14_lost_messages_are_noticed_even_if_nothing_comes_after_them() -> None:
     """dynamo#14167: 30 M messages were skipped."""
     rig = Rig("w0")
-    hearing, rig.cores = rig.cores, []
+    subscriptions, rig.cores = rig.cores, []
     rig.store("w0", tokens(1, 64))  # nobody hears it
-    rig.cores = hearing
+    rig.cores = subscriptions
     rig.beat("w0")
     rig.wait(0.3)
     rig.beat("w0")

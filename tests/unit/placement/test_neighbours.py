@@ -20,7 +20,7 @@ def summary(region: str, wait_s: float = 0.0, ready: int = 1, placement: str = "
     return RegionSummary(region, placement, (RegionModel(model, ready, wait_s, record("w1", model)),))
 
 
-def neighbours(*heard: RegionSummary, now: float = 0.0) -> RegionSummaries:
+def region_summaries(*heard: RegionSummary, now: float = 0.0) -> RegionSummaries:
     made = RegionSummaries("us", spill_s=2.0)
     for one in heard:
         made.hear(one, now)
@@ -28,7 +28,7 @@ def neighbours(*heard: RegionSummary, now: float = 0.0) -> RegionSummaries:
 
 
 def test_it_stays_while_the_wait_is_short_and_goes_when_nobody_can() -> None:
-    made = neighbours(summary("eu"))
+    made = region_summaries(summary("eu"))
     assert made.refer("m", 2.0, (), 0.0) is None
     assert made.refer("m", 2.1, (), 0.0) == "eu"
     assert made.refer("m", None, (), 0.0) == "eu"
@@ -38,7 +38,7 @@ def test_it_stays_while_the_wait_is_short_and_goes_when_nobody_can() -> None:
 
 
 def test_it_goes_to_whoever_waits_least_and_only_where_that_is_far_sooner() -> None:
-    made = neighbours(summary("eu", 3.0), summary("asia", 2.0))
+    made = region_summaries(summary("eu", 3.0), summary("asia", 2.0))
     assert made.refer("m", 5.0, (), 0.0) == "asia"
     assert made.refer("m", 4.0, (), 0.0) is None, "twice as long, not more"
     assert made.refer("m", None, ("asia",), 0.0) == "eu", "whoever cannot be served here waits as long as it takes"
@@ -46,14 +46,14 @@ def test_it_goes_to_whoever_waits_least_and_only_where_that_is_far_sooner() -> N
 
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_two_regions_never_send_requests_to_each_other_at_once(us: float, eu: float) -> None:
-    here, there = neighbours(summary("eu", eu)), RegionSummaries("eu", spill_s=2.0)
+    here, there = region_summaries(summary("eu", eu)), RegionSummaries("eu", spill_s=2.0)
     there.hear(summary("us", us), 0.0)
     assert not (here.refer("m", us, (), 0.0) and there.refer("m", eu, (), 0.0))
     assert FAR_SOONER > 1
 
 
 def test_a_region_that_says_nothing_or_has_nobody_is_not_counted_on() -> None:
-    made = neighbours(summary("eu", ready=0))
+    made = region_summaries(summary("eu", ready=0))
     assert made.refer("m", None, (), 0.0) is None
     made.hear(summary("eu"), 1.0)
     assert made.refer("m", None, (), 1.0 + FRESH_S) == "eu"
@@ -63,7 +63,7 @@ def test_a_region_that_says_nothing_or_has_nobody_is_not_counted_on() -> None:
 
 
 def test_the_most_pessimistic_replica_of_a_region_is_believed() -> None:
-    made = neighbours(summary("eu", 0.0, placement="p1"), summary("eu", 9.0, placement="p2"))
+    made = region_summaries(summary("eu", 0.0, placement="p1"), summary("eu", 9.0, placement="p2"))
     assert made.regions.ready("m", 0.0) == {"eu": 9.0}
 
 
@@ -71,7 +71,7 @@ def test_a_fleet_without_a_region_hears_nobody() -> None:
     made = RegionSummaries("")
     made.hear(summary("eu"), 0.0)
     assert made.refer("m", None, (), 0.0) is None
-    own = neighbours(summary("us"))
+    own = region_summaries(summary("us"))
     assert own.refer("m", None, (), 0.0) is None, "its own summary is not another region's"
 
 
@@ -80,7 +80,7 @@ def hashes(count: int, seed: int = 1) -> np.ndarray:  # type: ignore[type-arg]
 
 
 def test_what_continues_a_prompt_that_went_away_asks_there_if_it_is_worth_it() -> None:
-    made = neighbours(summary("eu"))
+    made = region_summaries(summary("eu"))
     chain = hashes(100)
     made.trace(chain[:80], "eu", 0.0)
     assert made.elsewhere(chain, 16, 0, 1000.0) == "eu"
@@ -90,7 +90,7 @@ def test_what_continues_a_prompt_that_went_away_asks_there_if_it_is_worth_it() -
     assert made.elsewhere(chain, 16, 0, 0.0) == "", "nothing was measured"
     made.check_integrity()
     (told,) = made.take_new()
-    other = neighbours(summary("eu"))
+    other = region_summaries(summary("eu"))
     other.learn(told, 0.0)
     assert other.elsewhere(chain, 16, 0, 1000.0) == "eu", "a replica knows what another one referred"
     other.refused(chain[:80])

@@ -115,7 +115,7 @@ def test_what_a_record_says_once_the_model_is_loaded_counts_from_then_on() -> No
     rig.store("w0", ids)
     busy(rig, "w0", queued=32_000)
     assert rig.place("r1", ids).expected_hit == {}
-    rig.core.promises.break_off(("public", "r1"))
+    rig.core.inflight.break_off(("public", "r1"))
     for worker in ("w0", "w1"):
         loaded = replace(
             a_record(worker), block_bytes=BLOCK_BYTES, kv_format=b"f" * 16, data_plane=("unix:/somewhere",)

@@ -118,7 +118,7 @@ def test_what_makes_room_is_expected_nowhere() -> None:
     for number in range(300):
         rig.place(f"r{number}", tokens(number, 32))
     assert len(rig.core.bookings) == LIMITS.requests
-    assert len(rig.core.promises) == LIMITS.requests
+    assert len(rig.core.inflight) == LIMITS.requests
     rig.core.check_integrity()
 
 

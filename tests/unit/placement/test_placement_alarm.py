@@ -11,12 +11,12 @@ from kvfleet.placement.io.stall_timer import TICK_S, StallTimer
 async def test_rings_early_when_told_and_steadily_otherwise() -> None:
     loop = asyncio.get_running_loop()
     rings: list[float] = []
-    alarm = StallTimer(lambda: rings.append(loop.time()))
+    stall_timer = StallTimer(lambda: rings.append(loop.time()))
     began = loop.time()
-    alarm.set(None)
-    alarm.set(began + 0.02)
+    stall_timer.set(None)
+    stall_timer.set(began + 0.02)
     await asyncio.sleep(0.02 + 2.5 * TICK_S)
-    alarm.stop()
+    stall_timer.stop()
     assert 0.02 <= rings[0] - began < TICK_S
     assert len(rings) >= 2
 
@@ -24,8 +24,8 @@ async def test_rings_early_when_told_and_steadily_otherwise() -> None:
 async def test_after_a_stall_what_waits_is_read_first() -> None:
     loop = asyncio.get_running_loop()
     order: list[str] = []
-    alarm = StallTimer(lambda: order.append("alarm"))
-    alarm.set(loop.time() + 0.01)
+    stall_timer = StallTimer(lambda: order.append("alarm"))
+    stall_timer.set(loop.time() + 0.01)
     reader, writer = asyncio.Queue[str](), asyncio.create_task(asyncio.sleep(0))
 
     async def read() -> None:
@@ -36,16 +36,16 @@ async def test_after_a_stall_what_waits_is_read_first() -> None:
     time.sleep(0.06)  # the whole loop stalls, past the alarm
     loop.call_soon(lambda: loop.call_soon(lambda: reader.put_nowait("answer")))  # takes turns of the loop to arrive
     await asyncio.sleep(0.06)
-    alarm.stop()
+    stall_timer.stop()
     await task
     assert order[:2] == ["answer", "alarm"]
 
 
 async def test_is_silent_once_stopped() -> None:
     rings: list[int] = []
-    alarm = StallTimer(lambda: rings.append(1))
-    alarm.set(None)
-    alarm.stop()
-    alarm.set(asyncio.get_running_loop().time())
+    stall_timer = StallTimer(lambda: rings.append(1))
+    stall_timer.set(None)
+    stall_timer.stop()
+    stall_timer.set(asyncio.get_running_loop().time())
     await asyncio.sleep(1.5 * TICK_S)
     assert rings == []

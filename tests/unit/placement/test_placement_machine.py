@@ -340,7 +340,7 @@ class Placement(RuleBasedStateMachine):
         assert self.core.forwarding.in_flight == 0
         assert self.core.stats().booked == 0
         assert self.core.bookings.running == 0
-        assert len(self.core.promises) == 0
+        assert len(self.core.inflight) == 0
         assert len(self.core.repeats) == 0
         assert len(self.core.indexer.index) == 0
         assert self.core.wake_at() is None

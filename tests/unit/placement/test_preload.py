@@ -91,7 +91,7 @@ def demand(rig: Rig, ids: tuple[int, ...], requests: int) -> None:
         request = f"d{number}"
         placed = rig.place(request, (*ids, *tokens(number, 20)))
         rig.core.bookings.release(("public", request))
-        rig.core.promises.break_off(("public", request))
+        rig.core.inflight.break_off(("public", request))
         assert placed.expected_hit
 
 

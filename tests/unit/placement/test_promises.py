@@ -35,7 +35,7 @@ def test_a_promise_is_broken_with_its_request() -> None:
     rig = Rig("w0", "w1")
     first = rig.place("r0", tokens(1, 800))
     rig.place("r0", tokens(1, 800), attempt=1, excluded=(first.worker,))  # refused there
-    assert len(rig.core.promises) == 1
+    assert len(rig.core.inflight) == 1
     second = rig.place("r1", tokens(1, 800))
     assert second.worker != first.worker
 
@@ -55,15 +55,15 @@ def test_of_a_request_that_no_worker_was_heard_of_nothing_is_expected() -> None:
     first = rig.place("r", tokens(1, 800))
     rig.wait(0.6)
     rig.beat(first.worker)
-    assert len(rig.core.promises) == 0
+    assert len(rig.core.inflight) == 0
 
 
 def test_a_bare_request_that_is_refused_promises_nothing() -> None:
     core = a_core("w1", policy="cost")
     (offer,) = core.handle(a_generate("r", prompt=None, prompt_ids=tokens(1, 800)), 1.0)
-    assert len(core.promises) == 1
+    assert len(core.inflight) == 1
     core.handle(WorkerAnswered(failed("r", 0, "context_length_exceeded", retryable=False)), 1.1)
-    assert len(core.promises) == 0
+    assert len(core.inflight) == 0
     assert isinstance(offer, Forward)
 
 
@@ -79,35 +79,35 @@ def test_what_was_promised_and_not_found_is_not_held_against_the_worker() -> Non
 def test_promises_end() -> None:
     rig = Rig("w0")
     hashes = rig.hashes(tokens(1, 160))
-    promises = InflightBlocks(1024, 4)
-    promises.make(("t", "kept"), "w0", hashes, 0.0)
-    promises.make(("t", "forgotten"), "w0", rig.hashes(tokens(2, 160)), 0.0)
-    promises.fulfil(("t", "kept"), "w0", 1.0)
-    promises.tick(1.0 + EVENTS_S)
-    found = promises.depths(hashes, ["w0", "stranger"])
+    inflight = InflightBlocks(1024, 4)
+    inflight.make(("t", "kept"), "w0", hashes, 0.0)
+    inflight.make(("t", "forgotten"), "w0", rig.hashes(tokens(2, 160)), 0.0)
+    inflight.fulfil(("t", "kept"), "w0", 1.0)
+    inflight.tick(1.0 + EVENTS_S)
+    found = inflight.depths(hashes, ["w0", "stranger"])
     assert found is not None
     assert found.tolist() == [10, 0]
-    promises.tick(1.1 + EVENTS_S)
-    assert len(promises) == 1
-    promises.check_integrity()
-    promises.tick(0.1 + LIMIT_S)
-    assert len(promises) == 0
-    assert promises.depths(hashes, ["w0"]) is None
-    promises.check_integrity()
+    inflight.tick(1.1 + EVENTS_S)
+    assert len(inflight) == 1
+    inflight.check_integrity()
+    inflight.tick(0.1 + LIMIT_S)
+    assert len(inflight) == 0
+    assert inflight.depths(hashes, ["w0"]) is None
+    inflight.check_integrity()
 
 
 def test_a_worker_takes_its_promises_along() -> None:
     rig = Rig("w0")
-    promises = InflightBlocks(1024, 2)
+    inflight = InflightBlocks(1024, 2)
     for number, worker in enumerate(["w0", "w1", "w2"]):  # one more than there is room for
-        promises.make(("t", str(number)), worker, rig.hashes(tokens(number, 160)), 0.0)
-    assert len(promises) == 2
-    promises.drop_worker("w0")
-    promises.drop_worker("w0")
-    assert len(promises) == 1
-    promises.make(("t", "2"), "w2", rig.hashes(tokens(2, 160)), 0.0)
-    assert len(promises) == 2
-    promises.check_integrity()
+        inflight.make(("t", str(number)), worker, rig.hashes(tokens(number, 160)), 0.0)
+    assert len(inflight) == 2
+    inflight.drop_worker("w0")
+    inflight.drop_worker("w0")
+    assert len(inflight) == 1
+    inflight.make(("t", "2"), "w2", rig.hashes(tokens(2, 160)), 0.0)
+    assert len(inflight) == 2
+    inflight.check_integrity()
 
 
 def test_there_is_room_for_every_worker_that_the_index_follows() -> None:
@@ -116,9 +116,9 @@ def test_there_is_room_for_every_worker_that_the_index_follows() -> None:
     )
     rig = Rig("w0")
     for number in range(300):
-        core.promises.make(("t", str(number)), f"w{number}", rig.hashes(tokens(number, 160)), 0.0)
-    assert len(core.promises) == 300
-    assert core.promises.max_made > 300 * 64, "what all of them run, and some more"
+        core.inflight.make(("t", str(number)), f"w{number}", rig.hashes(tokens(number, 160)), 0.0)
+    assert len(core.inflight) == 300
+    assert core.inflight.max_made > 300 * 64, "what all of them run, and some more"
     assert core.ledger.kept_in_all > 300 * 64, "and each can be told of"
 
 
@@ -127,18 +127,18 @@ def test_what_two_promises_have_in_common_stays_as_long_as_one_of_them() -> None
     rig = Rig("w0")
     document = tokens(1, 160)
     one, other = rig.hashes(document + tokens(2, 32)), rig.hashes(document + tokens(3, 32))
-    promises = InflightBlocks(1024, 4)
-    promises.make(("t", "one"), "w0", one, 0.0)
-    promises.make(("t", "other"), "w0", other, 0.0)
-    promises.break_off(("t", "one"))
-    promises.check_integrity()
-    assert [found.tolist() for chain in (one, other) if (found := promises.depths(chain, ("w0",))) is not None] == [
+    inflight = InflightBlocks(1024, 4)
+    inflight.make(("t", "one"), "w0", one, 0.0)
+    inflight.make(("t", "other"), "w0", other, 0.0)
+    inflight.break_off(("t", "one"))
+    inflight.check_integrity()
+    assert [found.tolist() for chain in (one, other) if (found := inflight.depths(chain, ("w0",))) is not None] == [
         [10],
         [12],
     ]
-    promises.break_off(("t", "other"))
-    promises.check_integrity()
-    assert promises.depths(one, ("w0",)) is None
+    inflight.break_off(("t", "other"))
+    inflight.check_integrity()
+    assert inflight.depths(one, ("w0",)) is None
 
 
 def test_what_another_replica_placed_is_promised_here_too() -> None:
@@ -161,7 +161,7 @@ def test_what_another_replica_placed_and_a_worker_has_computed_since_is_not_prom
     rig.pass_("w0", "r", Passed.ACCEPTED, Passed.STARTED, last)
     told = Booked("public", "r", 0, "w0", 800, hashes=rig.hashes(tokens(1, 800)).tobytes())
     rig.tell(BookingsShared(BookedBatch("another", (told,))))
-    assert len(rig.core.promises) == 0
+    assert len(rig.core.inflight) == 0
 
 
 def test_two_replicas_send_one_new_prefix_to_one_worker() -> None:

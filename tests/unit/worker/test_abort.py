@@ -140,10 +140,10 @@ async def test_an_attempt_ends_with_all_its_choices(desk: Desk, runner: LayeredR
 class SlowTending(Engine):
     """Somebody cancels while it looks after its tiers."""
 
-    def tend(self) -> StepResult | None:
+    def maintain(self) -> StepResult | None:
         if self.has_work and (cancel := self.cancels.pop("now", None)) is not None:
             cancel()
-        return super().tend()
+        return super().maintain()
 
     cancels: dict[str, Callable[[], None]]
 

@@ -63,10 +63,10 @@ class Rig:
         self.engine.add(SequenceSpec(name, 0, prompt, Sampling(1, temperature=0.0), root))
         return Transcript().run(self.engine).started[name, 0].cached_tokens
 
-    def tend(self, while_: Callable[[], object]) -> None:
+    def maintain(self, while_: Callable[[], object]) -> None:
         end = time.monotonic() + LIMIT_S
         while while_():
-            self.engine.tend()
+            self.engine.maintain()
             self.engine.check_integrity()
             assert time.monotonic() < end, "never ends"
             time.sleep(0.0005)
@@ -74,8 +74,8 @@ class Rig:
     def settle(self) -> None:
         offloader = self.tiers.offloader
         assert offloader is not None
-        self.tend(lambda: offloader.has_work or offloader._holds)
-        self.engine.tend()
+        self.maintain(lambda: offloader.has_work or offloader._holds)
+        self.engine.maintain()
         self.remote._pool.submit(lambda: None).result()
         self.remote._pool.submit(lambda: None).result()
 
@@ -108,7 +108,7 @@ def test_what_waits_to_be_copied_or_is_being_copied(rig: Rig) -> None:
     for tended in range(4):
         rig.run(PROMPT)
         for _ in range(tended):
-            rig.engine.tend()
+            rig.engine.maintain()
         rig.engine.erase(ROOT, PROMPT)
         rig.settle()
         assert rig.left() == (0, 0, 0)
@@ -119,10 +119,10 @@ def test_what_a_vault_is_slow_to_take(rig: Rig) -> None:
     rig.run(PROMPT)
     offloader = rig.tiers.offloader
     assert offloader is not None
-    rig.tend(lambda: not offloader._holds)
+    rig.maintain(lambda: not offloader._holds)
     rig.engine.erase(ROOT, PROMPT)
     for _ in range(50):
-        rig.engine.tend()
+        rig.engine.maintain()
     assert rig.left()[:2] == (0, 8), "the vault's writer reads these"
     assert len(rig.remote.erased) == 1, "vaults are not told again and again"
     rig.remote.gate.set()
@@ -138,7 +138,7 @@ def test_what_a_peer_is_reading(rig: Rig) -> None:
     held: list[tuple[BlockPool, list[int]]] = [(rig.engine.pool, blocks)]
     rig.tiers.lent[1] = held
     rig.engine.erase(ROOT, PROMPT)
-    rig.engine.tend()
+    rig.engine.maintain()
     assert rig.left()[0] == 8
     rig.engine.pool.release(blocks)
     rig.tiers.lent.clear()
@@ -174,7 +174,7 @@ def test_what_the_last_reader_never_saw_goes_in_every_tier(rig: Rig) -> None:
     rig.engine.add(spec("cut", PROMPT, max_tokens=40))
     transcript = Transcript()
     while len(transcript.tokens["cut", 0]) < 20:
-        rig.engine.tend()
+        rig.engine.maintain()
         transcript.take(rig.engine.step())
     seen = PROMPT + tuple(transcript.tokens["cut", 0][:6])
     rig.engine.cancel("cut", 0, (6,))

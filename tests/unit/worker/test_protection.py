@@ -90,7 +90,7 @@ class Rig(TieredRig):
         offloader = self.tiers.offloader
         assert offloader is not None
         while offloader._batch is not None or offloader._queue or (self.remote.gate.is_set() and offloader._holds):
-            self.engine.tend()
+            self.engine.maintain()
             self.woken.wait(0.001)
 
 

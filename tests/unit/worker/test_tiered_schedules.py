@@ -58,7 +58,7 @@ class TieredSchedule(Schedule):
         return replace(asked, prospect=Prospect(names, finding, "w2"))
 
     def step(self) -> None:
-        if (tended := self.engine.tend()) is not None:
+        if (tended := self.engine.maintain()) is not None:
             self.check_announced(tended)
         self.engine.check_integrity()
         result = self.engine.step()
@@ -111,7 +111,7 @@ class TieredSchedule(Schedule):
     def check(self) -> None:
         end = time.monotonic() + LIMIT_S
         while self.tiers.offloader is not None and (self.tiers.offloader.has_work or self.tiers.offloader._holds):
-            if (tended := self.engine.tend()) is not None:
+            if (tended := self.engine.maintain()) is not None:
                 self.check_announced(tended)
             assert time.monotonic() < end, "an offload never ends"
             time.sleep(0.0005)

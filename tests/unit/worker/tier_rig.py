@@ -94,7 +94,7 @@ class TieredRig:
 
     def turn(self) -> None:
         self.woken.clear()
-        if (tended := self.engine.tend()) is not None:
+        if (tended := self.engine.maintain()) is not None:
             self.results.append(tended)
         if self.engine.has_work:
             result = self.engine.step()
