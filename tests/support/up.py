@@ -26,7 +26,7 @@ class Up:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -90,11 +90,18 @@ class Up:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+            self.process.send_signal(signal.SIGABRT)  # faulthandler says where it stands
+            self.process.wait()
+            self._join()
+            raise AssertionError(
+                f"it goes on {timeout_s:.0f} s after {signal.Signals(number).name}:\n{self.stderr}"
+            ) from None
+        self._join()
+        return code
+
+    def _join(self) -> None:
         for reader in self._readers:
             reader.join(2)
-        return code
 
 
 def alive(pid: int) -> bool:
