@@ -76,7 +76,7 @@ def _who(user: str | None, nkey_seed: str | None, credentials: str | None) -> st
 
 
 class _Client(NatsClient):  # type: ignore[misc]
-    """nats-py speaks TLS where the server asks for it: whoever is in between could ask for none. And it forgets the
+    """nats-py speaks TLS where the server asks for it: a machine in between could ask for none. And it forgets the
     socket of an attempt that failed."""
 
     async def _connect_to_server(self, s: Any) -> None:

@@ -46,5 +46,5 @@ class ClientCounters:
 
 
 def seed_of(request: str) -> int:
-    """The seed of a request that names none: whoever repeats it, from wherever, draws the same tokens."""
+    """The seed of a request that names none: a repeat, from wherever, draws the same tokens."""
     return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little") >> 1

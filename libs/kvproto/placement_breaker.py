@@ -26,7 +26,7 @@ class PlacementBreaker:
         return self._ask_at is not None
 
     def may_ask(self, now: float) -> bool:
-        """Whoever is let through while it is open is the only one for a while, whatever becomes of it."""
+        """A request that is let through while it is open is the only one for a while, whatever becomes of it."""
         if self._ask_at is None:
             return True
         if now < self._ask_at:

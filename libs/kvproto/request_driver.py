@@ -290,7 +290,7 @@ class RequestDriver:
         stream.mover = Mover(worker, stream.assembly.attempt)
 
     async def _release_mover(self, stream: Stream) -> None:
-        """The successor has begun, or there will be none: whoever moved the request may let go of it."""
+        """The successor has begun, or there will be none: the worker that moved the request may let go of it."""
         mover, stream.mover = stream.mover, None
         if mover is not None:
             await self._cancel(mover.worker, stream, mover.attempt)

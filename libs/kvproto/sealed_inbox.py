@@ -2,7 +2,7 @@
 
     _ing.<id>-<seal>.>      seal = HMAC(fleet key, role and id), cut
 
-Core NATS tells nobody who published a message, and whoever publishes may name any reply subject. But producers hear
+Core NATS tells nobody who published a message, and a publisher may name any reply subject. But producers hear
 nothing of what ingresses, placements and workers say to one another. So who names a sealed inbox is one of these, and
 what a producer can have sent is never read as an answer to somebody else. Without a fleet key names prove nothing.
 """

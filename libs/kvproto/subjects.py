@@ -251,7 +251,7 @@ def is_inbox(subject: str) -> bool:
 
 def is_answer_inbox(subject: str) -> bool:
     """Whether one answer may be sent there: an inbox, and none where frames of streams, or notices of them, are read.
-    Whoever asks in another's name could end its stream."""
+    A client that asks in another's name could end its stream."""
     tokens = subject.split(".")
     own = 3 if tokens[0] == PRODUCER_INBOX else 2  # tokens of the asker's prefix
     return is_inbox(subject) and tokens[own : own + 1] not in (["r"], ["b"], ["l"])

@@ -13,7 +13,8 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel them, and return when all have ended; what they raise is theirs.
 
     Until Python 3.12 `asyncio.wait_for` can swallow a cancellation that comes as its future is done (cpython #86296): a
-    task that loops would go on for ever, and whoever waits for it. So they are cancelled again until they end.
+    task that loops would go on for ever, and so would the one that waits for it. So they are cancelled again until
+    they end.
     """
     left = {task for task in tasks if task is not asyncio.current_task()}
     while left:

@@ -1,8 +1,8 @@
 """Where the hash chain of a tenant's sequence starts. Pure.
 
 A tenant's root is salted with HMAC(fleet key, tenant), so prefixes of two tenants never meet; only a prefix that the
-operator registered as public is chained under the public root, which all tenants share. Whoever computes hashes knows
-public prefixes by length and digest: a worker's record says them, its bundle has their token ids.
+operator registered as public is chained under the public root, which all tenants share. A process that computes hashes
+knows public prefixes by length and digest: a worker's record says them, its bundle has their token ids.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     00-<trace id, 32 hex>-<span id, 16 hex>-<flags, 2 hex>      https://www.w3.org/TR/trace-context/
 
-Only what is sampled is carried between processes: whoever finds no context, or one that is not sampled, does nothing,
-so an unsampled request costs no header anywhere. What is no context is as if it were not there: a caller's mistake
-never fails its request.
+Only what is sampled is carried between processes: a process that finds no context, or one that is not sampled, does
+nothing, so an unsampled request costs no header anywhere. What is no context is as if it were not there: a caller's
+mistake never fails its request.
 """
 
 from __future__ import annotations

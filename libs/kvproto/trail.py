@@ -1,4 +1,4 @@
-"""What a client tells of a request's way, for whoever traces it. Pure.
+"""What a client tells of a request's way, for a caller that traces it. Pure.
 
     placing ──▶ placed ──▶ attempting ──▶ attempt_ended ──┬──▶ closed
        ▲  └────▶ unplaced                                 │

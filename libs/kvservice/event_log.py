@@ -71,7 +71,7 @@ class EventLog:
         """What was `held` under `digest`, of all tiers or the one `asked` for, in parts numbered across tiers.
 
         All parts are of one event; those of one tier alone have no digest of all tiers. Nothing held is one empty part:
-        whoever asked is to hear that it is nothing.
+        the asker is to hear that it is nothing.
         """
         seq, plain = self._known.get(digest, (0, 0))
         chunks = [

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept on disk. Knows no compiler: whoever compiles points its own there.
+"""Where compiled kernels are kept on disk. Knows no compiler: its users point theirs there.
 
 Compiling takes seconds, so the results are kept. Numba keys what it keeps by the file that a function stands in; the
 functions that it calls stand in others, so the folder's name holds a hash over all of them.

@@ -113,7 +113,7 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
         result, failure = None, None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - the one that waits gets it
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)

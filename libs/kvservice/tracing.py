@@ -35,7 +35,7 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """For whoever works for this span elsewhere."""
+        """For a process that works for this span elsewhere."""
 
     def child(
         self, name: str, attributes: Attributes | None = None, *, kind: Kind = "internal", at: int | None = None

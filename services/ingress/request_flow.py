@@ -292,7 +292,7 @@ class RequestFlow:
     @contextlib.contextmanager
     def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
         """The run that a request is about, found or new, with one more reader. It counts once in its key's limits for
-        as long as it runs, whoever of its readers is left; what was parked and goes on runs anew, and is not charged
+        as long as it runs, whichever of its readers are left; what was parked and goes on runs anew, and is not charged
         anew."""
         caller = call.caller
         repeat, returns = standing(found)

@@ -3,7 +3,7 @@
     authenticate ─▶ name (headers) ─▶ a place while the body is read ─▶ Call
 
 Headers come first: they tell whose limits it is under, and whether it repeats a request that runs, so nothing is read
-of whoever would be refused. Holds no state of a request between its awaits.
+of a caller that would be refused. Holds no state of a request between its awaits.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class RequestReader:
             log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 
     async def read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
-        """Headers, then the body of whoever would be let in. When this returns its place is free, and its caller goes
-        on to admit it in the same step of the event loop."""
+        """Headers, then the body of a caller that would be let in. When this returns its place is free, and its caller
+        goes on to admit it in the same step of the event loop."""
         arrived_at, trace = now(), request_trace.begin(self._tracer, exchange, route)
         caller = await self._authenticate(exchange)
         name = name_request(

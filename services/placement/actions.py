@@ -24,7 +24,7 @@ from kvproto.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The decision, to whoever asked for it."""
+    """The decision, to its asker."""
 
     reply: str
     placement: Placement
@@ -78,7 +78,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """To whoever let go of something, a worker or a replica: it has an owner."""
+    """To the worker or replica that let go of something: it has an owner."""
 
     reply: str
 
@@ -123,7 +123,7 @@ class ShareBookings:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """What this replica's ledger has of a request, to whoever asked."""
+    """What this replica's ledger has of a request, to the asker."""
 
     reply: str
     decisions: tuple[Decision, ...]

@@ -349,7 +349,7 @@ class PlacementCore:
         return actions
 
     def _ping_silent(self, now: float) -> list[Action]:
-        """Ask whoever is silent instead of waiting for the members view to give up on it."""
+        """Ask silent workers instead of waiting for the members view to give up on them."""
         return [PingWorker(w.id) for w in self.fleet.workers.values() if self.fleet.claim_ping(w, now)]
 
     # ------------------------------------------------------------------ questions that take longer than a decision may

@@ -193,7 +193,7 @@ class WatchesHeard:
     """A replica that goes asks another one to go on watching."""
 
     watches: Watches
-    reply: str = ""  # of whoever waits to hear that they are
+    reply: str = ""  # of the one who waits to hear that they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ class PlacementLoop:
         self._tell(Tick())
         self._deciding = asyncio.create_task(self.desk.run())
         self._deciding.add_done_callback(self._finished)
-        # Not before that: whoever scales would read the minimum out of it, and let workers go.
+        # Not before that: an autoscaler would read the minimum out of it, and let workers go.
         self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(self._on_stats)))
         self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(self._on_explain)))
         abroad: tuple[tuple[str, Callable[[Message], Awaitable[None]]], ...] = ()
@@ -417,7 +417,7 @@ class PlacementLoop:
         until = self._now() + grace_s
         while (self.in_flight or self.executor.passing) and self._now() < until:
             await asyncio.sleep(0.02)
-        self._stopped = True  # what comes from here on is for whoever goes on
+        self._stopped = True  # what comes from here on is for the replicas that go on
         forwarding = self.core.forwarding
         await self.executor.carry_out(forwarding.leave(self._now()))
         await self.executor.hand_on(forwarding.watching.watches())

@@ -145,7 +145,7 @@ class VaultLoop:
             await asyncio.sleep(IDLE_PERIOD_S)
 
     async def _publish_changes(self, changes: Sequence[StoredChange]) -> None:
-        """Numbers move on whether NATS takes an event or not: whoever misses one sees the gap."""
+        """Numbers move on whether NATS takes an event or not: a reader that misses one sees the gap."""
         events = []
         for piece in pieces(net(changes)):
             self.log.note(tier_events(piece))

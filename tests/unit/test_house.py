@@ -23,3 +23,8 @@ def test_each_room_says_what_it_owns() -> None:
     for path in FILES:
         if path.name == "__init__.py":
             assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_docstrings_name_their_subject() -> None:
+    """A request, a worker, the caller: not "whoever"."""
+    assert [str(path) for path in FILES if "whoever" in path.read_text().lower()] == []

@@ -28,5 +28,5 @@ class Program:
         self._address = self._block.ctypes.data
 
     def run(self) -> None:
-        """Whoever made the call blocks has set their counters to zero."""
+        """The maker of the call blocks has set their counters to zero."""
         team.run(self._entry.address, self._address, self._threads)

@@ -2,7 +2,7 @@
 
 A header says everything that decides whether bytes may be used: whose they are (root), which tokens after which others
 (hash, parent, ids), how they lie in memory (format, codec). The checksum covers all of it and the bytes, so a block
-that was damaged, or is another one than was asked for, is found out by whoever stores it and by whoever fetches it.
+that was damaged, or is another one than was asked for, is found out where it is stored and where it is fetched.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Link:
             return True  # reading will tell
 
     def abort(self) -> None:
-        """Any thread: whoever waits on this link is told that it ended."""
+        """Any thread: those that wait on this link are told that it ended."""
         self._aborted = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)

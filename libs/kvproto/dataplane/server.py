@@ -222,7 +222,7 @@ class DataPlaneServer:
                 self._ending[oldest].abort()
             self._strangers[thread] = link
             try:
-                thread.start()  # under the lock: whoever finds it there may join it
+                thread.start()  # under the lock: a thread that finds it there may join it
             except RuntimeError as error:
                 del self._strangers[thread]
                 sock.close()
@@ -359,7 +359,7 @@ class DataPlaneServer:
             if not self._may_serve(client, thread):
                 return
             try:
-                thread.start()  # under the lock: whoever finds it there may join it
+                thread.start()  # under the lock: a thread that finds it there may join it
                 return
             except RuntimeError as error:
                 self._serving.discard(thread)
@@ -380,7 +380,7 @@ class DataPlaneServer:
             self._say("handshake: %s", text)
 
     def _say(self, text: str, *values: object) -> None:
-        """Not more often than every 10 s: whoever can connect can make this happen."""
+        """Not more often than every 10 s: any peer that connects can make this happen."""
         now = time.monotonic()
         if now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now

@@ -79,7 +79,7 @@ class PlaceRequest:
 class Placement:
     """The decision. `expected_hit` counts tokens per tier.
 
-    `attached`: the request is known already, and `attempt` of it runs, or ended a short while ago, at `worker`: whoever
+    `attached`: the request is known already, and `attempt` of it runs, or ended a short while ago, at `worker`: one who
     sends it there reads along from the beginning.
 
     `region` without a worker: ask that region's placement. With `source` it then says who of this region has blocks for

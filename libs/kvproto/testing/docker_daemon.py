@@ -1,6 +1,6 @@
 """Adapter: the Docker daemon of a test run, and what runs before this one have left on it.
 
-testcontainers' reaper is an image that would be pulled, so it is off: whoever starts something labels it as its own.
+testcontainers' reaper is an image that would be pulled, so it is off: a test labels what it starts as its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapter: a fleet in containers of the images that scripts/build_images makes, for tests of whoever uses a fleet.
+"""Adapter: a fleet in containers of the images that scripts/build_images makes, for tests of projects that use a fleet.
 
     with FleetContainers.start(workers=2) as fleet:
         httpx.post(f"{fleet.base}/generate", ...)
@@ -86,7 +86,7 @@ class FleetContainer:
 
 
 class FleetContainers:
-    """Owned by whoever started it; `stop` removes everything, also half of a fleet that did not start."""
+    """Owned by its starter; `stop` removes everything, also half of a fleet that did not start."""
 
     def __init__(self, network: Any, tag: str, environment: Mapping[str, str]) -> None:
         self.containers: list[FleetContainer] = []

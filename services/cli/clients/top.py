@@ -58,7 +58,7 @@ def top(
             time.sleep(interval)  # a rate is between two looks
             second = fleet.look()
         except KeyboardInterrupt:
-            return  # as q: whoever looks on has seen enough
+            return  # as q: the user has seen enough
         except TROUBLES as error:
             fail(_told(url, error))
         if as_json:

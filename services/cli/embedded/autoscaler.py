@@ -139,7 +139,7 @@ class LocalAutoscaler:
             return known is not None and known.draining
 
     def maintain(self, workers: list[Child]) -> None:
-        """Starts what is wanted, and forgets whoever is gone. Changes `workers`."""
+        """Starts what is wanted, and forgets processes that are gone. Changes `workers`."""
         for gone in [child for child in workers if child.given_up]:
             workers.remove(gone)
             if gone.process.returncode and not self.drains(gone):
@@ -150,7 +150,7 @@ class LocalAutoscaler:
             model = self._wanted.get()
             try:
                 child = self._spawn(model)
-            except OSError as error:  # the machine has no room: whoever is there goes on
+            except OSError as error:  # the machine has no room: the workers that are there go on
                 err.print(f"kvfleet: no worker of {model} was started: {error}", markup=False)
                 self._paused_until = time.monotonic() + PAUSE_S
                 with self._lock:

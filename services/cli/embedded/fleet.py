@@ -1,4 +1,4 @@
-"""Loop: the processes of an embedded fleet while it runs: whoever ends is started again, or given up."""
+"""Loop: the processes of an embedded fleet while it runs: one that ends is started again, or given up."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EmbeddedFleet:
         stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
 
     def end(self, autoscaler: LocalAutoscaler | None) -> None:
-        """Stop, with whoever scales it: that one is not waited for before the processes are gone."""
+        """Stop, with its autoscaler, which is not waited for before the processes are gone."""
         if autoscaler is not None:
             autoscaler.stop()
         self.stop()

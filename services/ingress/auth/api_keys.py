@@ -48,7 +48,8 @@ _KNOWN = {"name", "sha256", "tenant", "admin", "disabled", "not_after", "policie
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One configured key: whoever presents what has one of these hashes is `caller`, unless it is too late."""
+    """One configured key: a request that presents what has one of these hashes is of `caller`, unless it is too
+    late."""
 
     sha256: tuple[str, ...]
     caller: Caller

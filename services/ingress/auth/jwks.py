@@ -1,8 +1,9 @@
 """Loop: the keys of an issuer, kept up to date.
 
 They are fetched at the start, every few minutes, and when a token names one that is not here, though not more often
-than once in `COOLDOWN_S`, whoever asks: all wait for the same fetch. While the issuer does not answer, the last keys
-serve for a day; a token whose key is not among them is refused with 503, since nobody can tell whether it is good.
+than once in `COOLDOWN_S`, for all askers together: all wait for the same fetch. While the issuer does not answer, the
+last keys serve for a day; a token whose key is not among them is refused with 503, since nobody can tell whether it is
+good.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class IssuerKeys:
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._fetching = None
         if not task.cancelled():
-            task.exception()  # whoever waits has it
+            task.exception()  # those that wait have it
 
     async def _refresh(self) -> None:
         self._asked_at = self._now()

@@ -1,6 +1,6 @@
 """Who is calling: what a request presents -> its caller. The keys may be replaced while requests run.
 
-An API key is looked up by its SHA-256, so the time a look-up takes says nothing about a key's characters: whoever
+An API key is looked up by its SHA-256, so the time a look-up takes says nothing about a key's characters: one who
 guesses does not know what the hash of a guess has in common with a configured one. What is no key and looks like a
 token of the issuer is asked of it, if there is one.
 """
@@ -20,7 +20,7 @@ MAX_PRESENTED_CHARS = 16 * 1024
 
 
 class Issuer(Protocol):
-    """Whoever knows the callers of signed tokens."""
+    """What knows the callers of signed tokens."""
 
     async def caller_of(self, token: str) -> Caller:
         """Without its tenant's limits. Raises AuthenticationFailed, PermissionDenied, Unavailable."""

@@ -3,8 +3,8 @@
     question (whose, of what model, how many) ──▶ runs ──▶ answered: shared for KEPT_S ──▶ forgotten
              └── no place is free: 429
 
-Whoever asks what somebody asks already, or just asked, gets the same answer. A question has its place until its answer
-is forgotten, so the places bound how many run at once, and how many begin in a second.
+A caller that asks what another one asks already, or just asked, gets the same answer. A question has its place until
+its answer is forgotten, so the places bound how many run at once, and how many begin in a second.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Listings:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Whoever waits yet is cancelled."""
+        """Callers that still wait are cancelled."""
         await end(list(self._places.values()))
         self._places.clear()
 

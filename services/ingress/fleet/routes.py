@@ -165,8 +165,8 @@ class FleetRoutes:
         """GET /sessions/{seq_id}: its tokens, how many of them and which blocks its worker holds, and how many leading
         ones each worker has by tier.
 
-        The history is there whoever lives; `worker_id` is null when its worker does not say what is cached. Workers of
-        another `region` are not asked.
+        The history is there whichever workers live; `worker_id` is null when its worker does not say what is cached.
+        Workers of another `region` are not asked.
         """
         caller = await self._metered(exchange)
         session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
@@ -255,7 +255,7 @@ class FleetRoutes:
         await _json(exchange, report, status=503 if missing else 200)
 
     async def metrics(self, exchange: Exchange) -> None:
-        """For admins; the port for metrics shows the same to whoever reaches it."""
+        """For admins; the port for metrics shows the same to all that reach it."""
         await self._admin(exchange)
         body = generate_latest(self._metrics.registry)
         await exchange.respond(200, body, content_type=CONTENT_TYPE_LATEST.encode())

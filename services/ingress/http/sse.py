@@ -94,7 +94,7 @@ async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
 
 
 async def _get_on(run: Run, on_tokens: OnTokens) -> None:
-    """Read, or wait for whoever reads."""
+    """Read, or wait for the one that reads."""
     if run.busy:
         await run.changed()
     elif count := await run.step():
@@ -102,7 +102,7 @@ async def _get_on(run: Run, on_tokens: OnTokens) -> None:
 
 
 def placement_headers(started: Started | None) -> Headers:
-    """Which worker serves it and what was cached, for whoever debugs with curl."""
+    """Which worker serves it and what was cached, for debugging with curl."""
     if started is None or not is_token(started.worker):
         return []
     return [

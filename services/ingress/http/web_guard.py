@@ -1,6 +1,6 @@
 """Which requests that a browser made for somebody else's page are refused. Pure.
 
-An ingress without keys lets in whoever reaches it, and every page in a browser on the same machine does: by sending a
+An ingress without keys lets in all that reach it, and every page in a browser on the same machine does: by sending a
 form (cross-site), or under a name of its own that it has point to the ingress (DNS rebinding), where it reads the
 answers too. With keys a page has nothing to send; only the hosts that were said are looked at.
 

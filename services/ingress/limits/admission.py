@@ -22,8 +22,8 @@ class Admission:
 
         reading ─▶ (body) ─▶ admit ─▶ (run) ─▶ release
 
-    A request has its place while its body is read, so that nothing is read of whoever is over a limit; it gives it up
-    and is admitted in one step of the event loop.
+    A request has its place while its body is read, so that nothing is read of a caller that is over a limit; it gives
+    it up and is admitted in one step of the event loop.
     """
 
     max_concurrent: int

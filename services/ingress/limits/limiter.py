@@ -172,7 +172,7 @@ class Account:
 
 @dataclass(slots=True)
 class Tab:
-    """What one run costs, whoever reads it: its prompt once, its tokens as they come. Its first caller pays."""
+    """What one run costs, however many read it: its prompt once, its tokens as they come. Its first caller pays."""
 
     caller: Caller
     own: Account
@@ -193,8 +193,8 @@ class Tab:
 class Limiter:
     """The accounts of one process, by name: they outlive every reload of the keys. Owned by the event loop.
 
-    An account has the limits of whoever was admitted last: what began before a reload ends under those that are in
-    force by then, and brings none of its own back.
+    An account has the limits of the caller that was admitted last: what began before a reload ends under those that
+    are in force by then, and brings none of its own back.
     """
 
     _own: dict[Key, tuple[Account, KeyLimits]] = field(default_factory=dict)

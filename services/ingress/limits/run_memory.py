@@ -37,7 +37,7 @@ WHOLE = TokenCosts(192, 1024, 448)  # with the answer's JSON and what it is made
 
 @dataclass(slots=True)
 class RunMemory:
-    """Owned by the event loop. Whoever holds some adds what it grows by, and gives back all of it."""
+    """Owned by the event loop. A holder adds what it grows by, and gives back all of it."""
 
     limit: int = DEFAULT_BYTES
     used: int = 0

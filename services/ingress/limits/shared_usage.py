@@ -205,7 +205,7 @@ class SharedUsage:
         peer.heard_at = now
 
     def expire(self, now: float) -> None:
-        """Whoever is silent has nothing running."""
+        """A silent ingress has nothing running."""
         self._now = now
         for name, peer in list(self._peers.items()):
             for key, heard in list(peer.running.items()):
@@ -267,7 +267,7 @@ class SharedUsage:
             account.used_elsewhere(limits, requests, tokens, now, unix_s, late=gap_s > SILENT_S)
             account.day_tokens += day_tokens
         if limits.tokens_per_day and account.day_tokens and account.telling is None:
-            account.touched = True  # whoever comes next learns of the day from those who are left
+            account.touched = True  # an ingress that comes next learns of the day from those that are left
         if seq > heard.seq:
             heard.seq, heard.at = seq, now
             peer.accounts[key] = peer.accounts.pop(key)

@@ -1,7 +1,7 @@
 """Loop: the models this ingress can serve: tokenizer, template and defaults, fetched from living workers.
 
-A worker's record carries the content hash of its bundle; a hash seen for the first time is fetched once, by whoever
-needs it first or as soon as its worker joins. Bundles that no member has named for a while are let go.
+A worker's record carries the content hash of its bundle; a hash seen for the first time is fetched once, by the
+request that needs it first or as soon as its worker joins. Bundles that no member has named for a while are let go.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def check_choices(at: Position, choices: int) -> None:
 class EventIds:
     """Where one reader is, and the ids of the events it gets. Owned by that reader's writer.
 
-    `counts` and `ended` are changed by whoever writes events; `begun` choices have had their first event. With `lines`
+    `counts` and `ended` are changed by the writer of events; `begun` choices have had their first event. With `lines`
     each event begins with an `id:` line.
     """
 

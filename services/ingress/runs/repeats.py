@@ -8,7 +8,7 @@ id may cancel the request, so none follows from another tenant's key without the
 repeat must have in common with the first request is its route and its body: `digest_of`.
 
 Where all ingresses have a secret and several tenants, ids are sealed: their last bytes follow from the first and the
-tenant. Whoever comes with an id that is not its tenant's is refused alike, whether there is such a request or not.
+tenant. A caller with an id that is not its tenant's is refused alike, whether there is such a request or not.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Run:
         self.busy = False  # somebody is in `step`
         self.readers: set[object] = set()
         self.payer: Caller | None = None  # whose limit it counts in, while it runs
-        self.tab: Tab | None = None  # what it costs, whoever reads it
+        self.tab: Tab | None = None  # what it costs, however many read it
         self.starts = 0
         self.steps = 0
         self.traceparent: str | None = None  # of the request that began it
@@ -197,7 +197,7 @@ class Run:
             self._abandoned = True
             if self.busy:
                 if self._stream is not None:
-                    await self._stream.cancel(self.transcript.totals)  # whoever reads it lets go of the rest
+                    await self._stream.cancel(self.transcript.totals)  # its reader lets go of the rest
             else:
                 self.busy = True
                 try:

@@ -1,6 +1,6 @@
 """What one request has brought so far, choice by choice: the log that its readers, now and later, read. Pure.
 
-It only grows. Whoever goes on with the request after a cut goes on from it: `continuations`.
+It only grows. After a cut the request goes on from it: `continuations`.
 """
 
 from __future__ import annotations

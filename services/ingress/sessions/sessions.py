@@ -183,8 +183,8 @@ class Sessions:
     async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
         """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
 
-        A turn of the same request, at another ingress, is taken over: both read one and the same stream, and whoever
-        finishes first commits. Where the other has committed it since, what is returned has ended already.
+        A turn of the same request, at another ingress, is taken over: both read one and the same stream, and the one
+        that finishes first commits. Where the other has committed it since, what is returned has ended already.
         """
         for _ in range(LOCK_TRIES):
             try:

@@ -14,7 +14,7 @@
     none  a model without workers that somebody asks for gets one at once; one with a minimum of 0 loses its last when
           nobody has asked for anything in `down_s`
 
-What is not known lowers nothing. The desired number begins as what is there, follows whoever adds workers, and is not
+What is not known lowers nothing. The desired number begins as what is there, follows those who add workers, and is not
 lowered because one dies. Each change, and each gap in what was heard (an outage, a restart), begins a new history, and
 both rules want a whole one.
 """
@@ -103,7 +103,7 @@ class _Heard:
 
 
 class Scaler:
-    """Of one model. Owned by whoever samples; `now` never goes back."""
+    """Of one model. Owned by the sampler; `now` never goes back."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -139,7 +139,7 @@ class Scaler:
         self._decide(sample.ready)
 
     def _follow(self, living: int) -> None:
-        """Whoever adds workers has a reason; that some are missing says nothing of what is to be done."""
+        """An operator who adds workers has a reason; that some are missing says nothing of what is to be done."""
         if self._target is None or living > self._living:
             self._target = self._rules.clamp(max(self._target or 0, living))
         self._living = living

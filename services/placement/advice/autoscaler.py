@@ -27,8 +27,8 @@ class _Model:
 
 
 class Autoscaler:
-    """Owned by the core, which tells it what comes. What is placed counts once a worker says that it has it: whoever
-    only asks for placements makes nobody start workers. `by_ordinal`: whoever removes workers takes the one with the
+    """Owned by the core, which tells it what comes. What is placed counts once a worker says that it has it: one who
+    only asks for placements makes nobody start workers. `by_ordinal`: the orchestrator removes the worker with the
     highest number, as a StatefulSet does."""
 
     def __init__(

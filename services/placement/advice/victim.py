@@ -63,7 +63,7 @@ class Survey:
         return self._entry >= index.max_blocks and self._prefix >= len(self._hot)
 
     def costs(self) -> tuple[VictimCost, ...]:
-        """Cheapest first; of equals whoever has least to do."""
+        """Cheapest first; of equals the one with least to do."""
         seconds, hot_blocks = self._weigh()
         found = []
         for worker in self._asked:

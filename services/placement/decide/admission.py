@@ -6,7 +6,7 @@ The wait is behind work of the request's own priority and of higher ones alone, 
 first; and the limit of what is less than ordinary is shorter, so that it gives way while there is still room for the
 rest. Both are monotonic: whatever is refused would be refused with any lower priority too.
 
-Whoever is refused is told when its wait will have shrunk to its limit: a queue drains by a second per second. As all
+A refused request is told when its wait will have shrunk to its limit: a queue drains by a second per second. As all
 who were told so before will come back too, it is asked to come after them: `TurnedAway` is the queue that they form
 outside, each taking as long as the fleet is busy with it.
 """

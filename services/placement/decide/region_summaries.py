@@ -6,7 +6,7 @@ there; what is known here of other regions is one summary a second.
 
     own wait <= SPILL_S                        stays
     own wait >  SPILL_S, other wait * 2 < own  goes
-    nobody ready here, or refused here         goes to whoever waits least
+    nobody ready here, or refused here         goes to the region that waits least
 """
 
 from __future__ import annotations

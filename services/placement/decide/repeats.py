@@ -24,7 +24,7 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(slots=True)
 class KnownRequest:
-    """An attempt and the life of the worker that has it. `is_there`: whoever asks can have it there."""
+    """An attempt and the life of the worker that has it. `is_there`: the asker can have it there."""
 
     worker: str
     epoch: str
@@ -56,7 +56,7 @@ class Repeats:
             self._put(self._placed, key, KnownRequest(worker, epoch, attempt), now)
 
     def give_up(self, key: Key, attempt: int) -> None:
-        """No worker has it, or whoever did is lost: it takes a later attempt."""
+        """No worker has it, or the one that did is lost: it takes a later attempt."""
         known = self._placed.get(key) or self._running.get(key)
         if known is not None and known.attempt == attempt:
             self._put(self._ended, key, known, self._now, is_there=False)

@@ -225,7 +225,7 @@ def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
 @njit
 def _go_on_in_pool(table, rows, most, hashes, places, tier, pool, starts, steps, anyone, depths):
     """Add to the depths of `anyone`, which are those that `starts[:steps]` names, what the pool has without a gap from
-    there on; returns what it has from the start. A stretch that it has is looked at once, whoever comes to it."""
+    there on; returns what it has from the start. A stretch that it has is looked at once, for all that come to it."""
     ends = np.empty(len(hashes) + 1, dtype=np.int64)
     ends[len(hashes)] = len(hashes)
     end, seen = -1, np.uint64(0)
@@ -246,11 +246,11 @@ def _go_on_in_pool(table, rows, most, hashes, places, tier, pool, starts, steps,
 def find(table, rows, most, hashes, used, anyone, pool, depths):
     """Length of the longest prefix of the chain `hashes` `[n, 2]` that each holder of `anyone` has in each tier and
     faster ones, to `depths` `[tiers, holders]`; tiers from `used` on are those of nobody. In the last tier it goes on
-    as far as each block is held there by some holder of `pool`. Returns how far that is for whoever has nothing, and a
+    as far as each block is held there by some holder of `pool`. Returns how far that is for a holder of nothing, and a
     number that means nothing.
 
     Within one tier holders only get fewer along a chain. Over several that holds from where a faster tier ends, if the
-    next one goes on there: whoever does not go on stays as it is.
+    next one goes on there: a holder that does not go on stays as it is.
 
     A tier's result is a list of steps: from block `starts[i]` on it is `sets[i]` that have all blocks so far. While it
     is looked for, step i is known to lie behind `behind[i]`, and at `starts[i]` or before. All open steps are narrowed

@@ -161,7 +161,7 @@ class PrefixIndex:
 
     def find(self, hashes: Hashes) -> Depths:
         """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
-        one, in the last tier with what the pool has from there on. Whoever has nothing has `pooled` of it. The array is
+        one, in the last tier with what the pool has from there on. A holder of nothing has `pooled` of it. The array is
         the index's own, to be read before the next call."""
         pooled, _ = find_kernel.find(
             self._table,

@@ -118,7 +118,7 @@ def read_disconnect(data: bytes) -> str | None:
 
 
 def _check_taker(reply: str) -> None:
-    """Whoever lets go waits for an answer; replicas of older versions do not."""
+    """The sender waits for an answer; replicas of older versions do not."""
     if reply and not subjects.is_answer_inbox(reply):
         raise InvalidRequest("must be an inbox", field="reply")
 

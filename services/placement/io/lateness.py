@@ -1,4 +1,4 @@
-"""Whether an answer would still be of use to whoever asked: to decide what is late only makes the next ones late. Pure.
+"""Whether an answer would still be of use to its asker: to decide what is late only makes the next ones late. Pure.
 
     sent ──(on its way: network, server, socket)──▶ arrived ──(waits its turn)──▶ now ──▶ decided, answered in time?
 

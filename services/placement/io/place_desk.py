@@ -1,8 +1,8 @@
 """Loop: what Clients ask on `kvf.place`, from the bytes to the answer: while the answer is of use.
 
 Messages are taken in as they come, and one is decided per turn of the event loop: so what waits does so here, where it
-is seen how old it is, and not unread in a socket. Whoever has the least time left goes first. What is late costs a look
-at two of its fields, and gets no answer: its asker has placed it by the ring.
+is seen how old it is, and not unread in a socket. The one with the least time left goes first. What is late costs a
+look at two of its fields, and gets no answer: its asker has placed it by the ring.
 
     listening ──25 ms of work wait──▶ standing back ──4 requests wait──▶ listening
 
@@ -178,7 +178,7 @@ class PlaceDesk:
 
 
 def say_placed(request: str | None, actions: list[Action]) -> None:
-    """For whoever reads the logs of one request; the ledger knows more."""
+    """For those who read the logs of one request; the ledger knows more."""
     for action in actions:
         if isinstance(action, Answer):
             one = action.placement

@@ -105,7 +105,7 @@ class Subscriptions:
     # ------------------------------------------------------------------ snapshots
 
     async def pull(self, worker: str, pull: int) -> None:
-        """Ask a worker for all it holds. Raises Unavailable; whoever is not there is told of as SnapshotRefused."""
+        """Ask a worker for all it holds. Raises Unavailable; an absent worker is told of as SnapshotRefused."""
         self.snapshots_asked_total += 1
         question = codec.encode(SnapshotRequest())
         await self._connection.publish(

@@ -25,9 +25,9 @@ its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY f
 BUSY at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS
 at 0, 6 % of turns move instead of 5, as then nothing but its own wait keeps a request where nobody is busy.
 
-Among those whose costs are nearly equal, whoever holds most of a conversation that is mostly held keeps it, so that
-none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
-whoever decides.
+Among those whose costs are nearly equal, the one that holds most of a conversation that is mostly held keeps it, so
+that none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
+whichever replica decides.
 """
 
 from __future__ import annotations

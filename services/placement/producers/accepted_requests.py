@@ -114,7 +114,7 @@ class AcceptedRequests:
         return []
 
     def on_ended(self, worker: str, one: Milestone, keys: Iterable[str]) -> list[Action]:
-        """All readers of an attempt have been told how it ended. Notices go to whoever was watching first."""
+        """All readers of an attempt have been told how it ended. Notices go to the replica that watched first."""
         actions: list[Action] = []
         for key in list(keys):
             held = self.get(key)

@@ -66,7 +66,7 @@ class Forwarded:
         return Capsule(self.tenant, self.let_go.worker, body, self.let_go.cancel.attempt)
 
     def release_source(self) -> list[Cancel]:
-        """Whoever handed it over may go: said once."""
+        """The worker that handed it over may go: said once."""
         told, self.let_go = self.let_go, None
         return [] if told is None else [told]
 

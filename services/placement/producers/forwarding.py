@@ -157,7 +157,7 @@ class Forwarding:
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
         """Take over what a draining worker lets go of, or a replica that goes. Without room for it here there is no
-        answer to `reply`: whoever waits for it tells the producer, unless another one takes it."""
+        answer to `reply`: its reader tells the producer, unless another one takes it."""
         body, source = capsule.request, capsule.worker
         held_attempt = body.attempt if capsule.held_attempt is None else capsule.held_attempt
         actions: list[Action] = [TakenOver(reply)] if reply else []
@@ -245,7 +245,7 @@ class Forwarding:
         return [Forward(unheard.worker, unheard.tenant, offer, unheard.reply(self._inbox_prefix))]
 
     def _park(self, forwarded: Forwarded, now: float) -> list[Action]:
-        """Whoever refused it is asked again."""
+        """The worker that refused it is asked again."""
         forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
         self._parked[forwarded.key] = forwarded
         return []
@@ -321,7 +321,7 @@ class Forwarding:
         return self._offer(attached, now)
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
-        """The next worker at once; and whoever is deaf to this request may be dead to all."""
+        """The next worker at once; and one that is deaf to this request may be dead to all."""
         offered = self._offered.get(key)
         if offered is None or offered.attempt != attempt:
             return []
@@ -340,7 +340,8 @@ class Forwarding:
     # ------------------------------------------------------------------ time passes
 
     def tick(self, now: float, *, deaf: bool = False) -> list[Action]:
-        """`deaf`: whoever did not answer may have, and be at work; a second one would stream to the producer too."""
+        """`deaf`: a worker that did not answer may have, and be at work; a second one would stream to the producer
+        too."""
         actions: list[Action] = []
         for table, do in ((self._offered, self._pass_over), (self._parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:

@@ -1,7 +1,7 @@
 """Workers that come and go as placement desires, in virtual time, and what their going costs. Pure.
 
-The numbers are the autoscaler's own: the simulated cores hear heartbeats as real ones do. Whoever is wanted takes
-`start_s` to be ready; whoever is not drains, one at a time.
+The numbers are the autoscaler's own: the simulated cores hear heartbeats as real ones do. A worker that is wanted takes
+`start_s` to be ready; one that is not drains, one at a time.
 """
 
 from __future__ import annotations

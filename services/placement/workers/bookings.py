@@ -38,7 +38,7 @@ Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
 @dataclass(frozen=True, slots=True)
 class PhantomLimits:
     """What one tenant's requests that no worker has accepted may count for, at one worker: beyond, it is the newest
-    that do. Without a limit, whoever asks for placements and sends nothing would have all others refused.
+    that do. Without a limit, a client that asks for placements and sends nothing would have all others refused.
 
     A burst of long prompts is as much, until the workers' word of them is here. So a tenant all of whose requests were
     sent may have `TRUSTED` times the seconds.

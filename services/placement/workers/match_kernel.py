@@ -17,7 +17,7 @@ def fill(depths, groups, credit, pooled, size, most, indexed, believed):
     `depths` `[3, asked]` are blocks of `size` tokens: of the candidates, and after them of others who only give. Who
     are in one of the `groups` `[asked]` can pull from one another what they hold on their device and host; -1 is none.
     Of what a worker is said to hold the share `credit` `[asked]` is believed; of what vaults have, `pooled` blocks from
-    the start, all of it, whoever fetches it.
+    the start, all of it, for all that fetch it.
     """
     asked = depths.shape[1]
     most_indexed, most_believed = np.zeros(asked), np.zeros(asked)  # of each group

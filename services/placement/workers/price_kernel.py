@@ -76,8 +76,8 @@ def _comparable(rate, measured_at, mean, now):
 
     One within a quarter of the mean is taken for the mean: between equal machines that is how measurements differ, and
     the idle one that happened to be slower last time must not stay idle for it. Who has not measured is taken for the
-    mean too. Whoever measured less, long ago, comes up to it: the lower, the later. One bad measurement would else keep
-    all work, and so any better one, away.
+    mean too. A rate that was measured lower, long ago, comes up to it: the lower, the later. One bad measurement would
+    else keep all work, and so any better one, away.
     """
     if rate <= 0 or abs(rate - mean) <= ALIKE * mean:
         return mean

@@ -26,7 +26,7 @@ Columns: TypeAlias = npt.NDArray[np.int64]
 
 PRICED_TIERS = (*TIERS, Tier.PEER)  # where a worker gets blocks from: rows of what is matched and of restore rates
 FIRST_COLUMNS = 64
-LEAST_RATE = 1e-3  # tokens/s: whoever says less has not measured
+LEAST_RATE = 1e-3  # tokens/s: a worker that says less has not measured
 
 
 @dataclass(frozen=True, slots=True)

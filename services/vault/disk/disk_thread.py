@@ -79,7 +79,7 @@ class DiskThread:
         def do() -> None:
             try:
                 answer.set_result(work())
-            except Exception as error:  # noqa: BLE001 - whoever asked gets it
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 answer.set_exception(error)
 
         with self._closing:

@@ -23,7 +23,7 @@ MISSES = (
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Written under the store's lock, read by whoever wants to show them."""
+    """Written under the store's lock, read by those who show them."""
 
     stored_total: int = 0
     stored_bytes_total: int = 0

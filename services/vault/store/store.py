@@ -14,7 +14,7 @@ What the bytes mean it does not know; state of another kind would get a store, a
   all ends of chains are, the last block before one of them goes.
 * Bytes that have lain for a minute are checked before they are sent: memory errs, too. Damaged, the block is gone.
 * With a disk, blocks that are about to be evicted are written to it beforehand, while there is still some room
-  (`next_spill`): whoever puts never waits for it. If writing cannot keep pace, blocks are evicted unwritten
+  (`next_spill`): `put` never waits for it. If writing cannot keep pace, blocks are evicted unwritten
   (`dropped`).
 * What changed is kept, in order, for the loop (`take_changes`), which tells the fleet.
 """

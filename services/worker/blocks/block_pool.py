@@ -8,7 +8,7 @@
 
 Five rules keep it simple:
 
-* A sequence holds a chain: whoever holds a block holds all blocks before it. `fill` swaps a block whose content is
+* A sequence holds a chain: the holder of a block holds all blocks before it. `fill` swaps a block whose content is
   cached already for the cached one, so the rule holds for duplicates too. Hence everything that continues an idle
   block is idle, and *every* idle block can be had by evicting leaves: available = free + idle.
 * The one exception are `windowed` sequences: they let go of leading blocks that no later token reaches, and hold on to

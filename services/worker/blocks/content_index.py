@@ -48,7 +48,7 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def depth_of(hashes: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
-    """How many leading blocks of a chain there are, where whoever has one has all before it: few looks."""
+    """How many leading blocks of a chain there are, where a holder of one has all before it: few looks."""
     return bisect_left(range(len(hashes)), True, key=lambda at: not has(hashes[at]))
 
 
@@ -115,7 +115,7 @@ class ContentIndex:
         return block_hash in self._children or block_hash in self._forks
 
     def children(self, block_hash: bytes) -> list[int]:
-        """Blocks that continue a full block directly, tails included, whoever's they are."""
+        """Blocks that continue a full block directly, tails included, of all tenants."""
         keys = (block_hash, *self._forks.get(block_hash, ()))
         return [block for key in keys for _, block in self._children.get(key, ())]
 

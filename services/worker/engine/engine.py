@@ -1,7 +1,7 @@
 """The engine: continuous batching over a paged KV pool, with tiers below it. Read `step` first, then `tend`.
 
 Owns all sequences of one model and carries out what the scheduler decides. It knows no torch (a runner computes), no
-NATS, no threads: whoever calls it calls from one thread, `kvfleet.worker.engine.engine_thread`.
+NATS, no threads: one thread calls it, `kvfleet.worker.engine.engine_thread`.
 """
 
 from __future__ import annotations

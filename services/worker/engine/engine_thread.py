@@ -221,7 +221,7 @@ class EngineThread:
             if self._over is not None:
                 raise self._over
             result = query(self._engine)
-        except Exception as error:  # noqa: BLE001 - the question failed: whoever asked gets to know, the engine goes on
+        except Exception as error:  # noqa: BLE001 - the question failed: the caller gets the error, the engine goes on
             self._hand_over(partial(_reject, future, error))
         else:
             self._hand_over(partial(_resolve, future, result))

@@ -1,6 +1,6 @@
 """Whether anybody still waits for the forward pass under way.
 
-A cancel is obeyed between two steps, and a step with a long prompt takes a second. So whoever computes looks here
+A cancel is obeyed between two steps, and a step with a long prompt takes a second. So the runner looks here
 between any two layers, and gives the pass up once every sequence of it was cancelled. Nothing of it is committed then:
 what it wrote lies behind the last computed token of its sequences, where nobody reads.
 

@@ -16,7 +16,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 class PoolMemory:
-    """With a `stream`, as a GPU has, copies run on it, and whoever asked for one waits for it."""
+    """With a `stream`, as a GPU has, copies run on it, and the caller waits for its own."""
 
     def __init__(self, pool: KvPool, stream: CopyStream | None) -> None:
         shape = pool.shape

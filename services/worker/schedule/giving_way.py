@@ -1,6 +1,6 @@
 """Work by priority, and who gives way when there is more than a worker takes. Pure.
 
-Whoever comes may take the place of somebody of lower priority who waits and of whom nobody has seen anything. What has
+A new request may take the place of one of lower priority that waits and of which no reader has seen anything. What has
 begun, here or elsewhere, is never sent away.
 """
 
@@ -41,7 +41,7 @@ def until_served(load: Load, rates: Rates, priority: int) -> float:
 
 
 def full(wait_s: float) -> Overloaded:
-    """What whoever has to go hears."""
+    """What the readers of a request that has to go hear."""
     retry_after_s = min(max(wait_s, LEAST_RETRY_S), MOST_RETRY_S)
     return Overloaded("this worker has all it takes, waiting and running", retry_after_s=round(retry_after_s, 3))
 

@@ -199,7 +199,7 @@ class Scheduler:
                 if served is sequence and _runs(sequence):
                     unplanned.add(id(sequence))
             if served is None:
-                order.drop_waiting()  # whoever does not fit is not overtaken by smaller ones, else it might never run
+                order.drop_waiting()  # one that does not fit is not overtaken by smaller ones, else it might never run
             elif id(served) in unplanned:
                 unplanned.discard(id(served))
                 self._plan_chunk(plan, served, allowance)

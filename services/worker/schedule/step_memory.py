@@ -2,7 +2,7 @@
 
     run [a b c d] ──does not fit──▶ run [a b], run [c d] ──does not fit──▶ run [c], run [d's first half], [the second]
 
-Nothing is given up for it but a single token that does not fit alone: its sequence fails, whoever runs beside it.
+Nothing is given up for it but a single token that does not fit alone: its sequence fails, whatever runs beside it.
 """
 
 from __future__ import annotations

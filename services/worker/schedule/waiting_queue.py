@@ -106,7 +106,7 @@ class WaitingQueue:
         return max(priority for priority, _ in self._groups)
 
     def groups(self) -> list[Group]:
-        """Each in the order of service; whoever goes through them may take sequences out."""
+        """Each in the order of service; the caller may take sequences out meanwhile."""
         return list(self._groups.values())
 
     def check_integrity(self) -> None:

@@ -1,8 +1,8 @@
 """Loop: what readers ask a worker for: generate, cancel, pause, repeat. Owned by the worker's event loop.
 
-A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused to whoever
-waits for the acknowledgement. One that is known already gets one more reader: that is how a repeat goes on reading, or
-has its result again. `loop` owns the worker's life and brings back what the engine makes of it.
+A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused to the one
+who waits for the acknowledgement. One that is known already gets one more reader: that is how a repeat goes on
+reading, or has its result again. `loop` owns the worker's life and brings back what the engine makes of it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RequestDesk:
     # ------------------------------------------------------------------ generate
 
     async def on_generate(self, message: Message) -> None:
-        """Accept one attempt and hand it to the engine, or say why not to whoever waits for the acknowledgement."""
+        """Accept one attempt and hand it to the engine, or say why not to the one who waits for the acknowledgement."""
         tenant = message.subject.rsplit(".", 1)[-1]
         if not may_read(message.reply, tenant):
             self.refused_total += 1  # not even that is told there
@@ -265,7 +265,7 @@ class RequestDesk:
         return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
     async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
-        """Only whoever waits for the acknowledgement hears of a refusal: it decides what the client sees."""
+        """Only the asker that waits for the acknowledgement hears of a refusal: it decides what the client sees."""
         if not is_inbox(message.reply):
             return
         *_, name, attempt = ("", *message.reply.split("."))  # an inbox of ours ends in both

@@ -49,7 +49,7 @@ def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_
     if draining:
         raise Draining("this worker is draining")
     if request.expires_unix_ms is not None and request.expires_unix_ms < unix_ms:
-        # Nobody waits for one that NATS kept back for so long; whoever does knows that a clock is wrong.
+        # No client waits for one that NATS kept back for so long; one that does has a wrong clock.
         raise Unavailable("the request arrived after its deadline, by this worker's clock", field=EXPIRES)
 
 

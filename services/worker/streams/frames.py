@@ -148,7 +148,7 @@ class FrameBook:
 
     def leave(self, record: AttemptRecord, inbox: str = "") -> bool:
         """A reader leaves a running attempt (all of them, without `inbox`). Whether it was the last: the attempt is to
-        be cancelled then, and its end is sent to whoever was there last."""
+        be cancelled then, and its end is sent to its last reader."""
         leaving = [reader for reader in record.readers if reader.inbox == inbox]
         if not inbox or len(leaving) == len(record.readers):
             record.is_left = True

@@ -75,7 +75,7 @@ class AttemptRecord:
         return sum(track.next_index for track in self.tracks)
 
     def is_of(self, tenant: str | None) -> bool:
-        """None: whoever asks may ask for anybody."""
+        """None: the asker may ask for any tenant."""
         return tenant is None or tenant == self.tenant
 
     def is_read_at(self, inbox: str) -> bool:

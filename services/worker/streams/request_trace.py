@@ -22,7 +22,7 @@ from kvservice.tracing import Span, Tracer, Value, unix_ns
 
 
 def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) -> AttemptTrace | None:
-    """None unless whoever sent it traces it: no trace begins at a worker."""
+    """None unless its sender traces it: no trace begins at a worker."""
     if request.traceparent is None:
         return None
     sampling = request.sampling

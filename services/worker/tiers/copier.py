@@ -1,7 +1,7 @@
 """Copies between the device and host memory beside the engine. Loop: owns one thread.
 
-Each job is a list of block copies that can be stopped between any two of them, so whoever gives up has its blocks back
-at once. Restores go before offloads: somebody waits for them.
+Each job is a list of block copies that can be stopped between any two of them, so a caller that gives up has its
+blocks back at once. Restores go before offloads: somebody waits for them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from kvservice.tracing import Tracer
 WATCH_S = 0.02  # how soon a closed landing is noticed while nothing arrives
 GRACE_S = 0.3  # for a part nobody wants any more to end in good order, keeping its connection
 SLACK_S = 2.0
-PATIENCE = 4.0  # times what was predicted, and the slack: then a part has failed, whoever still waits for it
+PATIENCE = 4.0  # times what was predicted, and the slack: then a part has failed, also for those that still wait for it
 LONGEST_S = 60.0
 
 

@@ -61,7 +61,7 @@ class HostTier:
         after_lossy = before is not None and self.pool.content(before).lossy
         filled = []
         for at, (slot, tokens, is_lossy) in enumerate(zip(slots, ids, lossy, strict=True), start):
-            after_lossy = after_lossy or is_lossy  # what follows a lossy block counts as lossy, whoever computed it
+            after_lossy = after_lossy or is_lossy  # what follows a lossy block counts as lossy too
             filled.append(self.pool.fill(slot, root, hashes, at, tokens, lossy=after_lossy))
             after_lossy = after_lossy or self.pool.is_lossy(hashes[at])
         return filled

@@ -89,7 +89,7 @@ class EngineLender:
     def _find(
         self, root: bytes, hashes: Sequence[bytes], exact: bool
     ) -> tuple[dict[bytes, Found], list[tuple[BlockPool, list[int]]]]:
-        """Where each block is, and the chains that hold them. Deepest first: whoever holds a chain's last block holds
+        """Where each block is, and the chains that hold them. Deepest first: the holder of a chain's last block holds
         all of it."""
         found: dict[bytes, Found] = {}
         chains: list[tuple[BlockPool, list[int]]] = []

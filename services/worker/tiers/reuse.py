@@ -50,7 +50,7 @@ class ReuseWatch:
         return seen
 
     def extend(self, hashes: Sequence[bytes]) -> int:
-        """Note a chain, also that of a sequence that ended: whoever goes on asks for its generated blocks too."""
+        """Note a chain, also that of a sequence that ended: its next turn asks for its generated blocks too."""
         names = self._names
         seen = depth_of(hashes, names.__contains__)
         for block_hash in reversed(hashes):  # so that what follows is forgotten before what it follows

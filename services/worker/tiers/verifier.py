@@ -2,7 +2,7 @@
 
 A checksum says that bytes are those that were stored, not that they were right. So now and then, when there is nothing
 else to do, the last block of a restored chain is run through the model on the blocks before it. What differs by more
-than rounding is thrown away with all that continues it, and whoever it came from is not trusted. The engine's thread
+than rounding is thrown away with all that continues it, and its source is not trusted. The engine's thread
 owns it.
 
 It happens while no sequence runs or waits, so nothing has to be taken from anybody. What is being copied or lent at

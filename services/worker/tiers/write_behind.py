@@ -4,7 +4,7 @@
                 ▲──────────── it did not get through ─────│
     erase: what waits is dropped; the vault forgets after the batch that is under way
 
-Whoever offers is told at once when the queue is full, and `on_done` is called in any case, at the latest some seconds
+The caller is told at once when the queue is full, and `on_done` is called in any case, at the latest some seconds
 after OFFLOAD_LIMIT_S: then the memory is its owner's again.
 """
 

@@ -1,7 +1,7 @@
 """Layers that follow one another as one compiled call, in steps of few tokens.
 
 The first of them computes all; each of the others, if it is called with just what the one before it returned, has its
-result already. Whoever calls them otherwise gets what it asks for, computed anew.
+result already. Called in another order, a layer computes its own result anew.
 """
 
 from __future__ import annotations
