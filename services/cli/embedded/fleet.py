@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvfleet.cli.console import err
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
-from kvfleet.cli.embedded.processes import Child, FleetEnded, stop
+from kvfleet.cli.embedded.processes import Child, FleetEnded, StopRequest, stop
 
 STOP_WITHIN_S = 9.0
 LOOK_EVERY_S = 0.05
@@ -35,7 +34,7 @@ class EmbeddedFleet:
 
     def watch(
         self,
-        stopping: threading.Event,
+        stopping: StopRequest,
         autoscaler: LocalAutoscaler | None = None,
         forget: Callable[[Child], None] = lambda worker: None,
     ) -> None:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +28,7 @@ from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.fleet_state import fleet_key, folders
 from kvfleet.cli.embedded.metrics_targets import MetricsTargets
 from kvfleet.cli.embedded.ports import PortTaken, claim, listen
-from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, child, spawn
+from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, child, spawn
 from kvfleet.cli.operator.init import create_buckets
 from kvproto.errors import KvfleetError
 from kvservice import launch
@@ -109,7 +108,7 @@ def up(
         fail(str(error))
     port = listener.getsockname()[1]
     targets = MetricsTargets(metrics_port_base, lambda wanted: claim("127.0.0.1", wanted))
-    stopping = threading.Event()
+    stopping = StopRequest()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
 
@@ -237,7 +236,7 @@ def _own_gpu(index: int) -> dict[str, str]:
 
 
 def _wait_ready(
-    fleet: EmbeddedFleet, base: str, workers: int, placements: int, vaults: int, stopping: threading.Event
+    fleet: EmbeddedFleet, base: str, workers: int, placements: int, vaults: int, stopping: StopRequest
 ) -> bool:
     """Until every process serves. Raises StartFailed naming one that ended; False if asked to stop meanwhile."""
     end = time.monotonic() + START_TIMEOUT_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
-from kvfleet.cli.embedded.processes import Child, spawn
+from kvfleet.cli.embedded.processes import Child, StopRequest, spawn
 
 STAYS = "exec sleep 600"
 FAILS = "exit 3"
@@ -49,7 +50,7 @@ def knowing(autoscaler: LocalAutoscaler, fleet: EmbeddedFleet) -> Iterator[None]
 def watched(fleet: EmbeddedFleet, autoscaler: LocalAutoscaler | None) -> list[str]:
     """Who was forgotten; returns with the first one."""
     forgotten: list[str] = []
-    stopping = threading.Event()
+    stopping = StopRequest()
     limit = threading.Timer(20, stopping.set)
     limit.start()
 
@@ -116,3 +117,19 @@ def test_processes_end_before_the_asking_thread_is_waited_for(monkeypatch: pytes
         fleet.end(autoscaler)
     assert seen == [(False, True)]
     assert autoscaler._thread.daemon  # it holds up nobody's end
+
+
+def test_a_signal_may_come_at_any_line_of_what_waits_for_it() -> None:
+    """As its handler runs: in the middle, on the same thread. A threading.Event would wait for its own lock."""
+    stopping = StopRequest()
+
+    def handler(*_: object) -> object:
+        stopping.set()
+        return handler
+
+    sys.settrace(handler)
+    try:
+        assert stopping.wait(0.0)
+    finally:
+        sys.settrace(None)
+    assert stopping.is_set()
