@@ -32,6 +32,7 @@ PURE = {
     *(f"kvproto.{name}" for name in (
         "ids", "messages", "codec", "codec_types", "subjects", "block_hash", "hash_ring", "errors", "affinity",
         "fleet_view", "stream_assembly", "tenant_roots", "dataplane.block", "dataplane.wire",
+        "dataplane.handshake_bytes",
     )),
     *(f"kvfleet.placement.{name}" for name in (
         "core", "actions", "events", "workers.fleet", "workers.bookings", "decide.decider", "record.ledger",

@@ -16,14 +16,13 @@ from kvproto.dataplane import handshake
 from kvproto.dataplane.addresses import Address, TcpAddress, candidates, connected
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
+from kvproto.dataplane.handshake_bytes import READS_TRACES, VERSION
 from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     MAX_ECHO_BYTES,
     MAX_TIMEOUT_MS,
-    READS_TRACES,
-    VERSION,
     Body,
     Echo,
     Echoed,

@@ -25,12 +25,13 @@ from pathlib import Path
 
 from kvproto.dataplane import addresses, handshake
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
+from kvproto.dataplane.handshake_bytes import IDENTITY_BYTES, Hello, padded
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.serving import BlockStore, Served, ServedConnection, ServingLimits
 from kvproto.dataplane.tally import DataPlaneCounters, Tally
 from kvproto.dataplane.traced import OnTraced
-from kvproto.dataplane.wire import IDENTITY_BYTES, Failure, Hello, frame, padded
+from kvproto.dataplane.wire import Failure, frame
 
 __all__ = ["BlockStore", "DataPlaneCounters", "DataPlaneServer", "Served", "ServingLimits"]
 

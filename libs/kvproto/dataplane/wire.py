@@ -1,19 +1,4 @@
-"""The data plane's bytes: handshake, frames, messages, limits. Pure.
-
-    client                                   server
-      │ Hello   fixed size, fresh nonce        │     before authentication nothing of variable length is read
-      │────────────────────────────────────▶  │
-      │      Reply   fresh nonce, its proof    │
-      │ ◀────────────────────────────────────  │
-      │ proof                                  │
-      │────────────────────────────────────▶  │
-      │                              verdict   │
-      │ ◀────────────────────────────────────  │
-      │ frames, one request at a time          │
-
-A proof is HMAC-SHA256 with the shared key over who speaks, the Hello and the Reply: a recorded one fits no other
-nonces, and one side's is never the other's. It keeps strangers out; against somebody who can change what is on the
-wire TLS is there.
+"""The data plane's bytes after the handshake: frames, messages, limits. Pure.
 
 A frame is a head of 20 bytes, `meta_length` bytes of msgpack, then `body_length` bytes of blocks:
 
@@ -35,33 +20,25 @@ covers and which clients of version 1 do not look at; a client by using it.
 
 from __future__ import annotations
 
-import hmac
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgpack
 
 from kvproto.block_hash import HASH_BYTES
 from kvproto.dataplane.block import BlockHeader, unpack_header
-from kvproto.dataplane.errors import HandshakeRefused, ProtocolError
+from kvproto.dataplane.errors import ProtocolError
+from kvproto.dataplane.handshake_bytes import VERSION
 from kvproto.errors import CodecError, InvalidRequest
 
-VERSION = 1
-READS_TRACES = 2
-NEWEST = READS_TRACES  # what this end reads
-MAGIC = b"KVDP"
 MAX_BLOCKS = 8192
 MAX_META_BYTES = 4 * 1024 * 1024
 MAX_ECHO_BYTES = 4 * 1024 * 1024
 MAX_TIMEOUT_MS = 3_600_000
-KEY_ID_BYTES = 32
-IDENTITY_BYTES = 64
-NONCE_BYTES = 32
-PROOF_BYTES = 32
 MAX_TRACEPARENT = 128
 
 
@@ -85,100 +62,6 @@ class PutStatus(StrEnum):
 
 _PUT_STATUSES = tuple(PutStatus)
 _SEND = 255  # in `Wanted`: send this one
-
-
-# ---------------------------------------------------------------------- handshake
-
-
-class HandshakeVerdict(IntEnum):
-    """A server's word in a handshake; the lower-case name is the `reason` of HandshakeRefused."""
-
-    WELCOME = 0
-    MALFORMED = 1
-    VERSION = 2
-    UNKNOWN_KEY = 3
-    IDENTITY = 4  # the client wanted somebody else
-    BAD_PROOF = 5
-    BUSY = 6
-
-    @property
-    def reason(self) -> str:
-        return self.name.lower()
-
-
-_HELLO = struct.Struct(f"!4sB{KEY_ID_BYTES}s{IDENTITY_BYTES}s{IDENTITY_BYTES}s{NONCE_BYTES}s")
-_REPLY = struct.Struct(f"!4sBB{IDENTITY_BYTES}s{NONCE_BYTES}s")
-HELLO_BYTES = _HELLO.size
-REPLY_BYTES = _REPLY.size + PROOF_BYTES
-
-
-class Hello(NamedTuple):
-    version: int
-    key_id: str
-    identity: str
-    expect: str  # whom the client wants to speak to
-    nonce: bytes
-
-    def packed(self) -> bytes:
-        return _HELLO.pack(
-            MAGIC,
-            self.version,
-            padded("key id", self.key_id, KEY_ID_BYTES),
-            padded("identity", self.identity, IDENTITY_BYTES),
-            padded("identity", self.expect, IDENTITY_BYTES),
-            self.nonce,
-        )
-
-
-class Reply(NamedTuple):
-    version: int
-    verdict: int
-    identity: str
-    nonce: bytes
-
-    def packed(self) -> bytes:
-        """Without the proof that follows."""
-        identity = padded("identity", self.identity, IDENTITY_BYTES)
-        return _REPLY.pack(MAGIC, self.version, self.verdict, identity, self.nonce)
-
-
-def padded(what: str, text: str, size: int) -> bytes:
-    """Filled up with zeros. Raises InvalidRequest."""
-    data = text.encode()
-    if not data or len(data) > size or 0 in data:
-        raise InvalidRequest(f"a {what} has 1 to {size} bytes, got {text[:80]!r}")
-    return data.ljust(size, b"\0")
-
-
-def _text(field: bytes) -> str:
-    try:
-        return field.rstrip(b"\0").decode()
-    except UnicodeDecodeError:
-        raise HandshakeRefused("a name in the handshake is no text", reason="malformed") from None
-
-
-def unpack_hello(data: bytes) -> Hello:
-    """Raises HandshakeRefused (malformed); the version is the caller's to judge."""
-    magic, version, key_id, identity, expect, nonce = _HELLO.unpack(data)
-    if magic != MAGIC:
-        raise HandshakeRefused("not a client of the data plane", reason="malformed")
-    return Hello(version, _text(key_id), _text(identity), _text(expect), nonce)
-
-
-def unpack_reply(data: bytes) -> tuple[Reply, bytes]:
-    """Reply and proof. Raises HandshakeRefused (malformed)."""
-    magic, version, verdict, identity, nonce = _REPLY.unpack(data[: _REPLY.size])
-    if magic != MAGIC:
-        raise HandshakeRefused("not a server of the data plane", reason="malformed")
-    return Reply(version, verdict, _text(identity), nonce), data[_REPLY.size :]
-
-
-def server_proof(secret: bytes, hello: bytes, reply: bytes) -> bytes:
-    return hmac.digest(secret, b"kvfleet data plane, server\0" + hello + reply, "sha256")
-
-
-def client_proof(secret: bytes, hello: bytes, reply: bytes) -> bytes:
-    return hmac.digest(secret, b"kvfleet data plane, client\0" + hello + reply, "sha256")
 
 
 # ---------------------------------------------------------------------- messages

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.dataplane import handshake, wire
+from kvproto.dataplane import handshake, handshake_bytes, wire
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.errors import PeerTimeout, ProtocolError
@@ -40,7 +40,9 @@ def authenticated(plane: Plane) -> Link:
     return link
 
 
-def head(kind: int, meta: bytes, *, version: int = wire.VERSION, length: int | None = None, body: int = 0) -> bytes:
+def head(
+    kind: int, meta: bytes, *, version: int = handshake_bytes.VERSION, length: int | None = None, body: int = 0
+) -> bytes:
     """A frame as its bytes are defined, not as our own code writes them."""
     front = struct.pack("!BBHIQ", version, kind, 0, len(meta) if length is None else length, body)
     return front + struct.pack("!I", zlib.crc32(meta, zlib.crc32(front))) + meta
@@ -67,18 +69,27 @@ def still_serves(plane: Plane) -> None:
 def test_random_bytes_of_strangers(start: Start) -> None:
     plane = start("tcp", ServingLimits(handshake_s=0.3))
     random = Random(5)
-    for size in (0, 1, 4, 100, wire.HELLO_BYTES - 1, wire.HELLO_BYTES, wire.HELLO_BYTES + 500, 100_000):
-        for start_of in (b"", wire.MAGIC, wire.MAGIC + bytes([wire.VERSION])):
+    for size in (
+        0,
+        1,
+        4,
+        100,
+        handshake_bytes.HELLO_BYTES - 1,
+        handshake_bytes.HELLO_BYTES,
+        handshake_bytes.HELLO_BYTES + 500,
+        100_000,
+    ):
+        for start_of in (b"", handshake_bytes.MAGIC, handshake_bytes.MAGIC + bytes([handshake_bytes.VERSION])):
             with raw(plane.address) as sock:
                 try:
                     sock.sendall((start_of + random.randbytes(size))[:size])
                     sock.shutdown(socket.SHUT_WR)
-                    assert len(received(sock, 10_000)) <= wire.REPLY_BYTES
+                    assert len(received(sock, 10_000)) <= handshake_bytes.REPLY_BYTES
                 except OSError:
                     pass  # it was sent away while it spoke
     wait_until(lambda: sum(plane.server.counters.refused.values()) == 24)
     assert plane.server.counters.connections == 0
-    assert plane.server.counters.bytes_in <= 24 * wire.HELLO_BYTES
+    assert plane.server.counters.bytes_in <= 24 * handshake_bytes.HELLO_BYTES
     still_serves(plane)
 
 
@@ -105,7 +116,7 @@ def test_requests_before_the_proof_are_not_read(start: Start) -> None:
     with raw(plane.address) as sock:
         sock.sendall(hello() + frame(Get(1000, ROOT, (made(1)[0].hash,), False)) + bytes(32))
         answer = received(sock, 100_000)
-    assert answer[wire.REPLY_BYTES :] == bytes([wire.HandshakeVerdict.BAD_PROOF])
+    assert answer[handshake_bytes.REPLY_BYTES :] == bytes([handshake_bytes.HandshakeVerdict.BAD_PROOF])
 
 
 # ---------------------------------------------------------------------- after it

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvproto.dataplane import addresses, wire
+from kvproto.dataplane import addresses, handshake_bytes
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
+from kvproto.dataplane.handshake_bytes import HandshakeVerdict, Hello, Reply
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer, ServingLimits
-from kvproto.dataplane.wire import HandshakeVerdict, Hello, Reply
 from kvproto.errors import InvalidRequest, Unavailable
 from tests.integration.dataplane.conftest import Certificates, Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, MemoryStore, made
@@ -47,8 +47,8 @@ def received(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-def hello(key_id: str = "k", expect: str = IDENTITY, version: int = wire.VERSION) -> bytes:
-    return Hello(version, key_id, "w1", expect, secrets.token_bytes(wire.NONCE_BYTES)).packed()
+def hello(key_id: str = "k", expect: str = IDENTITY, version: int = handshake_bytes.VERSION) -> bytes:
+    return Hello(version, key_id, "w1", expect, secrets.token_bytes(handshake_bytes.NONCE_BYTES)).packed()
 
 
 @contextmanager
@@ -96,13 +96,13 @@ def test_a_wrong_proof_is_refused(start: Start) -> None:
     asked = hello()
     for proof in (
         bytes(32),
-        wire.client_proof(OTHER, asked, b""),
-        wire.server_proof(SECRET, asked, b""),
+        handshake_bytes.client_proof(OTHER, asked, b""),
+        handshake_bytes.server_proof(SECRET, asked, b""),
     ):
         with raw(plane.address) as sock:
             sock.sendall(asked)
-            reply = received(sock, wire.REPLY_BYTES)
-            assert reply[-32:] == wire.server_proof(SECRET, asked, reply[:-32])
+            reply = received(sock, handshake_bytes.REPLY_BYTES)
+            assert reply[-32:] == handshake_bytes.server_proof(SECRET, asked, reply[:-32])
             sock.sendall(proof)
             assert received(sock, 10) == bytes([HandshakeVerdict.BAD_PROOF])
     wait_until(lambda: plane.server.counters.refused == {"bad_proof": 3})
@@ -112,7 +112,7 @@ def test_a_servers_own_proof_sent_back_to_it_is_refused(start: Start) -> None:
     plane = start("tcp")
     with raw(plane.address) as sock:
         sock.sendall(hello())
-        sock.sendall(received(sock, wire.REPLY_BYTES)[-32:])
+        sock.sendall(received(sock, handshake_bytes.REPLY_BYTES)[-32:])
         assert received(sock, 10) == bytes([HandshakeVerdict.BAD_PROOF])
 
 
@@ -135,9 +135,10 @@ def test_a_fake_server_is_refused() -> None:
     """It holds no key: neither silence, nor WELCOME, nor an older proof helps it."""
 
     def claims(sock: socket.socket) -> None:
-        received(sock, wire.HELLO_BYTES)
+        received(sock, handshake_bytes.HELLO_BYTES)
         sock.sendall(
-            Reply(wire.VERSION, HandshakeVerdict.WELCOME, IDENTITY, bytes(32)).packed() + secrets.token_bytes(32)
+            Reply(handshake_bytes.VERSION, HandshakeVerdict.WELCOME, IDENTITY, bytes(32)).packed()
+            + secrets.token_bytes(32)
         )
         assert received(sock, 1) == b""  # the client proved nothing to it
 
@@ -154,9 +155,9 @@ def test_a_fake_server_is_refused() -> None:
 
 def test_a_server_that_answers_by_another_name_is_refused() -> None:
     def answer(sock: socket.socket) -> None:
-        asked = received(sock, wire.HELLO_BYTES)
-        reply = Reply(wire.VERSION, HandshakeVerdict.WELCOME, "vault-2", bytes(32)).packed()
-        sock.sendall(reply + wire.server_proof(SECRET, asked, reply))
+        asked = received(sock, handshake_bytes.HELLO_BYTES)
+        reply = Reply(handshake_bytes.VERSION, HandshakeVerdict.WELCOME, "vault-2", bytes(32)).packed()
+        sock.sendall(reply + handshake_bytes.server_proof(SECRET, asked, reply))
         received(sock, 1)
 
     with fake_server(answer) as address, pytest.raises(HandshakeRefused) as refused:
@@ -188,13 +189,13 @@ def test_a_recorded_client_is_of_no_use(start: Start) -> None:
     asked = hello()
     with raw(plane.address) as sock:
         sock.sendall(asked)
-        reply = received(sock, wire.REPLY_BYTES)
-        proof = wire.client_proof(SECRET, asked, reply[:-32])
+        reply = received(sock, handshake_bytes.REPLY_BYTES)
+        proof = handshake_bytes.client_proof(SECRET, asked, reply[:-32])
         sock.sendall(proof)
         assert received(sock, 1) == bytes([HandshakeVerdict.WELCOME])
     with raw(plane.address) as sock:
         sock.sendall(asked + proof)
-        again = received(sock, wire.REPLY_BYTES)
+        again = received(sock, handshake_bytes.REPLY_BYTES)
         assert again != reply
         assert received(sock, 10) == bytes([HandshakeVerdict.BAD_PROOF])
 
@@ -203,7 +204,7 @@ def test_a_recorded_server_is_of_no_use(start: Start) -> None:
     plane = start("tcp")
     with raw(plane.address) as sock:
         sock.sendall(hello())
-        recorded = received(sock, wire.REPLY_BYTES)
+        recorded = received(sock, handshake_bytes.REPLY_BYTES)
     with fake_server(lambda sock: sock.sendall(recorded)) as address, pytest.raises(HandshakeRefused) as refused:
         connect(address, plane.ring)
     assert refused.value.reason == "server_proof"
@@ -213,12 +214,12 @@ def test_another_version_is_named(start: Start) -> None:
     plane = start("tcp")
     with raw(plane.address) as sock:
         sock.sendall(hello(version=9))
-        reply, proof = wire.unpack_reply(received(sock, wire.REPLY_BYTES))
-        assert (reply.verdict, reply.version, proof) == (HandshakeVerdict.VERSION, wire.VERSION, bytes(32))
+        reply, proof = handshake_bytes.unpack_reply(received(sock, handshake_bytes.REPLY_BYTES))
+        assert (reply.verdict, reply.version, proof) == (HandshakeVerdict.VERSION, handshake_bytes.VERSION, bytes(32))
     wait_until(lambda: plane.server.counters.refused == {"version": 1})
 
     def newer(sock: socket.socket) -> None:
-        received(sock, wire.HELLO_BYTES)
+        received(sock, handshake_bytes.HELLO_BYTES)
         sock.sendall(Reply(9, HandshakeVerdict.VERSION, IDENTITY, bytes(32)).packed() + bytes(32))
 
     with fake_server(newer) as address, pytest.raises(HandshakeRefused, match="speaks version 9"):

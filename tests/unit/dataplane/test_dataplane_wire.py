@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.dataplane import wire
+from kvproto.dataplane import handshake_bytes, wire
 from kvproto.dataplane.block import MAX_BLOCK_BYTES, BlockCodec, BlockHeader
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
+from kvproto.dataplane.handshake_bytes import Hello, Reply
 from kvproto.dataplane.tally import DataPlaneCounters, Tally
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
@@ -30,12 +31,10 @@ from kvproto.dataplane.wire import (
     Get,
     Has,
     Held,
-    Hello,
     Message,
     Part,
     Put,
     PutStatus,
-    Reply,
     Stop,
     Taken,
     Wanted,
@@ -116,7 +115,7 @@ def test_a_flipped_bit_is_never_another_message(message: Message, data: st.DataO
 
 @given(st.sampled_from(sorted(wire._KINDS)), st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_an_error(kind: int, meta: bytes) -> None:
-    front = struct.pack("!BBHIQ", wire.VERSION, kind, 0, len(meta), 0)
+    front = struct.pack("!BBHIQ", handshake_bytes.VERSION, kind, 0, len(meta), 0)
     try:
         read(front + struct.pack("!I", zlib.crc32(meta, zlib.crc32(front))) + meta)
     except ProtocolError:
@@ -138,7 +137,7 @@ PLAIN = st.recursive(
 @given(st.sampled_from(sorted(wire._KINDS)), PLAIN)
 def test_any_msgpack_is_a_message_or_an_error(kind: int, fields: Any) -> None:
     meta = msgpack.packb(fields)
-    front = struct.pack("!BBHIQ", wire.VERSION, kind, 0, len(meta), 0)
+    front = struct.pack("!BBHIQ", handshake_bytes.VERSION, kind, 0, len(meta), 0)
     try:
         message, _ = read(front + struct.pack("!I", zlib.crc32(meta, zlib.crc32(front))) + meta)
     except ProtocolError:
@@ -155,7 +154,7 @@ def test_no_head_promises_more_than_is_allowed(data: bytes) -> None:
 
 
 def test_lengths_are_judged_before_anything_is_allocated() -> None:
-    front = struct.pack("!BBHIQ", wire.VERSION, 1, 0, MAX_META_BYTES + 1, 0)
+    front = struct.pack("!BBHIQ", handshake_bytes.VERSION, 1, 0, MAX_META_BYTES + 1, 0)
     with pytest.raises(ProtocolError) as refused:
         wire.unpack_head(front + bytes(4))
     assert refused.value.reason == "too_large"
@@ -179,7 +178,7 @@ def test_golden_bytes() -> None:
     assert wire.frame(message).hex() == (
         "01020000000000290000000000000000ac8ac830" + "94cd03e8c410" + "72" * 16 + "c410" + "68" * 16 + "c3"
     )
-    assert (wire.HELLO_BYTES, wire.REPLY_BYTES, wire.HEAD_BYTES) == (197, 134, 20)
+    assert (handshake_bytes.HELLO_BYTES, handshake_bytes.REPLY_BYTES, wire.HEAD_BYTES) == (197, 134, 20)
 
 
 # ---------------------------------------------------------------------- handshake
@@ -190,16 +189,16 @@ NAMES = st.text(st.characters(min_codepoint=1, codec="utf-8"), min_size=1, max_s
 @given(NAMES, NAMES, NAMES, st.binary(min_size=32, max_size=32), st.integers(0, 255))
 def test_handshakes_come_back(key: str, identity: str, expect: str, nonce: bytes, version: int) -> None:
     hello = Hello(version, key, identity, expect, nonce)
-    assert wire.unpack_hello(hello.packed()) == hello
+    assert handshake_bytes.unpack_hello(hello.packed()) == hello
     reply = Reply(version, 3, identity, nonce)
-    assert wire.unpack_reply(reply.packed() + bytes(32)) == (reply, bytes(32))
+    assert handshake_bytes.unpack_reply(reply.packed() + bytes(32)) == (reply, bytes(32))
 
 
-@given(st.binary(min_size=wire.HELLO_BYTES, max_size=wire.HELLO_BYTES))
+@given(st.binary(min_size=handshake_bytes.HELLO_BYTES, max_size=handshake_bytes.HELLO_BYTES))
 def test_any_hello_is_one_or_refused(data: bytes) -> None:
-    for start in (b"", wire.MAGIC):
+    for start in (b"", handshake_bytes.MAGIC):
         with contextlib.suppress(HandshakeRefused):
-            assert len(wire.unpack_hello((start + data)[: wire.HELLO_BYTES]).nonce) == 32
+            assert len(handshake_bytes.unpack_hello((start + data)[: handshake_bytes.HELLO_BYTES]).nonce) == 32
 
 
 def test_proofs_differ_by_side_key_and_nonces() -> None:
@@ -208,13 +207,13 @@ def test_proofs_differ_by_side_key_and_nonces() -> None:
     reply = Reply(1, 0, "v", bytes(32)).packed()
     proofs = {
         proof(secret, asked, answered)
-        for proof in (wire.server_proof, wire.client_proof)
+        for proof in (handshake_bytes.server_proof, handshake_bytes.client_proof)
         for secret in (b"a" * 32, b"b" * 32)
         for asked in (hello, other)
         for answered in (reply, reply[:-1] + b"1")
     }
     assert len(proofs) == 16
-    assert {len(proof) for proof in proofs} == {wire.PROOF_BYTES}
+    assert {len(proof) for proof in proofs} == {handshake_bytes.PROOF_BYTES}
 
 
 # ---------------------------------------------------------------------- errors, counters
