@@ -41,8 +41,9 @@ from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, 
 from kvfleet.ingress.runs.jobs import Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run, Runs
+from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_index import SessionIndex, auto_seq_id
-from kvfleet.ingress.sessions.sessions import Session, Sessions
+from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.sessions.turns import ChatTurn, PlainTurn, SessionTurn
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvfleet.ingress.telemetry.request_trace import RequestTrace

@@ -26,9 +26,10 @@ from kvfleet.ingress.http.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
 from kvfleet.ingress.sessions.session_index import SessionIndex
-from kvfleet.ingress.sessions.sessions import Session, Sessions
+from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.affinity import ring_key
 from kvproto.client import Client

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvfleet.ingress.sessions.sessions import Session
+from kvfleet.ingress.sessions.session import Session
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.errors import KvfleetError

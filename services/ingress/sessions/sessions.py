@@ -24,19 +24,29 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.runs import strays as beside
+from kvfleet.ingress.sessions.session import (
+    OpenTurn,
+    Session,
+    is_as_before,
+    is_expired,
+    joined,
+    lost_turn,
+    not_found,
+    read_head,
+    take_over,
+)
 from kvfleet.ingress.sessions.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
 from kvfleet.ingress.sessions.turn_sightings import TurnSightings
 from kvproto import codec
 from kvproto.block_hash import pack_ids
-from kvproto.buckets import Entry, StaleRevision
-from kvproto.errors import CodecError, InvalidRequest, KvfleetError, SessionBusy, SessionNotFound, Unavailable
+from kvproto.buckets import StaleRevision
+from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy, Unavailable
 from kvproto.ids import new_process_id, session_key
 from kvproto.messages import SessionHead, Stray, Turn
-from kvproto.regions import MAX_REGIONS
 
 log = logging.getLogger(__name__)
 
@@ -44,52 +54,6 @@ COMMIT_RETRY_S = 0.5
 LOCK_TRIES = 4
 
 Forget = Callable[[str, SessionHead, tuple[int, ...], int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A session as it was read; `head` None: there is none (yet, or any more)."""
-
-    key: str
-    seq_id: str
-    revision: int
-    head: SessionHead | None = None
-    ids: tuple[int, ...] = ()
-    chunk_revisions: tuple[int, ...] = ()
-    expired: SessionHead | None = None  # what lies there still, nobody having swept it
-    strays: tuple[Stray, ...] = ()  # of one that was erased
-
-    def is_last(self, request: str) -> bool:
-        """Whether this request's turn is the one that was committed last."""
-        return self.head is not None and self.head.last_request == request
-
-    def before_last(self) -> Session:
-        """As it was read, with the history that was there before the turn that was committed last."""
-        assert self.head is not None
-        return replace(self, ids=self.ids[: self.head.last_start])
-
-    def has_moved_on(self, request: str) -> bool:
-        """Whether another turn may have come since this request's turn began."""
-        head = self.head
-        if head is None or (head.turn is not None and head.turn.request == request):
-            return False
-        return request not in (head.last_request, head.left_request)
-
-
-@dataclass(slots=True)
-class OpenTurn:
-    """The running turn of a session that this ingress holds. `revision` is the head's; `lock` guards it."""
-
-    session: Session
-    head: SessionHead
-    revision: int
-    ended: bool = False  # committed or abandoned
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
-    """Whether nobody used the session for longer than sessions are kept. Pure."""
-    return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
 
 
 class Sessions:
@@ -130,7 +94,7 @@ class Sessions:
         key = session_key(tenant, seq_id)
         for _ in range(3):  # a turn that replaces the history may delete chunks under this reader
             entry = await self._bucket.get(key)
-            head = _read_head(entry)
+            head = read_head(entry)
             if head is None:
                 return Session(key, seq_id, entry.revision)
             if is_expired(head, self._unix_ms(), self._limits):
@@ -141,7 +105,7 @@ class Sessions:
 
     async def _holds(self, key: str, ids: Sequence[int]) -> bool:
         """Whether the session's history begins with these."""
-        head = _read_head(await self._bucket.get(key))
+        head = read_head(await self._bucket.get(key))
         history = await self._chunks.history(key, head) if head is not None and head.length >= len(ids) else None
         return history is not None and history[0][: len(ids)] == tuple(ids)
 
@@ -154,7 +118,7 @@ class Sessions:
         cut."""
         session = await self.read(tenant, seq_id)
         if session.head is None or not (session.head.turns or session.head.turn):
-            raise _not_found(seq_id)
+            raise not_found(seq_id)
         return session
 
     def is_busy(self, session: Session) -> bool:
@@ -191,10 +155,10 @@ class Sessions:
                 return await self._lock(session, model, request)
             except StaleRevision:
                 entry = await self._bucket.get(session.key)
-                head = _read_head(entry)
+                head = read_head(entry)
                 if head is not None and head.last_request == request:
                     return OpenTurn(session, head, entry.revision, ended=True)
-                if not _is_as_before(session, head, request):
+                if not is_as_before(session, head, request):
                     break
                 session = replace(session, head=head, revision=entry.revision)
         raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} has just begun or ended", retry_after_s=1.0)
@@ -290,7 +254,7 @@ class Sessions:
                 last_request=turn.head.turn.request if turn.head.turn else "",
                 last_start=start,
                 left_request="",
-                regions=_joined(turn.head.regions, regions),
+                regions=joined(turn.head.regions, regions),
             )
             head = await self._keep_strays(session, head, ids, strays)
             await self._update_ours(turn, head, adopt=self._adopt_shared)
@@ -307,7 +271,7 @@ class Sessions:
             try:
                 left = turn.head.turn.request if turn.head.turn else ""
                 head = session.head or turn.head
-                head = replace(head, turn=None, left_request=left, regions=_joined(head.regions, regions))
+                head = replace(head, turn=None, left_request=left, regions=joined(head.regions, regions))
                 head = await self._keep_strays(session, head, session.ids, strays)
                 if head.turns or head.strays:
                     await self._update_ours(turn, head)
@@ -348,11 +312,11 @@ class Sessions:
             turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
         except StaleRevision:
             await (adopt or self._adopt)(turn)
-            head = replace(head, regions=_joined(turn.head.regions, head.regions))
+            head = replace(head, regions=joined(turn.head.regions, head.regions))
             try:
                 turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
             except StaleRevision:
-                raise _lost(turn.session) from None
+                raise lost_turn(turn.session) from None
 
     async def _adopt(self, turn: OpenTurn) -> None:
         """Take over the head's newest revision if our own turn stands in it. Raises SessionBusy if another's does.
@@ -360,36 +324,36 @@ class Sessions:
         A write that timed out in an outage of NATS is delivered after it all the same: then we are our own rival.
         """
         entry = await self._bucket.get(turn.session.key)
-        head = _read_head(entry)
+        head = read_head(entry)
         ours, found = turn.head.turn, head.turn if head is not None else None
         if ours is None or found is None or (found.request, found.ingress) != (ours.request, ours.ingress):
-            raise _lost(turn.session)
-        _take_over(turn, entry, head)
+            raise lost_turn(turn.session)
+        take_over(turn, entry, head)
 
     async def _adopt_left(self, turn: OpenTurn) -> None:
         """As `_adopt`, also where another ingress that ran the same request has let go of it, or is gone."""
         entry = await self._bucket.get(turn.session.key)
-        head = _read_head(entry)
+        head = read_head(entry)
         ours, found = turn.head.turn, head.turn if head is not None else None
-        if ours is None or not _is_as_before(turn.session, head, ours.request):
-            raise _lost(turn.session)
+        if ours is None or not is_as_before(turn.session, head, ours.request):
+            raise lost_turn(turn.session)
         if found is not None and found.ingress != ours.ingress and self._alive(found.ingress):
-            raise _lost(turn.session)
-        _take_over(turn, entry, head)
+            raise lost_turn(turn.session)
+        take_over(turn, entry, head)
 
     async def _adopt_shared(self, turn: OpenTurn) -> None:
         """As `_adopt`, from another ingress too that runs the same request, or that has let go of it. Raises
         _Committed if it was committed."""
         entry = await self._bucket.get(turn.session.key)
-        head = _read_head(entry)
+        head = read_head(entry)
         ours = turn.head.turn
         if ours is None:
-            raise _lost(turn.session)
+            raise lost_turn(turn.session)
         if head is not None and head.last_request == ours.request:
             raise _Committed
-        if not _is_as_before(turn.session, head, ours.request):
-            raise _lost(turn.session)
-        _take_over(turn, entry, head)
+        if not is_as_before(turn.session, head, ours.request):
+            raise lost_turn(turn.session)
+        take_over(turn, entry, head)
 
     async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
         while True:
@@ -408,7 +372,7 @@ class Sessions:
         session = await self.read(tenant, seq_id)
         head = session.head
         if head is None:
-            raise _not_found(seq_id)
+            raise not_found(seq_id)
         if self.is_busy(session):
             raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
         strays = await self._chunks.strays(session.key, head)
@@ -418,7 +382,7 @@ class Sessions:
     async def erase_key(self, key: str, *, only_expired: bool) -> bool:
         """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
         entry = await self._bucket.get(key)
-        head = _read_head(entry)
+        head = read_head(entry)
         if head is None or self._is_held(key, head.turn, entry.revision):
             return False
         if only_expired and not is_expired(replace(head, turn=None), self._unix_ms(), self._limits):
@@ -465,46 +429,3 @@ class Sessions:
 
 class _Committed(Exception):
     """Another ingress has committed the same request."""
-
-
-def _is_as_before(session: Session, head: SessionHead | None, request: str) -> bool:
-    """Whether nothing but this request's own turn has come to a session since it was read, whichever ingress began the
-    turn and whether or not it has let go of it: of a new session nothing is left then. Pure."""
-    before = session.head
-    is_new = before is None or not before.turns
-    if head is None:
-        return is_new
-    if request != (head.turn.request if head.turn is not None else head.left_request):
-        return False
-    if before is None or is_new:
-        return not head.turns
-    return (head.generation, head.length, head.turns) == (before.generation, before.length, before.turns)
-
-
-def _read_head(entry: Entry) -> SessionHead | None:
-    if entry.value is None:
-        return None
-    try:
-        return codec.decode(SessionHead, entry.value)
-    except CodecError as error:
-        raise Unavailable(f"the record of session {entry.key} is unreadable: {error}") from None
-
-
-def _take_over(turn: OpenTurn, entry: Entry, head: SessionHead | None) -> None:
-    """Go on from the head as it lies there, with the regions that another ingress has added."""
-    turn.revision = entry.revision
-    if head is not None:
-        turn.head = replace(turn.head, regions=_joined(head.regions, turn.head.regions))
-
-
-def _joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
-    """Regions that a session's blocks may be in: as many as are known of at all."""
-    return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
-
-
-def _not_found(seq_id: str) -> SessionNotFound:
-    return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
-
-
-def _lost(session: Session) -> SessionBusy:
-    return SessionBusy(f"this turn of session {session.seq_id[:80]!r} lost its lease, it is not committed")

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import ChatPrompt, Prompts
 from kvfleet.ingress.runs.transcript import Transcript
+from kvfleet.ingress.sessions.session import OpenTurn, Session
 from kvfleet.ingress.sessions.session_index import SessionIndex
-from kvfleet.ingress.sessions.sessions import OpenTurn, Session, Sessions
+from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.telemetry.metrics import RequestTally
 from kvproto.errors import LimitExceeded, SessionBusy, Unavailable
 

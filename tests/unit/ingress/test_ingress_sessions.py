@@ -15,8 +15,9 @@ from ingress_build import MemoryBucket
 from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.sessions import sessions as module
 from kvfleet.ingress.sessions import turn_sightings
+from kvfleet.ingress.sessions.session import OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
-from kvfleet.ingress.sessions.sessions import CHUNK_IDS, OpenTurn, Session, Sessions, is_expired
+from kvfleet.ingress.sessions.sessions import CHUNK_IDS, Sessions
 from kvproto import codec
 from kvproto.errors import (
     InvalidRequest,
