@@ -31,7 +31,7 @@ from benchmarks._fake_data_plane import FakeDataPlane
 from benchmarks._processes import cpu_seconds
 from kvproto import codec
 from kvproto.block_hash import digest_term
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.messages import (
     BlockRun,
@@ -48,6 +48,7 @@ from kvproto.messages import (
     TierEvents,
     WorkerRecord,
 )
+from kvproto.nats_message import Message
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix, member_key
 
 TICK_S, RECORD_S, BEAT_S, MILESTONES_S = 0.005, 1.0, 0.5, 0.02

@@ -17,9 +17,10 @@ from pathlib import Path
 import uvloop
 
 from kvproto import codec
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.errors import CodecError
 from kvproto.messages import Tokens
+from kvproto.nats_message import Message
 
 
 async def main(url: str, inbox: str, file: Path) -> None:

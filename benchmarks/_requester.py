@@ -21,8 +21,9 @@ import msgpack
 
 from benchmarks import _fleet_prompts as prompts
 from kvproto import codec
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.messages import PlaceRequest
+from kvproto.nats_message import Message
 from kvproto.subjects import INGRESS_INBOX, Subjects, inbox_prefix
 
 INBOX = inbox_prefix(INGRESS_INBOX, "bench")

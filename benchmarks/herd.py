@@ -22,7 +22,8 @@ from benchmarks._simulated import WORKERS, conversations, rounded
 from kvfleet.placement.policies import DEFAULT_POLICY, Choice, Policy, Question
 from kvfleet.placement.policies.cost import BUSY, Cost
 from kvfleet.placement.simulate.figures import Figures, figures
-from kvfleet.placement.simulate.simulation import Delays, FleetShape, Simulation
+from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape
+from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.study import Study, make_study
 from kvfleet.placement.workers.price_kernel import COST
 

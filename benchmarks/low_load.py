@@ -10,7 +10,7 @@ from __future__ import annotations
 from benchmarks._report import finish, parse_quick, progress
 from benchmarks._simulated import WORKERS, prompts
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.study import make_study
 
 TAILS, OUTPUT = (100, 700), 32

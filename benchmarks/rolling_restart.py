@@ -36,10 +36,11 @@ from benchmarks._reliability import (
 from benchmarks._report import finish, parser, progress
 from kvproto import codec
 from kvproto.client import Client
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.errors import CodecError
 from kvproto.ids import new_request_id
 from kvproto.messages import Started
+from kvproto.nats_message import Message
 from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_cluster import NatsCluster
 

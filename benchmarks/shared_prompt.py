@@ -13,7 +13,7 @@ from benchmarks._report import finish, parse_quick, progress
 from benchmarks._simulated import WORKERS, prompts
 from kvfleet.placement.policies import DEFAULT_POLICY
 from kvfleet.placement.simulate.figures import Figures
-from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.study import make_study
 from kvfleet.placement.simulate.trace import Trace
 

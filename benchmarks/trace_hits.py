@@ -10,7 +10,7 @@ from __future__ import annotations
 from benchmarks._report import finish, parser
 from benchmarks._simulated import WORKERS, conversations, rounded, run_all
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.simulation import FleetShape
+from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.study import POLICIES, make_study
 
 NAME, UNIT = "trace_hits", "hits attained of attainable"

@@ -34,11 +34,12 @@ from kvfleet.placement.policies.cost import BUSY, OTHERS, Cost
 from kvfleet.placement.simulate.attainable import attainable_by_request
 from kvfleet.placement.simulate.capacity import busiest_speed
 from kvfleet.placement.simulate.figures import figures
+from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.moves import Watched
 from kvfleet.placement.simulate.report import seconds
 from kvfleet.placement.simulate.shapes import REQUESTS, SHAPES, make_shape
 from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.simulation import FleetShape, Simulation
+from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.workers.warm_up import warm_up

@@ -12,61 +12,26 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import nats
 import nats.errors
 from nats.aio.client import Client as NatsClient
 
 from kvproto.errors import AuthenticationFailed, Unavailable, WorkerLost
+from kvproto.nats_message import Message, Subscription
 
 log = logging.getLogger(__name__)
 
-NO_RESPONDERS = "503"
 SAY_AGAIN_S = 10.0
 WATCH_PERIOD_S = 0.2
 PENDING_LIMIT = 8 * 1024 * 1024  # bytes: what is published during an outage waits here
 PROBE_AFTER_S = 0.6  # without a message the server is asked for a sign of life
 SILENT_S = 1.5  # without one since then, what others do cannot be seen from here
-JSON_HEADER = {"Content-Type": "application/json"}
-
-
-class Message(Protocol):
-    """What a callback receives: a nats-py message, seen only through these names."""
-
-    @property
-    def subject(self) -> str: ...
-    @property
-    def reply(self) -> str: ...
-    @property
-    def data(self) -> bytes: ...
-    @property
-    def headers(self) -> dict[str, str] | None: ...
-
-
-class Subscription(Protocol):
-    async def unsubscribe(self) -> None:
-        """Stop at once; what is queued is discarded."""
-
-    async def drain(self) -> None:
-        """Stop, after what is queued."""
 
 
 Callback = Callable[[Message], Awaitable[None]]
 Hook = Callable[[], Awaitable[None]]
-
-
-def is_no_responders(message: Message) -> bool:
-    """A server's notice that nobody subscribes to the subject that was published to."""
-    return not message.data and bool(message.headers) and (message.headers or {}).get("Status") == NO_RESPONDERS
-
-
-def is_json(message: Message) -> bool:
-    """Whether a producer marked its body as JSON."""
-    headers = message.headers or {}
-    return any(
-        k.lower() == "content-type" and v.split(";")[0].strip() == "application/json" for k, v in headers.items()
-    )
 
 
 def _who(user: str | None, nkey_seed: str | None, credentials: str | None) -> str:

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 
 from kvproto import codec
-from kvproto.connection import Connection, Message, is_no_responders
+from kvproto.connection import Connection
 from kvproto.errors import CodecError, InvalidRequest, NotFound, Unavailable
 from kvproto.ids import is_token, new_process_id
 from kvproto.members import Members
 from kvproto.messages import MAX_NAME_CHARS, Decision, ExplainRequest, Explanation, Role
+from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import Subjects
 
 EXPLAIN_TIMEOUT_S = 0.5  # of every asker: what has waited for so long at a replica nobody waits for any more

@@ -10,9 +10,10 @@ import logging
 from typing import Protocol
 
 from kvproto import codec
-from kvproto.connection import Connection, Message, Subscription, is_no_responders
+from kvproto.connection import Connection
 from kvproto.errors import CodecError
 from kvproto.messages import Frame
+from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.subjects import batch_inbox, request_inbox, request_inboxes
 
 log = logging.getLogger(__name__)

@@ -60,11 +60,12 @@ from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection, Message, Subscription, is_json, is_no_responders
+from kvproto.connection import Connection
 from kvproto.errors import CodecError, InvalidRequest, Unavailable
 from kvproto.ids import new_request_id
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import ExplainRequest, MemberRecord
+from kvproto.nats_message import Message, Subscription, is_json, is_no_responders
 from kvproto.subjects import Subjects, is_inbox, request_inboxes
 from kvproto.tasks import end
 from kvservice import tracing

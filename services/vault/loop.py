@@ -25,11 +25,12 @@ from typing import Any
 from kvfleet.vault.store.changes import StoredChange, net, pieces, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
-from kvproto.connection import Connection, Message, Subscription
+from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import CodecError, KvfleetError, Unavailable
 from kvproto.members import Fenced, Lease
 from kvproto.messages import Heartbeat, Load, MemberRecord, SnapshotRequest, State, Tier, TierLoad
+from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import Subjects, is_inbox
 from kvproto.tasks import end
 from kvservice.event_log import IDLE_PERIOD_S, EventLog

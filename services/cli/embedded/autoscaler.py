@@ -26,10 +26,11 @@ from kvfleet.cli.embedded.processes import Child
 from kvfleet.cli.operator.drain import costs, tell
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection, Message, is_no_responders
+from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.ids import new_process_id
 from kvproto.messages import PlacementStats, Role
+from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
 
 POLL_S = 1.0

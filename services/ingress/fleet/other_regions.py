@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable
 
 from kvproto import codec
-from kvproto.connection import Connection, Message, Subscription
+from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.messages import RegionSummary, WorkerRecord
+from kvproto.nats_message import Message, Subscription
 from kvproto.regions import Regions
 from kvproto.subjects import Subjects
 

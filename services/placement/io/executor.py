@@ -33,7 +33,7 @@ from kvfleet.placement.io.pinger import Pinger, PingVerdict
 from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
-from kvproto.connection import JSON_HEADER, Connection
+from kvproto.connection import Connection
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
 from kvproto.messages import (
     Booked,
@@ -51,6 +51,7 @@ from kvproto.messages import (
     Watches,
     WentAbroad,
 )
+from kvproto.nats_message import JSON_HEADER
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
 

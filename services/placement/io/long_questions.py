@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
 from kvproto import codec
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.explanations import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 from kvproto.messages import ExplainRequest, Explanation, PreloadPlan, PreloadRequest, VictimReport, VictimRequest
+from kvproto.nats_message import Message
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from kvfleet.placement.events import PlaceAsked
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.lateness import Lateness
 from kvproto import codec
-from kvproto.connection import Message, Subscription
 from kvproto.errors import CodecError
+from kvproto.nats_message import Message, Subscription
 from kvproto.sealed_inbox import is_of_the_fleet
 
 log = logging.getLogger(__name__)

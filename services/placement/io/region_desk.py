@@ -16,10 +16,11 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Event, RegionHeard
 from kvfleet.placement.io.subscriptions import Guard
 from kvproto import codec
-from kvproto.connection import Connection, Message, Subscription
+from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.members import Members
 from kvproto.messages import Placement, PlaceRequest, RegionModel, RegionSummary, State
+from kvproto.nats_message import Message, Subscription
 from kvproto.regions import qualify, seal
 from kvproto.subjects import Subjects
 

@@ -29,7 +29,7 @@ from kvfleet.placement.events import (
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.io import intake
 from kvproto import codec
-from kvproto.connection import Connection, Message, Subscription, is_no_responders
+from kvproto.connection import Connection
 from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import is_token
@@ -43,6 +43,7 @@ from kvproto.messages import (
     SnapshotRequest,
     WorkerRecord,
 )
+from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.subjects import Subjects
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvfleet.placement.simulate.figures import Figures, figures
+from kvfleet.placement.simulate.fleet_shape import FleetShape, SimulationRun
 from kvfleet.placement.simulate.scaling import Moment, Scaled, worker_hours
-from kvfleet.placement.simulate.simulation import FleetShape, Simulation, SimulationRun
+from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Trace
 
 MINUTE_S = 60.0

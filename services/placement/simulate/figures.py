@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfleet.placement.simulate.simulation import SimulationRun
+from kvfleet.placement.simulate.fleet_shape import SimulationRun
 from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.workers.workloads import Floats
 

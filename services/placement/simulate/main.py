@@ -17,11 +17,11 @@ from typing import NoReturn
 
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape
 from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
 from kvfleet.placement.simulate.scaling import Autoscale, Victim
 from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.simulation import Delays, FleetShape
 from kvfleet.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
 from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.simulate.trace_file import read_trace

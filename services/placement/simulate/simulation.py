@@ -12,10 +12,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-
-import numpy as np
 
 from kvfleet.placement.actions import Answer, ShareBookings
 from kvfleet.placement.core import PlacementCore
@@ -32,13 +29,12 @@ from kvfleet.placement.events import (
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
-from kvfleet.placement.simulate.scaling import SCALE_S, Autoscale, Scaled, Scaling, Victim
-from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker, Speed
+from kvfleet.placement.simulate.fleet_shape import FleetShape, Outcome, SimulationRun, TracePrompts, hashes_by_id
+from kvfleet.placement.simulate.scaling import SCALE_S, Scaling, Victim
+from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker
 from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.simulate.waiting import SimulatedJob
-from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,
@@ -55,77 +51,6 @@ HEARTBEAT_S = 0.5
 TICK_S = 0.5  # of a small fleet; it only lets old things go, but looks at every worker
 WORKERS_PER_TICK_S = 500
 ATTEMPTS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """Seconds from one process to another."""
-
-    place_s: float = 0.001  # asking placement, and publishing to the worker
-    event_s: float = 0.05
-    milestone_s: float = 0.02
-    heartbeat_s: float = 0.001
-    booking_s: float | None = 0.002  # None: replicas do not share bookings
-
-
-@dataclass(frozen=True, slots=True)
-class FleetShape:
-    """What is simulated. With `autoscale` there are as many workers as placement desires. `churn_s`: every so often one
-    worker leaves and another one joins; 0: never. `drain_s`: for so long one that leaves takes nothing new and goes on
-    with what it has; what is left then goes on elsewhere."""
-
-    workers: int = 8
-    cache_blocks: int = 2048
-    replicas: int = 2
-    speed: Speed = field(default_factory=Speed)
-    delays: Delays = field(default_factory=Delays)
-    churn_s: float = 0.0
-    drain_s: float = 0.0
-    seed: int = 0
-    autoscale: Autoscale | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One request. `worker`: the first one it was placed at."""
-
-    arrival: Arrival
-    worker: str = ""
-    cached_tokens: int = 0
-    expected_tokens: int = 0
-    ttft_s: float | None = None
-    ended: bool = False
-    attempts: int = 0
-
-
-@dataclass(slots=True)
-class SimulationRun:
-    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
-    of all attempts, lost ones too."""
-
-    outcomes: list[Outcome]
-    prefilled: dict[str, dict[int, float]]
-    lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
-    changes: list[float]
-    fed_tokens: int = 0
-    scaled: Scaled = field(default_factory=Scaled)
-    ended_s: float = 0.0  # when the last request was done
-
-
-class TracePrompts:
-    """A trace has hashes instead of tokens; requests are told apart by their number."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._arrivals = trace.arrivals
-
-    def tokens(self, ask: PlaceRequest) -> int:
-        return self._arrivals[int(ask.request)].prompt_tokens
-
-    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
-        return self._arrivals[int(ask.request)].hashes
-
-    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> bytes:
-        return b""  # a trace's hashes are made up
 
 
 class Simulation:
@@ -148,7 +73,7 @@ class Simulation:
         self._joined = 0
         self._staying: set[str] = set()  # workers that do not drain
         self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
-        self._hash_of = _hashes_by_id(trace)
+        self._hash_of = hashes_by_id(trace)
         self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
         self._run = SimulationRun(self._outcomes, {}, {}, [])
         self._wakes: dict[str, float] = {}
@@ -432,11 +357,3 @@ class Simulation:
 
     def _after(self, seconds: float, what: Callable[[], None]) -> None:
         self._at(self._now + seconds, what)
-
-
-def _hashes_by_id(trace: Trace) -> Hashes:
-    """`[ids, 2]`: the hash of each block number."""
-    found = np.zeros((trace.distinct_blocks, 2), dtype=np.uint64)
-    for arrival in trace.arrivals:
-        found[list(arrival.ids)] = arrival.hashes
-    return found

@@ -10,8 +10,9 @@ from kvfleet.placement.simulate.attainable import attainable_tokens
 from kvfleet.placement.simulate.autoscaled import Autoscaled, run_autoscaled
 from kvfleet.placement.simulate.capacity import capacity_speed
 from kvfleet.placement.simulate.figures import SLO_TTFT_S, Figures, figures
+from kvfleet.placement.simulate.fleet_shape import FleetShape, SimulationRun
 from kvfleet.placement.simulate.scaling import Autoscale
-from kvfleet.placement.simulate.simulation import FleetShape, Simulation, SimulationRun
+from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Trace
 
 # `direct` needs a worker that the request names, and no trace names one.

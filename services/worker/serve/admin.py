@@ -24,7 +24,7 @@ from kvfleet.worker.serve.long_questions import LongAdminQuestions
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.block_hash import Root, chain
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import (
@@ -39,6 +39,7 @@ from kvproto.messages import (
     WorkerRecord,
     WorkerStats,
 )
+from kvproto.nats_message import Message
 from kvproto.subjects import is_inbox
 from kvproto.tenant_roots import TenantRoots
 

@@ -29,7 +29,7 @@ from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
-from kvproto.connection import Connection, Subscription
+from kvproto.connection import Connection
 from kvproto.errors import (
     DeadlineExceeded,
     KvfleetError,
@@ -45,6 +45,7 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
+from kvproto.nats_message import Subscription
 from kvproto.subjects import Subjects, receipt_inboxes
 from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots

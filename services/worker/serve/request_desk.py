@@ -36,7 +36,6 @@ from kvfleet.worker.streams.records import AttemptRecord
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.block_hash import Root
-from kvproto.connection import Message, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
 from kvproto.messages import (
     Accepted,
@@ -48,6 +47,7 @@ from kvproto.messages import (
     State,
     WorkerRecord,
 )
+from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.tenant_roots import TenantRoots
 from kvproto.trace_context import in_headers, sampled

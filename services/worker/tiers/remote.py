@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvfleet.worker.tiers.asking import asking
 from kvfleet.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
 from kvfleet.worker.tiers.codecs.block_shape import BlockShape
 from kvfleet.worker.tiers.connection_thread import Connect
@@ -30,12 +29,12 @@ from kvfleet.worker.tiers.quarantine import Quarantine
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source
 from kvfleet.worker.tiers.source_address import SourceAddress
-from kvfleet.worker.tiers.vault_ring import RingShare, VaultRing, by_root
+from kvfleet.worker.tiers.source_question import SourceQuestion
+from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
-from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.messages import Tier, TierLoad
 from kvproto.regions import split
 from kvservice import tracing
@@ -44,13 +43,11 @@ from kvservice.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-ANSWER_S = 2.0  # of a look whose time is long over: it tells when its source answers again
 IDLE_S = 60.0  # after which a peer's connections end
 MAX_STRAYS = 65_536
 CLOSE_S = 3.0
 MAX_FAR = 64  # peers of other regions that are remembered
 FAR_LOOK_LIMIT_S = 1.0
-MEASURE_S = 0.01  # between looks at whether a far peer has been measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +248,12 @@ class RemoteTiers(Remote):
         with self._lock:
             laggards = self._laggards(self._vaults)
             questions = [
-                _Question(self._vaults[vault], look, names, shares, exact)
+                SourceQuestion(self._vaults[vault], look, names, shares, exact)
                 for vault, shares in self._ring.shares(names).items()
                 if vault not in laggards and self._may_ask(vault, now)
             ]
             if (source := self._peer(peer)) is not None and self._may_ask(peer, now):
-                questions.append(_Question(source, look, names, by_root(names), exact))
+                questions.append(SourceQuestion(source, look, names, by_root(names), exact))
         look.expect([question.source.tier for question in questions])
         if traceparent:
             for question in questions:
@@ -384,45 +381,3 @@ class RemoteTiers(Remote):
                 self._strays.move_to_end(block)
             while len(self._strays) > MAX_STRAYS:
                 self._strays.popitem(last=False)
-
-
-class _Question:
-    """Job: what one source has of a look's blocks."""
-
-    def __init__(
-        self, source: Source, look: Look, names: Sequence[BlockName], shares: Sequence[RingShare], exact: bool
-    ) -> None:
-        self.source = source
-        self._look = look
-        self._names = names
-        self._shares = shares
-        self._exact = exact
-        self.traced: tuple[Tracer, str] | None = None
-
-    def run(self, client: DataPlaneClient) -> None:
-        if self._look.is_over:
-            return
-        if self.traced is None:
-            self._ask(client, "")
-            return
-        with asking(*self.traced, "look", self.source.tier, self.source.id) as span:
-            self._ask(client, span.traceparent if span is not None else "")
-
-    def _ask(self, client: DataPlaneClient, traceparent: str) -> None:
-        began = time.monotonic()
-        for share in self._shares:
-            for start in range(0, len(share.at), MAX_BLOCKS):
-                at = share.at[start : start + MAX_BLOCKS]
-                hashes = [self._names[index].hash for index in at]
-                held = client.has(share.root, hashes, self._exact, began + ANSWER_S, traceparent)
-                present = [index for index, has in zip(at, held, strict=True) if has]
-                self._look.has(self.source.tier, self.source.id, present, owned=share.owned)
-        self.source.answered(time.monotonic() - began)
-        if self.source.tier is Tier.PEER:  # of which nothing is fetched before it is measured
-            while self.source.own_speed() is None and not self._look.is_over:
-                time.sleep(MEASURE_S)
-        self._look.answered(self.source.tier)
-
-    def fail(self, reason: str) -> None:
-        self.source.answered(ANSWER_S)
-        self._look.answered(self.source.tier)

@@ -11,7 +11,6 @@ import pytest
 from kvproto import codec
 from kvproto.block_hash import chain
 from kvproto.client import Client
-from kvproto.connection import Message
 from kvproto.messages import (
     AdminCommand,
     AdminRequest,
@@ -28,6 +27,7 @@ from kvproto.messages import (
     Tier,
     WorkerStats,
 )
+from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvproto.tenant_roots import TenantRoots
 from tests.support.fake_fleet import FakeFleet, FakeWorker

@@ -18,7 +18,6 @@ from kvfleet.worker.serve import request_desk
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation
-from kvproto.connection import Message
 from kvproto.messages import (
     Accepted,
     AdminCommand,
@@ -38,6 +37,7 @@ from kvproto.messages import (
     Tokens,
     WorkerStats,
 )
+from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S

@@ -10,7 +10,7 @@ import pytest_asyncio
 from kvfleet.cli.embedded.autoscaler import KnownWorkers, LocalAutoscaler
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -23,6 +23,7 @@ from kvproto.messages import (
     VictimCost,
     VictimReport,
 )
+from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 

@@ -20,7 +20,7 @@ from kvproto import codec
 from kvproto.block_hash import chain, digest_term
 from kvproto.buckets import Bucket
 from kvproto.client import Client
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.errors import KvfleetError, WorkerLost
 from kvproto.generation import Generation
 from kvproto.ids import new_epoch
@@ -51,6 +51,7 @@ from kvproto.messages import (
     VictimRequest,
     WorkerRecord,
 )
+from kvproto.nats_message import Message
 from kvproto.subjects import VAULT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
 from kvproto.tenant_roots import TenantRoots
 from tests.support.waiting import LIMIT_S, until

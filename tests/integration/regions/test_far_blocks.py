@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvproto import codec
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.messages import Finished, GenerateRequest, Sampling
+from kvproto.nats_message import Message
 from kvproto.regions import seal
 from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.regions.conftest import FLEET_KEY, TwoRegions

@@ -18,7 +18,7 @@ import pytest
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection, Message
+from kvproto.connection import Connection
 from kvproto.ids import new_request_id
 from kvproto.messages import (
     Bundle,
@@ -35,6 +35,7 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
+from kvproto.nats_message import Message
 from kvproto.sealed_inbox import sealed_prefix
 from kvproto.subjects import INGRESS_INBOX, Subjects
 from kvproto.tenant_roots import TenantRoots

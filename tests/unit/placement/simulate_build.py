@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from kvfleet.placement.simulate.simulation import FleetShape, Simulation, SimulationRun
+from kvfleet.placement.simulate.fleet_shape import FleetShape, SimulationRun
+from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Arrival, Row, Trace, make_trace
 from kvfleet.placement.simulate.waiting import SimulatedJob
 

@@ -11,11 +11,11 @@ from simulate_build import BLOCK, a_row, a_trace, run
 
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.simulate.autoscaled import Autoscaled, by_minute, held, run_autoscaled
+from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, autoscale_table
 from kvfleet.placement.simulate.scaling import Autoscale, Victim
 from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.simulation import FleetShape
 from kvfleet.placement.simulate.study import Study
 from kvfleet.placement.simulate.trace import Trace
 

@@ -10,9 +10,9 @@ import pytest
 from simulate_build import a_row, a_trace, conversations
 
 from kvfleet.placement.policies import DEFAULT_POLICY
+from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, headline, loads_table, seconds, table
-from kvfleet.placement.simulate.simulation import FleetShape
 from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 from kvfleet.placement.simulate.svg import ticks
 

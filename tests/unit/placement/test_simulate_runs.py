@@ -13,8 +13,8 @@ from simulate_build import BLOCK, a_row, a_trace, conversations, run
 from kvfleet.placement.simulate.attainable import attainable_by_request, attainable_tokens
 from kvfleet.placement.simulate.capacity import busiest_speed, capacity_speed
 from kvfleet.placement.simulate.figures import figures, load_cov, moved_per_change, moves, ttfts
+from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape, Outcome, SimulationRun
 from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.simulation import Delays, FleetShape, Outcome, SimulationRun
 from kvfleet.placement.simulate.study import POLICIES, make_study
 from kvfleet.placement.simulate.trace import Trace
 from kvservice import launch
