@@ -16,7 +16,7 @@ from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.tiers.base import Landing
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvproto.dataplane import wire
+from kvproto.dataplane import handshake_bytes, wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.dataplane.server import DataPlaneServer
@@ -135,7 +135,7 @@ def test_an_older_server_is_never_sent_a_context(
         monkeypatch.setitem(wire._READERS, kind, lambda ms, root, hashes, exact, kind=kind: readers[kind](
             ms, root, hashes, exact
         ))  # fmt: skip
-    monkeypatch.setattr(wire, "NEWEST", 1)
+    monkeypatch.setattr(handshake_bytes, "NEWEST", 1)
     vault = Vault("v0", tmp_path)
     settings = RemoteSettings("me", rig.HOST, rig.FORMAT, rig.SHAPE, look_limit_s=LIMIT_S)
     remote = RemoteTiers(settings, KEYS, tracer=traced.tracers["worker"])
@@ -146,7 +146,7 @@ def test_an_older_server_is_never_sent_a_context(
         vault.store.add(names)
         look(remote, names, CONTEXT)
         assert fetch(remote, names, CONTEXT) == 3
-        monkeypatch.setattr(wire, "NEWEST", 2)
+        monkeypatch.setattr(handshake_bytes, "NEWEST", 2)
         with connected(vault.server) as client, pytest.raises(DataPlaneError):
             client.has(rig.ROOT, [names[0].hash], False, soon(), CONTEXT)  # what it would have come to
     finally:
