@@ -90,7 +90,7 @@ class Executor:
         self._placement = placement
         self._connection = connection
         self._subjects = subjects
-        self._heard_on = subscriptions
+        self._subscriptions = subscriptions
         self._handle = handle
         self._spawn = spawn
         self._ledger_file = ledger_file
@@ -135,7 +135,7 @@ class Executor:
                     case ShareBookings(booked, refused, abroad):
                         self._share(booked, refused, abroad)
                     case PullSnapshot(worker, _, pull):
-                        await self._heard_on.pull(worker, pull)
+                        await self._subscriptions.pull(worker, pull)
                     case Explain(reply, decisions):
                         await publish(reply, codec.encode(Explanation(self._placement, decisions)))
                     case RecordDecision():
@@ -156,7 +156,7 @@ class Executor:
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
         """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
-        view = self._heard_on.members.view.workers.get(worker)
+        view = self._subscriptions.members.view.workers.get(worker)
         try:
             version = codec.common_version(view.record.versions if view else ())
         except VersionMismatch as error:
@@ -174,7 +174,7 @@ class Executor:
 
     async def _drop(self, worker: str) -> None:
         try:
-            await self._heard_on.members.drop(worker)
+            await self._subscriptions.members.drop(worker)
         except KvfleetError as error:
             log.warning("placement: record of worker %s not deleted: %s", worker, error)
 
@@ -182,7 +182,9 @@ class Executor:
 
     def has_others(self) -> bool:
         own = self._placement
-        return any(role is Role.PLACEMENT and member != own for role, member in self._heard_on.members.view.members)
+        return any(
+            role is Role.PLACEMENT and member != own for role, member in self._subscriptions.members.view.members
+        )
 
     def _share(self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], abroad: tuple[WentAbroad, ...]) -> None:
         """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
