@@ -5,6 +5,7 @@ The engine tells what happens to sequences, asks when one's turn comes, and lets
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ class Tiers:
         host: HostTier | None,
         remote: Remote | None,
         wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.memory = memory
@@ -61,7 +63,7 @@ class Tiers:
         self.copier = Copier()
         self.wake = wake
         self.lent: dict[int, list[tuple[BlockPool, list[int]]]] = {}  # chains held for peers, by lending
-        self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake)
+        self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake, clock)
         self.offloader = (
             Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
         )

@@ -94,7 +94,7 @@ class TestHost:
         assert rig.cached("b") == {"host": 24}
 
     def test_those_who_come_meanwhile_wait_for_the_same_blocks(self, make_rig: MakeRig) -> None:
-        rig = make_rig(remote=True, host=0, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0)
+        rig = make_rig(remote=True, host=0, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0, clock=lambda: 0.0)
         assert rig.remote is not None
         other = make_rig(remote=True)
         other.run("a", PROMPT)

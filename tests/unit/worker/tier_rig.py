@@ -27,7 +27,9 @@ SIZE = 4
 
 
 class TieredRig:
-    """`host`: blocks of the host tier, 0: none. Blocks go down whatever experience says unless `choosy`."""
+    """`host`: blocks of the host tier, 0: none. Blocks go down whatever experience says unless `choosy`.
+
+    `clock`: of restores; one that stands still lets none be late."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class TieredRig:
         choosy: bool = False,
         slots: int = 8,
         prefill_tokens_per_s: float | None = 500.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         runner = FakeRunner(
             num_blocks=blocks,
@@ -54,7 +57,7 @@ class TieredRig:
         )
         self.remote = MemoryRemote(memory.block_bytes, faults=faults) if remote else None
         self.woken = threading.Event()
-        self.tiers = Tiers(self.pool, memory, self.host, self.remote, self.woken.set)
+        self.tiers = Tiers(self.pool, memory, self.host, self.remote, self.woken.set, clock)
         if not choosy:
             self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         scheduler = Scheduler(self.pool, token_budget=64, slots=slots)
