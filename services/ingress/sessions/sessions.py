@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvfleet.ingress.config import SessionLimits
@@ -34,13 +34,12 @@ from kvfleet.ingress.sessions.session import (
     is_as_before,
     is_expired,
     joined,
-    lost_turn,
     not_found,
     read_head,
-    take_over,
 )
 from kvfleet.ingress.sessions.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
 from kvfleet.ingress.sessions.turn_sightings import TurnSightings
+from kvfleet.ingress.sessions.turn_writer import TurnCommitted, TurnWriter
 from kvproto import codec
 from kvproto.block_hash import pack_ids
 from kvproto.buckets import StaleRevision
@@ -74,6 +73,7 @@ class Sessions:
         of the first so many."""
         self._bucket = bucket
         self._chunks = SessionChunks(bucket)
+        self._writer = TurnWriter(bucket, is_ingress_alive)
         self._forget = forget
         self._ingress = ingress
         self._limits = limits
@@ -210,7 +210,7 @@ class Sessions:
         while not turn.ended:
             try:
                 await self._commit(turn, model, tuple(ids), worker, start, regions, strays)
-            except _Committed:
+            except TurnCommitted:
                 turn.ended = True
             except SessionBusy:
                 if not await self._holds(turn.session.key, ids):
@@ -241,7 +241,7 @@ class Sessions:
             for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
                 revision = session.chunk_revisions[n] if extends and n < len(session.chunk_revisions) else 0
                 data = pack_ids(ids[n * CHUNK_IDS : (n + 1) * CHUNK_IDS])
-                await self._write_chunk(turn, chunk_key(session.key, generation, n), data, revision)
+                await self._writer.write_chunk(turn, chunk_key(session.key, generation, n), data, revision)
             head = replace(
                 turn.head,
                 model=model,
@@ -257,7 +257,7 @@ class Sessions:
                 regions=joined(turn.head.regions, regions),
             )
             head = await self._keep_strays(session, head, ids, strays)
-            await self._update_ours(turn, head, adopt=self._adopt_shared)
+            await self._writer.commit(turn, head)
             turn.ended = True
         if session.head is not None and generation != session.head.generation:
             await self._chunks.erase(session.key, session.head)
@@ -274,13 +274,9 @@ class Sessions:
                 head = replace(head, turn=None, left_request=left, regions=joined(head.regions, regions))
                 head = await self._keep_strays(session, head, session.ids, strays)
                 if head.turns or head.strays:
-                    await self._update_ours(turn, head)
+                    await self._writer.abandon(turn, head)
                 else:
-                    try:
-                        await self._bucket.delete(session.key, turn.revision)
-                    except StaleRevision:
-                        await self._adopt(turn)
-                        await self._bucket.delete(session.key, turn.revision)
+                    await self._writer.delete(turn)
             except KvfleetError as error:
                 log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
 
@@ -303,67 +299,6 @@ class Sessions:
         for one in dropped:
             self._forget(session.key, head, history[: one.start] + one.ids, one.start)
         return replace(head, strays=beside.ids_of(kept))
-
-    async def _update_ours(
-        self, turn: OpenTurn, head: SessionHead, adopt: Callable[[OpenTurn], Awaitable[None]] | None = None
-    ) -> None:
-        """Write the head of a turn that is ours. Raises SessionBusy if it no longer is, Unavailable."""
-        try:
-            turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
-        except StaleRevision:
-            await (adopt or self._adopt)(turn)
-            head = replace(head, regions=joined(turn.head.regions, head.regions))
-            try:
-                turn.revision = await self._bucket.update(turn.session.key, codec.encode(head), turn.revision)
-            except StaleRevision:
-                raise lost_turn(turn.session) from None
-
-    async def _adopt(self, turn: OpenTurn) -> None:
-        """Take over the head's newest revision if our own turn stands in it. Raises SessionBusy if another's does.
-
-        A write that timed out in an outage of NATS is delivered after it all the same: then we are our own rival.
-        """
-        entry = await self._bucket.get(turn.session.key)
-        head = read_head(entry)
-        ours, found = turn.head.turn, head.turn if head is not None else None
-        if ours is None or found is None or (found.request, found.ingress) != (ours.request, ours.ingress):
-            raise lost_turn(turn.session)
-        take_over(turn, entry, head)
-
-    async def _adopt_left(self, turn: OpenTurn) -> None:
-        """As `_adopt`, also where another ingress that ran the same request has let go of it, or is gone."""
-        entry = await self._bucket.get(turn.session.key)
-        head = read_head(entry)
-        ours, found = turn.head.turn, head.turn if head is not None else None
-        if ours is None or not is_as_before(turn.session, head, ours.request):
-            raise lost_turn(turn.session)
-        if found is not None and found.ingress != ours.ingress and self._alive(found.ingress):
-            raise lost_turn(turn.session)
-        take_over(turn, entry, head)
-
-    async def _adopt_shared(self, turn: OpenTurn) -> None:
-        """As `_adopt`, from another ingress too that runs the same request, or that has let go of it. Raises
-        _Committed if it was committed."""
-        entry = await self._bucket.get(turn.session.key)
-        head = read_head(entry)
-        ours = turn.head.turn
-        if ours is None:
-            raise lost_turn(turn.session)
-        if head is not None and head.last_request == ours.request:
-            raise _Committed
-        if not is_as_before(turn.session, head, ours.request):
-            raise lost_turn(turn.session)
-        take_over(turn, entry, head)
-
-    async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
-        while True:
-            try:
-                await self._bucket.update(key, data, revision)
-                return
-            except StaleRevision:
-                # An ingress that lost this session may have written meanwhile: take over, if the turn is still ours.
-                await self._adopt_shared(turn)
-                revision = (await self._bucket.get(key)).revision
 
     # ------------------------------------------------------------------ erasing
 
@@ -421,11 +356,7 @@ class Sessions:
                 lease = Turn(request, self._ingress, self._lease_end(self._unix_ms()))
                 head = replace(turn.head, turn=lease)
                 try:
-                    await self._update_ours(turn, head, adopt=self._adopt_left)
+                    await self._writer.renew(turn, head)
                     turn.head = replace(head, regions=turn.head.regions)
                 except KvfleetError as error:
                     log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)
-
-
-class _Committed(Exception):
-    """Another ingress has committed the same request."""
