@@ -21,6 +21,7 @@ from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.service_levels import Targets
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
+from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.chat_splice import SpliceIndex
 from kvfleet.ingress.prompts.models import Models
 from kvfleet.ingress.prompts.prompts import Prompts
@@ -30,6 +31,7 @@ from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.sessions.turns import SessionBooks
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics, IngressReading
 from kvproto.buckets import Bucket
@@ -90,39 +92,14 @@ class Ingress:
         self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms=unix_ms)
         self.runs = Runs(config.runs, client.now)
         self._id = config.id
-        self.flow = RequestFlow(
-            client,
-            config,
-            reader=RequestReader(
-                config.fleet_key,
-                BodyReader(self._executor, config.max_body_bytes, config.body_timeout_s),
-                tenancy=tenancy,
-                admission=self.admission,
-                models=self.models,
-                runs=self.runs,
-                audit=audit,
-                tracer=tracer,
-            ),
-            admission=self.admission,
-            models=self.models,
-            prompts=Prompts(self.splices, self._executor, config.tokenize_inline_chars),
-            sessions=self.sessions,
-            session_index=self.session_index,
-            runs=self.runs,
-            metrics=self.metrics,
-        )
+        books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)
+        parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics)
+        bodies = BodyReader(self._executor, config.max_body_bytes, config.body_timeout_s)
+        reader = RequestReader(parts, bodies, self.runs, audit, tracer)
+        prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
+        self.flow = RequestFlow(parts, reader, prompts, self.runs)
         self.routes = FleetRoutes(
-            client,
-            config,
-            tenancy=tenancy,
-            models=self.models,
-            sessions=self.sessions,
-            session_index=self.session_index,
-            blocks=self.session_blocks,
-            regions=self.regions,
-            metrics=self.metrics,
-            admission=self.admission,
-            is_draining=lambda: self.unready or self.admission.draining,
+            parts, self.session_blocks, self.regions, lambda: self.unready or self.admission.draining
         )
         self.metrics.read_also((*self._readings(), *readings))
 

@@ -21,16 +21,15 @@ from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
-from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
-from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import Tab
 from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.service_levels import ServiceLevel
-from kvfleet.ingress.prompts.models import Models, ServedModel
+from kvfleet.ingress.parts import IngressParts
+from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, standing
@@ -42,12 +41,10 @@ from kvfleet.ingress.runs.jobs import Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run, Runs
 from kvfleet.ingress.sessions.session import Session
-from kvfleet.ingress.sessions.session_index import SessionIndex, auto_seq_id
-from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.sessions.session_index import auto_seq_id
 from kvfleet.ingress.sessions.turns import ChatTurn, PlainTurn, SessionTurn
-from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvfleet.ingress.telemetry.request_trace import RequestTrace
-from kvproto.client import Client, Generation
+from kvproto.client import Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
 from kvproto.messages import Continuation, Sampling
 from kvproto.stream import Stream
@@ -58,31 +55,18 @@ log = logging.getLogger(__name__)
 class RequestFlow:
     """The three generating routes. Owned by the event loop; holds no state of a request between its awaits."""
 
-    def __init__(
-        self,
-        client: Client,
-        config: IngressConfig,
-        *,
-        reader: RequestReader,
-        admission: Admission,
-        models: Models,
-        prompts: Prompts,
-        sessions: Sessions,
-        session_index: SessionIndex,
-        runs: Runs,
-        metrics: IngressMetrics,
-    ) -> None:
-        self._client = client
-        self._config = config
+    def __init__(self, parts: IngressParts, reader: RequestReader, prompts: Prompts, runs: Runs) -> None:
+        self._client = parts.client
+        self._config = parts.config
+        self._admission = parts.admission
+        self._models = parts.models
+        self._books = parts.books
+        self._sessions = parts.books.sessions
+        self._metrics = parts.metrics
+        self._tally = parts.metrics.tally
         self._reader = reader
-        self._admission = admission
-        self._models = models
         self._prompts = prompts
-        self._sessions = sessions
-        self._session_index = session_index
         self._runs = runs
-        self._metrics = metrics
-        self._tally = metrics.tally
 
     # ------------------------------------------------------------------ routes
 
@@ -114,9 +98,7 @@ class RequestFlow:
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
         turn = ChatTurn(
-            self._sessions,
-            self._session_index,
-            self._tally,
+            self._books,
             self._prompts,
             tenant,
             session,
@@ -156,17 +138,7 @@ class RequestFlow:
         ids = session.ids + tail
         sampling = self._sampling(call, model, len(ids), "prompt", default=DEFAULT_MAX_TOKENS)
         self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
-        turn = SessionTurn(
-            self._sessions,
-            self._session_index,
-            self._tally,
-            tenant,
-            session,
-            model.name,
-            request,
-            ids,
-            history=len(session.ids),
-        )
+        turn = SessionTurn(self._books, tenant, session, model.name, request, ids, history=len(session.ids))
         form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
         generation = self._generation(call, model, ids, sampling, session.key)
         return Job(generation, form, turn, level=self._level(call, model))

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from kvfleet.ingress.auth.tenancy import Tenancy, identify
+from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.http.body_reader import BodyReader
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.limit_headers import limit_headers
-from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
-from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.requests.fields import Body
 from kvfleet.ingress.requests.native_schema import GenerateAsk
 from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk
@@ -59,26 +58,18 @@ class RequestReader:
     """What all three generating routes begin with."""
 
     def __init__(
-        self,
-        fleet_key: bytes,
-        bodies: BodyReader,
-        *,
-        tenancy: Tenancy,
-        admission: Admission,
-        models: Models,
-        runs: Runs,
-        audit: Audit,
-        tracer: Tracer = tracing.NULL,
+        self, parts: IngressParts, bodies: BodyReader, runs: Runs, audit: Audit, tracer: Tracer = tracing.NULL
     ) -> None:
+        self._tenancy = parts.tenancy
+        self._admission = parts.admission
+        self._models = parts.models
         self._bodies = bodies
-        self._tenancy = tenancy
-        self._admission = admission
-        self._models = models
         self._runs = runs
         self._audit = audit
         self._tracer = tracer
-        self._secret, everywhere = key_secret(fleet_key, one_tenant=tenancy.has_one_tenant)
-        self._sealed = bool(fleet_key) and not tenancy.has_one_tenant
+        fleet_key, has_one_tenant = parts.config.fleet_key, parts.tenancy.has_one_tenant
+        self._secret, everywhere = key_secret(fleet_key, one_tenant=has_one_tenant)
+        self._sealed = bool(fleet_key) and not has_one_tenant
         if not everywhere:
             log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 

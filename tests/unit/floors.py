@@ -13,7 +13,7 @@ from pathlib import Path
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvfleet.ingress": (
         ("requests",), ("limits", "prompts"), ("config", "settings"), ("runs",), ("http",), ("answers", "telemetry"),
-        ("auth", "sessions"), ("fleet",), ("dashboard",),
+        ("auth", "sessions"), ("parts",), ("fleet",), ("dashboard",),
     ),
     "kvfleet.placement": (
         ("index",), ("events", "workers"), ("actions", "advice", "policies"), ("record", "settings"), ("decide",),

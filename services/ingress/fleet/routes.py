@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvfleet.ingress.auth.tenancy import Tenancy, identify
-from kvfleet.ingress.config import IngressConfig
+from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.other_regions import OtherRegions
 from kvfleet.ingress.fleet.placement_report import newest_report, placements_report, read_request_id
@@ -23,16 +22,11 @@ from kvfleet.ingress.fleet.report import members_of, models_report, stats_report
 from kvfleet.ingress.http.exchange import Exchange, integer_query
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.http.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.callers import Caller, require_admin
-from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
-from kvfleet.ingress.sessions.session_index import SessionIndex
-from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.affinity import ring_key
-from kvproto.client import Client
 from kvproto.errors import (
     AuthenticationFailed,
     KvfleetError,
@@ -54,32 +48,20 @@ class FleetRoutes:
     """Owned by the event loop; reads what other parts know."""
 
     def __init__(
-        self,
-        client: Client,
-        config: IngressConfig,
-        *,
-        tenancy: Tenancy,
-        models: Models,
-        sessions: Sessions,
-        session_index: SessionIndex,
-        blocks: SessionBlocks,
-        regions: OtherRegions,
-        metrics: IngressMetrics,
-        admission: Admission,
-        is_draining: Callable[[], bool],
+        self, parts: IngressParts, blocks: SessionBlocks, regions: OtherRegions, is_draining: Callable[[], bool]
     ) -> None:
-        self._client = client
+        self._client = parts.client
+        self._config = parts.config
+        self._tenancy = parts.tenancy
+        self._admission = parts.admission
+        self._models = parts.models
+        self._sessions = parts.books.sessions
+        self._session_index = parts.books.index
+        self._metrics = parts.metrics
         self._blocks = blocks
-        self._listings = Listings(self._listed)
-        self._config = config
-        self._tenancy = tenancy
-        self._models = models
-        self._sessions = sessions
-        self._session_index = session_index
         self._regions = regions
-        self._metrics = metrics
-        self._admission = admission
         self._is_draining = is_draining
+        self._listings = Listings(self._listed)
 
     # ------------------------------------------------------------------ fleet
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import ChatPrompt, Prompts
@@ -20,6 +21,15 @@ from kvfleet.ingress.telemetry.metrics import RequestTally
 from kvproto.errors import LimitExceeded, SessionBusy, Unavailable
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBooks:
+    """Where turns are kept (`sessions`), held to each tenant's number (`index`) and counted (`tally`)."""
+
+    sessions: Sessions
+    index: SessionIndex
+    tally: RequestTally
 
 
 class PlainTurn:
@@ -44,9 +54,7 @@ class SessionTurn:
 
     def __init__(
         self,
-        sessions: Sessions,
-        index: SessionIndex,
-        tally: RequestTally,
+        books: SessionBooks,
         tenant: str,
         session: Session,
         model: str,
@@ -54,9 +62,7 @@ class SessionTurn:
         prompt_ids: tuple[int, ...],
         history: int,
     ) -> None:
-        self._sessions = sessions
-        self._index = index
-        self._tally = tally
+        self._books = books
         self._tenant = tenant
         self._session: Session | None = session  # None: it has to be read again
         self._seq_id = session.seq_id
@@ -69,14 +75,14 @@ class SessionTurn:
     async def open(self) -> None:
         """Raises SessionBusy while another turn runs, and when one was committed since this one was cut; LimitExceeded
         when the tenant has too many sessions."""
-        session = self._session or await self._sessions.read(self._tenant, self._seq_id)
+        session = self._session or await self._books.sessions.read(self._tenant, self._seq_id)
         if session.is_last(self._request):
             return
         if session.ids != self._prompt_ids[: self._history]:
             raise SessionBusy(f"session {self._seq_id[:80]!r} has had another turn since this one was cut")
         if session.head is None:
-            await self._index.admit(self._tenant)
-        self._held = await self._sessions.lock(session, self._model, self._request)
+            await self._books.index.admit(self._tenant)
+        self._held = await self._books.sessions.lock(session, self._model, self._request)
 
     async def commit(self, transcript: Transcript) -> None:
         assert transcript.finished is not None
@@ -85,7 +91,7 @@ class SessionTurn:
             return
         ids = self._prompt_ids + transcript.ids
         try:
-            await self._sessions.commit(
+            await self._books.sessions.commit(
                 held,
                 self._model,
                 ids,
@@ -97,13 +103,13 @@ class SessionTurn:
         except BaseException:
             self._held = held
             raise
-        self._tally.session_turns += 1
+        self._books.tally.session_turns += 1
 
     async def let_go(self, transcript: Transcript) -> None:
         held, self._held, self._session = self._held, None, None
         if held is not None and not held.ended:
             strays = transcript.strays(held.session.ids, self._prompt_ids)
-            await self._sessions.abandon(held, transcript.regions, strays)
+            await self._books.sessions.abandon(held, transcript.regions, strays)
 
 
 class ChatTurn:
@@ -114,9 +120,7 @@ class ChatTurn:
 
     def __init__(
         self,
-        sessions: Sessions,
-        index: SessionIndex,
-        tally: RequestTally,
+        books: SessionBooks,
         prompts: Prompts,
         tenant: str,
         session: Session | None,
@@ -125,12 +129,10 @@ class ChatTurn:
         prompt: ChatPrompt,
         longest: int,
     ) -> None:
-        self._sessions = sessions
-        self._index = index
-        self._tally = tally
+        self._books = books
         self._prompts = prompts
         self._tenant = tenant
-        self._session = session if session is not None and sessions.fits(longest) else None
+        self._session = session if session is not None and books.sessions.fits(longest) else None
         self._model = model
         self._request = request
         self._prompt = prompt
@@ -142,12 +144,12 @@ class ChatTurn:
             return
         with _kept_if_possible(self._session):
             if self._cut:
-                self._session = await self._sessions.read(self._tenant, self._session.seq_id)
+                self._session = await self._books.sessions.read(self._tenant, self._session.seq_id)
             if self._session.is_last(self._request):
                 return
             if self._session.head is None:
-                await self._index.admit(self._tenant)
-            self._held = await self._sessions.lock(self._session, self._model.name, self._request)
+                await self._books.index.admit(self._tenant)
+            self._held = await self._books.sessions.lock(self._session, self._model.name, self._request)
 
     async def commit(self, transcript: Transcript) -> None:
         assert transcript.finished is not None
@@ -159,8 +161,8 @@ class ChatTurn:
             ids = self._prompt.ids + transcript.ids
             strays = transcript.strays(ids, self._prompt.ids)
             worker, regions = transcript.worker, transcript.regions
-            await self._sessions.commit(held, self._model.name, ids, worker, regions=regions, strays=strays)
-            self._tally.session_turns += 1
+            await self._books.sessions.commit(held, self._model.name, ids, worker, regions=regions, strays=strays)
+            self._books.tally.session_turns += 1
         if not held.ended:
             await self._abandon(held, transcript)
 
@@ -171,7 +173,7 @@ class ChatTurn:
 
     async def _abandon(self, held: OpenTurn, transcript: Transcript) -> None:
         strays = transcript.strays(held.session.ids, self._prompt.ids)
-        await self._sessions.abandon(held, transcript.regions, strays)
+        await self._books.sessions.abandon(held, transcript.regions, strays)
 
 
 @contextlib.contextmanager
