@@ -20,7 +20,7 @@ before the next one comes, and making it pushes out what others had. One part in
 request feels of it the same share counts, up to half a second of it (`copy`, which is negative, takes off the rest): no
 more is asked of one for the others' sake.
 
-The two constants have no unit. On the conversation trace of benchmarks/trace_hits (8 workers, a cache of a tenth of
+The two constants have no unit. On the conversation trace of benchmarks.trace_hits (8 workers, a cache of a tenth of
 its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 80 do about equally well. With
 BUSY at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS
 at 0, 6 % of turns move instead of 5, as then nothing but its own wait keeps a request where nobody is busy.

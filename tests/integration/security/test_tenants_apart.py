@@ -134,7 +134,7 @@ async def test_the_time_a_prompt_takes_tells_nothing_of_another_tenants_cache(
     fleet: FakeFleet, tenants: dict[str, Client]
 ) -> None:
     """Interleaved: B after A had the prompt, B with one that nobody had; as a control A with its own again. In the
-    model's own time, so that it is exact; benchmarks/tenant_timing.py takes a real model's, over HTTP."""
+    model's own time, so that it is exact; benchmarks/ingress/tenant_timing.py takes a real model's, over HTTP."""
     worker = await fleet.start("w0", fleet_key="k", blocks=4096)
     time = ModelTime()
     runner: Any = worker.thread._engine.runner

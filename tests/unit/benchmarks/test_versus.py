@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import _peers
-from benchmarks._engine import Step, Weights
-from benchmarks._peers import Peer, PeerFailed
-from benchmarks._report import SKIPPED
-from benchmarks._versus import Part, Rival, Trials, conclude
-from benchmarks._yardstick_machine import Machine, measure_machine
+from benchmarks.engine._engine import Step, Weights
+from benchmarks.engine._versus import Part, Rival, Trials, conclude
+from benchmarks.harness import peers
+from benchmarks.harness.peers import Peer, PeerFailed
+from benchmarks.harness.report import SKIPPED
+from benchmarks.harness.yardstick_machine import Machine, measure_machine
 
 Verdict = tuple[int, dict[str, Any]]
 OURS_IS_SLOW = Part("slow", 0.5, 1.0)
@@ -55,7 +55,7 @@ def peer_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
         (tmp_path / "peer.py").write_text(PROGRAM)
         program.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/peer.py '{answers}'\n")
         program.chmod(0o755)
-        monkeypatch.setattr(_peers, "interpreter", lambda name: str(program))
+        monkeypatch.setattr(peers, "interpreter", lambda name: str(program))
         return lambda: Rival("transformers", tmp_path, "float32")
 
     return peer_that_answers
@@ -182,8 +182,8 @@ class _TinyModel(torch.nn.Module):
 
 
 def test_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks._yardstick_machine.READ_BYTES", 1 << 20)
-    monkeypatch.setattr("benchmarks._yardstick_machine.SIZE", 64)
+    monkeypatch.setattr("benchmarks.harness.yardstick_machine.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("benchmarks.harness.yardstick_machine.SIZE", 64)
     machine = measure_machine(torch.get_num_threads())
     assert min(machine.read, machine.copy, *machine.multiply.values()) > 0
     assert machine.multiply[torch.bfloat16] >= machine.multiply[torch.float32]

@@ -1,0 +1,1 @@
+"""Placement's prefix index and its decisions: in one process, and over NATS with fake fleets."""

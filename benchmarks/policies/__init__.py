@@ -1,0 +1,1 @@
+"""What placement's policies come to on simulated workers: hits, waiting times, evenness."""

@@ -1,0 +1,1 @@
+"""What streams lose while processes and servers are killed, hang or restart."""
