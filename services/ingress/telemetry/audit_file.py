@@ -1,7 +1,9 @@
 """Loop: a thread that writes lines to a file or to stderr, so that the event loop never waits for a disk.
 
-Lines wait in a bounded queue; what does not fit is dropped, counted, and said in the log itself when there is room. A
-file that was renamed or removed is opened anew before the next line (log rotation), and whenever that is asked for.
+The file is logging's `WatchedFileHandler`: one that was renamed or removed is opened anew before the next line (log
+rotation). Queue, thread and writes are ours, since `QueueHandler`, `QueueListener` and a buffered stream lack three
+promises: a line that finds no room, in the queue or on the disk, is dropped for good, counted, and told in the log
+itself when there is room; lines are written many at a time; and a disk that hangs holds up no shutdown.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 
 from kvproto.errors import InvalidRequest
 
@@ -28,7 +31,6 @@ class AuditFile:
 
     def __init__(self, path: str, dropped_line: Callable[[int], bytes], *, capacity: int = CAPACITY) -> None:
         """Raises InvalidRequest for a file that cannot be opened."""
-        self._path = None if path == STDERR else Path(path)
         self._dropped_line = dropped_line
         self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)
         self._told = 0  # of those dropped
@@ -38,7 +40,7 @@ class AuditFile:
         self._full_total = 0  # dropped by writers
         self._failed_total = 0  # dropped by the thread
         try:
-            self._fd = self._open()
+            self._file = None if path == STDERR else _OwnersFile(path)
         except OSError as error:
             raise InvalidRequest(f"{path}: {error.strerror}", field="audit_log") from None
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
@@ -80,15 +82,15 @@ class AuditFile:
                 self._failed_total += len(said)
             if self._closing and self._queue.empty():
                 break
-        if self._path is not None:
-            os.close(self._fd)
+        if self._file is not None:
+            self._file.close()
 
     def _put(self, lines: list[bytes]) -> bool:
         try:
-            self._follow()
+            fd = 2 if self._file is None else self._file.fileno()
             data = memoryview(b"".join(lines))
             while data:
-                data = data[os.write(self._fd, data) :]
+                data = data[os.write(fd, data) :]
         except OSError as error:
             if not self._failing:
                 log.error("the audit log cannot be written: %s", error.strerror)
@@ -97,22 +99,16 @@ class AuditFile:
         self._failing = False
         return True
 
-    def _follow(self) -> None:
-        """Open the file anew where the path no longer leads to the one that is open."""
-        if self._path is None:
-            return
-        open_file = os.fstat(self._fd)
-        try:
-            there = os.stat(self._path)
-            if (there.st_dev, there.st_ino) == (open_file.st_dev, open_file.st_ino):
-                return
-        except FileNotFoundError:
-            pass
-        new = self._open()
-        os.close(self._fd)
-        self._fd = new
 
-    def _open(self) -> int:
-        if self._path is None:
-            return 2
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+class _OwnersFile(WatchedFileHandler):
+    """Nobody but its owner may read it. Lines go to its descriptor, past the stream's buffer."""
+
+    def fileno(self) -> int:
+        """Of the file that the path leads to now. Raises OSError."""
+        self.reopenIfNeeded()
+        if self.stream is None:  # it could not be opened the last time
+            self.stream = self._open()
+        return self.stream.fileno()
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, self.mode, opener=lambda path, flags: os.open(path, flags, 0o600))

@@ -56,6 +56,27 @@ def test_a_rotated_file_is_left(tmp_path: Path) -> None:
     assert lines_of(old) == [1]
 
 
+def test_a_folder_that_is_away_for_a_while(tmp_path: Path) -> None:
+    folder, away = tmp_path / "logs", tmp_path / "away"
+    folder.mkdir()
+    path = folder / "audit.jsonl"
+    log = open_audit_file(str(path))
+    write(log, 1)
+    wait_until(lambda: lines_of(path) == [1])
+    folder.rename(away)
+    write(log, 2)
+    wait_until(lambda: log.dropped_total == 1)
+    folder.mkdir()
+    write(log, 3)
+    wait_until(lambda: log.written_total == 2)
+    write(log, 4)
+    log.close()
+    told, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (told["event"], told["count"]) == ("dropped", 1)
+    assert [line["n"] for line in rest] == [3, 4]
+    assert lines_of(away / "audit.jsonl") == [1]
+
+
 def test_whoever_writes_never_waits_and_losses_are_told(tmp_path: Path) -> None:
     """The file is a pipe whose reader does not read: the thread is stuck, the writer is not."""
     path = tmp_path / "pipe"
