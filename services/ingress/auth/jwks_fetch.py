@@ -1,18 +1,18 @@
-"""Adapter: fetches the key set of an issuer by HTTP, with the standard library; blocking, for a thread.
+"""Adapter: fetches the key set of an issuer with httpx; blocking, for a thread, which no shutdown waits for.
 
 TLS is asked for wherever the issuer is not on this host, also of what the issuer's own description names; redirects are
-not followed. Certificates are checked against the system's authorities (`SSL_CERT_FILE` names others).
+not followed. Certificates are checked against the system's authorities (`SSL_CERT_FILE` names others), not against
+those that httpx would bring. What an answer means, 503 or 401, is decided in `jwks`.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
+import ssl
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from kvproto.errors import InvalidRequest, Unavailable
 
@@ -20,21 +20,18 @@ TIMEOUT_S = 5.0
 MAX_BYTES = 1024 * 1024
 DISCOVERY = "/.well-known/openid-configuration"
 _ON_THIS_HOST = ("127.0.0.1", "::1", "localhost")
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """None: the answer is an error."""
+_HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvfleet"}
+_NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ImportError)  # the last two: of a proxy's URL
 
 
 def check_url(url: str, setting: str) -> None:
     """Raises InvalidRequest for one that keys must not come from."""
     try:
-        parts = urlsplit(url)
-    except ValueError:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError):
         raise InvalidRequest("is no URL", field=setting) from None
-    good = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _ON_THIS_HOST)
-    if not good or not parts.hostname or parts.username is not None:
+    good = parts.scheme == "https" or (parts.scheme == "http" and parts.host in _ON_THIS_HOST)
+    if not good or not parts.host or parts.userinfo:
         raise InvalidRequest("must be an https URL (http on this host only) without credentials", field=setting)
 
 
@@ -68,18 +65,19 @@ def read_key_file(path: Path) -> dict[str, Any]:
 
 
 def _fetch_json(url: str) -> dict[str, Any]:
-    opener = urllib.request.build_opener(_NoRedirects)
-    request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "kvfleet"})
+    data = bytearray()
     try:
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            data = answer.read(MAX_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise Unavailable(f"the issuer answers {error.code}") from None
-    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
+        with httpx.stream(
+            "GET", url, headers=_HEADERS, timeout=TIMEOUT_S, follow_redirects=False, verify=ssl.create_default_context()
+        ) as answer:
+            if not answer.is_success:
+                raise Unavailable(f"the issuer answers {answer.status_code}")
+            for part in answer.iter_raw():  # one that is compressed all the same could unfold to any size
+                data += part
+                if len(data) > MAX_BYTES:
+                    raise Unavailable(f"the issuer's answer is longer than {MAX_BYTES} bytes")
+    except _NO_ANSWER as error:
         raise Unavailable(f"the issuer does not answer: {type(error).__name__}") from None
-    if len(data) > MAX_BYTES:
-        raise Unavailable(f"the issuer's answer is longer than {MAX_BYTES} bytes")
     try:
         value = json.loads(data)
     except ValueError:

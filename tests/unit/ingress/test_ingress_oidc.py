@@ -17,7 +17,7 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
 from kvfleet.ingress.auth.jwks import COOLDOWN_S, KEPT_S, IssuerKeys, read_key_set
-from kvfleet.ingress.auth.jwks_fetch import check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.jwks_fetch import MAX_BYTES, check_url, fetch_key_set, read_key_file
 from kvfleet.ingress.auth.oidc import OidcRules, caller_of, claim_at, read_algorithms
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.limits.callers import KeyLimits
@@ -192,6 +192,9 @@ def test_what_an_issuer_may_not_do(issuer: LocalIssuer) -> None:
         fetch_key_set(issuer.url, None)
     issuer.redirect = None
     assert len(fetch_key_set(issuer.url, None)["keys"]) == 3
+    issuer.keys.append({"kty": "x" * MAX_BYTES})
+    with pytest.raises(Unavailable, match="longer than"):
+        fetch_key_set(issuer.url, None)
     for url in (
         "http://issuer.example",
         "file:///etc/passwd",
