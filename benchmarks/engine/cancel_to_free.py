@@ -140,7 +140,7 @@ def main() -> None:
     ours.engine.check_integrity()
     chunk_s, step_s = median(desk.chunks[1:]), median(desk.decodes)
     shares = [seconds / chunk_s for seconds in chunked]
-    aborted = desk.thread.steps_aborted_total
+    aborted = desk.thread.counters.steps_aborted_total
     finish(
         "cancel_to_free",
         round(median(shares), 4),

@@ -84,7 +84,7 @@ class TieredOurs(Ours):
         if keeps_all:
             self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         scheduler = self.engine.scheduler
-        self.engine = Engine(self.runner, pool, scheduler, self.engine._detokenizer, tiers=self.tiers)
+        self.engine = Engine(self.runner, pool, scheduler, self.engine.intake.detokenizer, tiers=self.tiers)
         self._numbers = count()
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ def _engine_readings(engine: EngineThread) -> list[Reading]:
         Reading(
             "kvfleet_worker_aborted_steps_total",
             "steps given up because all they computed for was cancelled",
-            lambda: engine.steps_aborted_total,
+            lambda: counters.steps_aborted_total,
         ),
         Reading(
             "kvfleet_worker_protected_blocks_total",
@@ -147,9 +147,7 @@ def _transfer_readings(
     engine: EngineThread, remote: RemoteTiers | None, served: Callable[[], DataPlaneCounters]
 ) -> list[Reading]:
     def moved() -> dict[tuple[str, ...], float]:
-        tiers = engine.counters.tiers
-        copier = tiers.copier if tiers is not None else None
-        found = {Tier.HOST: (copier.bytes_in_total, copier.bytes_out_total) if copier is not None else (0, 0)}
+        found = {Tier.HOST: engine.copied_bytes()}
         found |= remote.counts.transfers() if remote is not None else {Tier.VAULT: (0, 0), Tier.PEER: (0, 0)}
         to_peers = served()
         came, went = found[Tier.PEER]

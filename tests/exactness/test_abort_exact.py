@@ -41,7 +41,7 @@ def test_an_aborted_chunk_changes_nothing(chunk: int, representative: Any, make_
         before = running[0].computed
         abort = rig.runner.abort = SoonAsked(layer)
         rig.engine.step()
-        aborted = rig.engine.steps_aborted_total
+        aborted = rig.engine.counters.steps_aborted_total
         assert aborted == 1 or chunk == 40, "short passes are one call, after a look at the first layer alone"
         assert abort.before < 0
         assert not aborted or running[0].computed == before
@@ -49,7 +49,7 @@ def test_an_aborted_chunk_changes_nothing(chunk: int, representative: Any, make_
         rig.engine.check_integrity()
         assert rig.pool.used == 0
         assert [type(output).__name__ for output in rig.engine.step().outputs] == ["SequenceFailed"]
-        rig.engine.steps_aborted_total = 0
+        rig.engine.counters.steps_aborted_total = 0
         rig.runner.noted.clear()
         del rig.turns["gone"], rig.logits["gone"]
         rig.runner.abort = Abort()

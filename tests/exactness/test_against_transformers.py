@@ -79,7 +79,7 @@ def test_chunked_cached_and_beside_others(model: Any, make_rig: Callable[..., Ri
     assert rig.turns["second"].cached == 75
     assert rig.turns["forked"].cached >= 48
     assert_exact(rig)
-    _, blocks = rig.engine.locate(b"tenant root 16 b", first.ids)
+    _, blocks = rig.engine.kv.locate(b"tenant root 16 b", first.ids)
     rig.runner.pool.data[blocks[3]] += 0.05
     rig.add("corrupted", first.ids + tokens(chance, 5), 6)
     rig.run()

@@ -276,12 +276,12 @@ def test_pool_layout_and_reading_it_back() -> None:
     rig = Rig(make_model("qwen2"), block_size=4)
     turn = rig.add("r", range(10), 2)
     rig.run()
-    keys, values = rig.engine.read_kv(b"tenant root 16 b", turn.ids, 1)
+    keys, values = rig.engine.kv.read_kv(b"tenant root 16 b", turn.ids, 1)
     assert keys.shape == values.shape == (11, 2, 16)
     again = Rig(make_model("qwen2"), block_size=16, budget=3)
     again.add("r", range(10), 2)
     again.run()
-    other_keys, _ = again.engine.read_kv(b"tenant root 16 b", turn.ids, 1)
+    other_keys, _ = again.engine.kv.read_kv(b"tenant root 16 b", turn.ids, 1)
     assert torch.allclose(keys, other_keys, atol=1e-5)
 
 

@@ -169,7 +169,7 @@ def vault_with_disk(folder: Path, ring: KeyRing, name: str, closing: list[Close]
 
 def slow_to_compute(rig: TieredRig) -> None:
     """Tiny models compute faster than anything can be fetched: have them believe otherwise."""
-    rig.scheduler.pacer.seconds = lambda position, tokens: tokens * 0.1  # type: ignore[method-assign]
+    rig.scheduler.pacer.times.prompt_seconds = lambda position, tokens: tokens * 0.1  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("way", ["host", "vault", "disk"])

@@ -52,6 +52,7 @@ class EngineThread:
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.cancel_to_free = Distribution()  # from a cancel to when the blocks of what it ended were back in the pool
+        self.counters = engine.counters
         self._engine = engine
         self._on_result = on_result
         self._on_crash = on_crash
@@ -117,20 +118,15 @@ class EngineThread:
         return self._measured
 
     @property
-    def steps_aborted_total(self) -> int:
-        """Steps given up because all they computed for was cancelled."""
-        return self._engine.steps_aborted_total
-
-    @property
     def protected_blocks_total(self) -> int:
         """Blocks of running sequences that went to vaults so that a crash costs less."""
         tiers = self._engine.tiers
         return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
 
-    @property
-    def counters(self) -> Engine:
-        """The engine, for its counters alone: plain numbers that any thread may read while they grow."""
-        return self._engine
+    def copied_bytes(self) -> tuple[int, int]:
+        """From the host to the device, and from the device to the host."""
+        tiers = self._engine.tiers
+        return (0, 0) if tiers is None else (tiers.copier.bytes_in_total, tiers.copier.bytes_out_total)
 
     @property
     def step_age_s(self) -> float:
@@ -166,9 +162,9 @@ class EngineThread:
             while not self._stopping:
                 self._wake.clear()
                 self._obey()
-                tended = self._engine.maintain()
-                if tended is not None:
-                    self._hand_over(tended)
+                maintained = self._engine.maintain()
+                if maintained is not None:
+                    self._hand_over(maintained)
                 if self._engine.has_work:
                     self._obey()  # who was cancelled meanwhile is not in this step
                     self._step_began = time.monotonic()

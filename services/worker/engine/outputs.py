@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvfleet.worker.schedule.sequence import Sequence
 from kvproto.errors import KvfleetError
 from kvproto.messages import FinishReason, Tier, TierEvents, TokenLogprobs
 
@@ -30,6 +31,22 @@ class SequenceStarted:
     choice: int = 0
     restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
     recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs that an earlier one had computed already
+
+    @classmethod
+    def of(cls, sequence: Sequence, block_size: int, now: float) -> SequenceStarted:
+        request, attempt, choice = sequence.key
+        cached = sequence.cached_tokens
+        return cls(
+            request,
+            attempt,
+            sequence.num_prompt,
+            cached,
+            cached - cached % block_size,
+            now - sequence.enqueued,
+            choice,
+            sequence.restored,
+            len(sequence.ids) - cached if sequence.num_outputs else 0,
+        )
 
 
 @dataclass(slots=True)
@@ -60,6 +77,11 @@ class SequenceFinished:
     output_tokens: int
     cached_tokens: int
     choice: int = 0
+
+    @classmethod
+    def of(cls, sequence: Sequence, reason: FinishReason) -> SequenceFinished:
+        request, attempt, choice = sequence.key
+        return cls(request, attempt, reason, sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens, choice)
 
 
 @dataclass(frozen=True, slots=True)

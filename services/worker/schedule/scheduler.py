@@ -19,6 +19,7 @@ from operator import attrgetter
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.schedule.block_tables import BlockTables
+from kvfleet.worker.schedule.giving_way import Queued
 from kvfleet.worker.schedule.precedence import level_of
 from kvfleet.worker.schedule.prompt_leaders import PromptLeaders
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
@@ -89,6 +90,15 @@ class Scheduler:
         """Drop a running sequence's oldest tokens. It stays, and computes the rest again like a prompt."""
         self.tables.let_go(sequence)
         sequence.slide(self.pool.block_size)
+
+    def queued(self) -> list[Queued]:
+        """All that waits or runs, and the prompt tokens that each still has to compute."""
+        size = self.pool.block_size
+        waiting = [  # choices share their prompt
+            (s, max(len(s.ids) - self.pool.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)
+            for s in self.waiting
+        ]
+        return waiting + [(s, s.remaining if s.remaining > 1 else 0) for s in self.running]
 
     # ------------------------------------------------------------------ step
 

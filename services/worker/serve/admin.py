@@ -185,7 +185,7 @@ class AdminDesk:
         if request.part and key in self._kept:
             return self._kept[key][1]
         try:
-            k, v = await self._engine.call(lambda engine: engine.read_kv(root, request.ids, request.layer))
+            k, v = await self._engine.call(lambda engine: engine.kv.read_kv(root, request.ids, request.layer))
         except IndexError:
             raise NotFound(f"there is no layer {request.layer}", field="layer") from None
         data = await asyncio.get_running_loop().run_in_executor(None, to_safetensors, k, v)
@@ -207,11 +207,11 @@ class AdminDesk:
 
 def _erase(engine: Engine, root: Root, ids: tuple[int, ...], keep: int) -> None:
     """On the engine's thread."""
-    engine.erase(root, ids, keep)
+    engine.kv.erase(root, ids, keep)
 
 
 def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:
     """On the engine's thread."""
-    cached, blocks = engine.locate(root, ids)
-    tiers = {tier.value: tokens for tier, tokens in engine.depths(root, ids).items()}
+    cached, blocks = engine.kv.locate(root, ids)
+    tiers = {tier.value: tokens for tier, tokens in engine.kv.depths(root, ids).items()}
     return Inspection(cached, tuple(blocks), tiers)

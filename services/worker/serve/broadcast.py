@@ -66,7 +66,7 @@ class Broadcast:
         self._snapshots += 1
         try:
             self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
-            held, digest = await engine.call(lambda engine: (engine.holdings(), engine.digest))
+            held, digest = await engine.call(lambda engine: (engine.kv.holdings(), engine.kv.digest))
         finally:
             self._snapshots -= 1
         return self._publisher.snapshot(held, digest, asked)

@@ -57,7 +57,7 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
     client.inbox.forget("long")
     assert reader.frames[-1].code == "cancelled"
     assert any(isinstance(frame, Started) for frame in reader.frames), "it had begun"
-    assert worker.thread.steps_aborted_total == 1
+    assert worker.thread.counters.steps_aborted_total == 1
     assert worker.thread.cancel_to_free.count == 1
     assert worker.thread.cancel_to_free.max < 5, "the step would have taken twenty"
     used, listed = await worker.thread.call(lambda engine: (engine.pool.used, engine.pool.hashes()))

@@ -76,7 +76,7 @@ async def test_a_cancelled_prefill_stops_in_the_midst_of_its_chunk(desk: Desk, r
     desk.thread.cancel("gone")
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["gone", 0], Cancelled)
-    assert desk.thread.steps_aborted_total == 1
+    assert desk.thread.counters.steps_aborted_total == 1
     assert await desk.thread.call(lambda engine: (engine.pool.used, engine.pool.cached, engine.pool.hashes())) == (
         0, 0, [],
     )  # fmt: skip
@@ -86,7 +86,7 @@ async def test_a_cancelled_prefill_stops_in_the_midst_of_its_chunk(desk: Desk, r
     await desk.ends(2)
     assert desk.transcript.tokens["again", 0] == expected_tokens(prompt, GREEDY)
     assert desk.transcript.started["again", 0].cached_tokens == 0
-    assert desk.thread.steps_aborted_total == 1
+    assert desk.thread.counters.steps_aborted_total == 1
 
 
 async def test_what_was_computed_before_that_chunk_stays_cached(desk: Desk, runner: LayeredRunner) -> None:
@@ -119,7 +119,7 @@ async def test_a_step_that_serves_others_too_is_finished(runner: LayeredRunner) 
     desk.thread.stop()
     assert isinstance(desk.transcript.ends["gone", 0], Cancelled)
     assert desk.transcript.tokens["stays", 0] == expected_tokens([1, 2, 3], GREEDY)
-    assert desk.thread.steps_aborted_total == 0
+    assert desk.thread.counters.steps_aborted_total == 0
     assert all(len(step) == 1 for step in runner.steps[1:]), "cancelled, and in a later step"
 
 
@@ -130,10 +130,10 @@ async def test_an_attempt_ends_with_all_its_choices(desk: Desk, runner: LayeredR
     await entered(runner)
     desk.thread.cancel("somebody else")
     await asyncio.sleep(0.02)
-    assert desk.thread.steps_aborted_total == 0
+    assert desk.thread.counters.steps_aborted_total == 0
     desk.thread.cancel("a")
     await desk.ends(2)
-    assert desk.thread.steps_aborted_total == 1
+    assert desk.thread.counters.steps_aborted_total == 1
     assert desk.thread.cancel_to_free.count == 1, "of one that is not there nothing is freed"
 
 
@@ -179,7 +179,7 @@ def test_simulated_seconds_end_early() -> None:
     engine.add(spec("r", range(100)))  # ten seconds
     engine.step()
     assert 1 < sum(slept) < 1.1
-    assert engine.steps_aborted_total == 1
+    assert engine.counters.steps_aborted_total == 1
     assert engine.cancel("r", 0) == 1
     assert engine.cancel("r", 0) == 0
     engine.add(spec("next", [1], max_tokens=1))
@@ -233,4 +233,4 @@ async def test_a_request_that_ends_by_itself_is_as_good_as_cancelled(desk: Desk,
     desk.thread.submit(spec("later", [2]))
     await desk.ends(2)
     assert desk.transcript.ends["later", 0] is FinishReason.LENGTH
-    assert desk.thread.steps_aborted_total == desk.thread.cancel_to_free.count == 0
+    assert desk.thread.counters.steps_aborted_total == desk.thread.cancel_to_free.count == 0

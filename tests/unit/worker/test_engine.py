@@ -141,18 +141,18 @@ def test_what_steps_cost_is_counted_for_whom_it_was() -> None:
     engine.add(spec("b", range(100, 104), max_tokens=1, tenant="b"))
     clock.now += 2.0  # they wait
     Transcript().run(engine)
-    a, b = engine.costs.of("a"), engine.costs.of("b")
+    a, b = engine.counters.costs.of("a"), engine.counters.costs.of("b")
     assert (a.prompt_tokens, a.cached_tokens, a.generated_tokens) == (12, 0, 3)
     assert (b.prompt_tokens, b.cached_tokens, b.generated_tokens) == (4, 0, 1)
-    assert engine.steps_total == 3
-    assert engine.busy_seconds_total == pytest.approx(1.5)
+    assert engine.counters.steps_total == 3
+    assert engine.counters.busy_seconds_total == pytest.approx(1.5)
     assert b.engine_seconds == pytest.approx(0.5 * 4 / 16), "of the first step; the others were a's alone"
-    assert a.engine_seconds + b.engine_seconds == pytest.approx(engine.busy_seconds_total)
-    assert (engine.queue_waits.count, engine.queue_waits.sum) == (2, pytest.approx(4.0))
-    assert engine.device_hit_tokens_total == 0
+    assert a.engine_seconds + b.engine_seconds == pytest.approx(engine.counters.busy_seconds_total)
+    assert (engine.counters.queue_waits.count, engine.counters.queue_waits.sum) == (2, pytest.approx(4.0))
+    assert engine.counters.device_hit_tokens_total == 0
     engine.add(spec("c", range(12), max_tokens=1, tenant="a"))
     Transcript().run(engine)
-    assert engine.device_hit_tokens_total == a.cached_tokens == 11
+    assert engine.counters.device_hit_tokens_total == a.cached_tokens == 11
 
 
 def test_fork_of_a_session_shares_blocks_and_copies_the_tail() -> None:
@@ -181,13 +181,13 @@ def test_locate_and_read_kv_see_what_is_cached() -> None:
     engine = make_engine(block_size=4)
     engine.add(spec("r", range(10), max_tokens=1))
     Transcript().run(engine)
-    tokens, blocks = engine.locate(ROOT, [*range(10), 99])
+    tokens, blocks = engine.kv.locate(ROOT, [*range(10), 99])
     assert (tokens, len(blocks)) == (10, 3)
-    keys, _ = engine.read_kv(ROOT, [*range(10), 99], 0)
+    keys, _ = engine.kv.read_kv(ROOT, [*range(10), 99], 0)
     assert keys.shape == (10, 1, 1)
-    assert engine.locate(ROOT, [9]) == (0, [])
+    assert engine.kv.locate(ROOT, [9]) == (0, [])
     with pytest.raises(IndexError):
-        engine.read_kv(ROOT, [1], 1)
+        engine.kv.read_kv(ROOT, [1], 1)
 
 
 # ---------------------------------------------------------------------- ends
@@ -373,7 +373,7 @@ def test_draw_that_fails_ends_its_request_alone_and_caches_nothing_of_the_step()
     transcript = Transcript().run(engine)
     assert isinstance(transcript.ends["bad", 0], EngineFailure)
     assert transcript.ends["good", 0] is FinishReason.LENGTH
-    assert engine.locate(ROOT, [13, *range(9)])[0] == 0
+    assert engine.kv.locate(ROOT, [13, *range(9)])[0] == 0
 
 
 def test_a_step_out_of_memory_is_computed_in_parts() -> None:

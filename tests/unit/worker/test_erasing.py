@@ -97,7 +97,7 @@ def test_what_lies_still_goes_at_once(rig: Rig) -> None:
     rig.run(PROMPT)
     rig.settle()
     assert rig.left() == (8, 8, 8)
-    assert rig.engine.erase(ROOT, PROMPT) == 16
+    assert rig.engine.kv.erase(ROOT, PROMPT) == 16
     rig.settle()
     assert rig.left() == (0, 0, 0)
     assert rig.run(PROMPT) == 0
@@ -109,7 +109,7 @@ def test_what_waits_to_be_copied_or_is_being_copied(rig: Rig) -> None:
         rig.run(PROMPT)
         for _ in range(tended):
             rig.engine.maintain()
-        rig.engine.erase(ROOT, PROMPT)
+        rig.engine.kv.erase(ROOT, PROMPT)
         rig.settle()
         assert rig.left() == (0, 0, 0)
 
@@ -120,7 +120,7 @@ def test_what_a_vault_is_slow_to_take(rig: Rig) -> None:
     offloader = rig.tiers.offloader
     assert offloader is not None
     rig.maintain(lambda: not offloader._holds)
-    rig.engine.erase(ROOT, PROMPT)
+    rig.engine.kv.erase(ROOT, PROMPT)
     for _ in range(50):
         rig.engine.maintain()
     assert rig.left()[:2] == (0, 8), "the vault's writer reads these"
@@ -137,7 +137,7 @@ def test_what_a_peer_is_reading(rig: Rig) -> None:
     rig.engine.pool.acquire(blocks)
     held: list[tuple[BlockPool, list[int]]] = [(rig.engine.pool, blocks)]
     rig.tiers.lent[1] = held
-    rig.engine.erase(ROOT, PROMPT)
+    rig.engine.kv.erase(ROOT, PROMPT)
     rig.engine.maintain()
     assert rig.left()[0] == 8
     rig.engine.pool.release(blocks)
@@ -151,7 +151,7 @@ def test_what_others_continue_stays_in_every_tier(rig: Rig) -> None:
         rig.run(prompt)
     rig.settle()
     assert rig.left() == (12, 12, 12)
-    rig.engine.erase(ROOT, FORK)
+    rig.engine.kv.erase(ROOT, FORK)
     rig.settle()
     assert rig.left()[:2] == (8, 8)
     assert rig.run(PROMPT) == len(PROMPT) - 1
@@ -162,7 +162,7 @@ def test_what_a_running_sequence_holds_stays(rig: Rig) -> None:
     rig.engine.add(spec("running", PROMPT, max_tokens=8))
     rig.engine.step()
     rig.engine.step()
-    rig.engine.erase(ROOT, PROMPT)
+    rig.engine.kv.erase(ROOT, PROMPT)
     rig.engine.check_integrity()
     transcript = Transcript()
     transcript.started["running", 0] = None  # type: ignore[assignment]
@@ -181,7 +181,7 @@ def test_what_the_last_reader_never_saw_goes_in_every_tier(rig: Rig) -> None:
     rig.engine.step()
     rig.settle()
     assert rig.left() == (9, 9, 9), "32 tokens of the prompt and 4 more: a block that it saw half of went"
-    assert rig.engine.erase(ROOT, seen) == 18
+    assert rig.engine.kv.erase(ROOT, seen) == 18
     rig.settle()
     assert rig.left() == (0, 0, 0)
     assert not rig.engine.pool.cached
@@ -207,7 +207,7 @@ def test_sequences_that_share_a_beginning_leave_nothing_in_any_order(rig: Rig, o
         rig.run(one, root)
     rig.settle()
     for at in order:
-        rig.engine.erase(root, chains[at])
+        rig.engine.kv.erase(root, chains[at])
     rig.settle()
     assert rig.left() == (2, 2, 2), "the public blocks"
     assert rig.engine.pool.cached == 2
@@ -216,7 +216,7 @@ def test_sequences_that_share_a_beginning_leave_nothing_in_any_order(rig: Rig, o
 def test_what_is_to_be_kept_of_a_sequence_stays_in_every_tier(rig: Rig) -> None:
     rig.run(PROMPT)
     rig.settle()
-    rig.engine.erase(ROOT, PROMPT, keep=18)
+    rig.engine.kv.erase(ROOT, PROMPT, keep=18)
     rig.settle()
     assert rig.left() == (4, 4, 4)
 
@@ -225,7 +225,7 @@ def test_a_public_prefix_stays_in_every_tier(rig: Rig) -> None:
     root = ForkedRoot(b"public root 16 b", ROOT, 3)
     rig.run(PROMPT, root)
     rig.settle()
-    rig.engine.erase(root, PROMPT)
+    rig.engine.kv.erase(root, PROMPT)
     rig.settle()
     assert rig.left() == (3, 3, 3)
     other = ForkedRoot(root.public, b"another root 16b", 3)
@@ -236,7 +236,7 @@ def test_erasing_what_nobody_has_changes_nothing(rig: Rig) -> None:
     rig.run(PROMPT)
     rig.settle()
     for root, ids in ((b"another root 16b", PROMPT), (ROOT, ()), (ROOT, (7,)), (ROOT, FORK[16:])):
-        assert rig.engine.erase(root, ids) == 0
+        assert rig.engine.kv.erase(root, ids) == 0
     rig.settle()
     assert rig.left()[:2] == (8, 8)
 
@@ -250,7 +250,7 @@ class ErasingSchedule(TieredSchedule):
             return
         (name, choice), asked = self.chance.choice(list(self.specs.items()))
         ids = asked.prompt_ids + tuple(self.transcript.tokens[name, choice])
-        self.engine.erase(ROOT, ids[: self.chance.randint(0, len(ids))])
+        self.engine.kv.erase(ROOT, ids[: self.chance.randint(0, len(ids))])
         self.engine.check_integrity()
 
     def step(self) -> None:

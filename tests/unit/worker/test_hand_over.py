@@ -66,7 +66,7 @@ def test_it_leaves_without_a_word_and_its_blocks_stay(make_rig: MakeRig) -> None
     assert not rig.engine.scheduler.running
     said = [output for result in rig.results for output in result.outputs]
     assert all(isinstance(output, SequenceStarted | SequenceTokens) for output in said)
-    assert rig.engine.locate(ROOT, [*PROMPT, *outputs])[0] >= len(PROMPT) + len(outputs) - 1
+    assert rig.engine.kv.locate(ROOT, [*PROMPT, *outputs])[0] >= len(PROMPT) + len(outputs) - 1
 
 
 @pytest.mark.parametrize("produced", [3, 4, 7, 10, 15])

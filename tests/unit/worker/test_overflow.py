@@ -70,7 +70,7 @@ def test_what_slid_is_cached_as_what_it_is_now() -> None:
     engine.add(spec("slid", range(10), sampling=asked))
     generated = Transcript().run(engine).tokens["slid", 0]
     seen = [*range(10), *generated][24:39]  # the last token drawn was not run
-    assert engine.locate(spec("", []).root, seen)[0] == 15
+    assert engine.kv.locate(spec("", []).root, seen)[0] == 15
     engine.add(spec("again", [*seen, 1], max_tokens=3))
     transcript = Transcript().run(engine)
     assert transcript.started["again", 0].cached_tokens == 15
@@ -84,9 +84,9 @@ def test_a_truncated_prompt_is_not_shared_as_a_public_prefix() -> None:
     engine.add(replace(spec("r", range(30), sampling=sampling(Overflow.TRUNCATE_LEFT, 4)), root=fork))
     engine.add(replace(spec("s", range(10), sampling=sampling(Overflow.SLIDING, 30)), root=fork))
     Transcript().run(engine)
-    assert engine.locate(public, range(10, 30))[0] == 0
-    assert engine.locate(b"own root 16 byte", range(10, 30))[0] == 20
-    assert engine.locate(public, range(12))[0] == 10  # what really began with the prefix
+    assert engine.kv.locate(public, range(10, 30))[0] == 0
+    assert engine.kv.locate(b"own root 16 byte", range(10, 30))[0] == 20
+    assert engine.kv.locate(public, range(12))[0] == 10  # what really began with the prefix
 
 
 def test_stop_strings_and_penalties_go_on_over_a_slide() -> None:

@@ -58,7 +58,7 @@ def test_a_tenants_own_blocks_go_before_the_public_ones_that_they_continue() -> 
     engine.pool.release(engine.pool.allocate(3))
     engine.check_integrity()
     assert engine.pool.depth(chain(root, ids, 4)) == 3, "the last two, both own ones, were evicted"
-    assert engine.erase(root, ids) == 1
+    assert engine.kv.erase(root, ids) == 1
     assert engine.pool.addressed == 2, "the public ones"
     engine.check_integrity()
 

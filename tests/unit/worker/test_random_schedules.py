@@ -150,7 +150,9 @@ class Schedule:
         self.engine.check_integrity()
         self.check_announced(result)
         self.obey()
-        assert before != self.progress() or not busy or self.engine.steps_aborted_total, "a step without progress"
+        assert before != self.progress() or not busy or self.engine.counters.steps_aborted_total, (
+            "a step without progress"
+        )
 
     def obey(self) -> None:
         for request in self.given_up:
@@ -227,7 +229,7 @@ def test_random_schedules(part: int) -> None:
         try:
             schedule.run()
             schedule.check()
-            aborted += schedule.engine.steps_aborted_total
+            aborted += schedule.engine.counters.steps_aborted_total
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
     assert aborted > 20  # else this does not test it

@@ -64,7 +64,7 @@ def test_one_that_never_ran_has_an_end_alone() -> None:
     run(engine, clock, steps=3)
     engine.cancel("traced")
     assert (trace.admitted, trace.prefilled, trace.ended) == (None, None, 1003.0)
-    assert not engine._undrawn
+    assert not engine._traced.undrawn
 
 
 def test_preemptions_and_what_is_computed_again() -> None:
@@ -79,7 +79,7 @@ def test_preemptions_and_what_is_computed_again() -> None:
         assert (trace.chunks > 1) == (trace.preemptions > 0)
         assert trace.enqueued is not None
         assert trace.ended is not None
-    assert not engine._undrawn
+    assert not engine._traced.undrawn
 
 
 def test_tracing_changes_nothing_that_is_generated() -> None:

@@ -80,7 +80,7 @@ def test_one_step_in_a_row_of_them_shows_what_streams_alone_take() -> None:
     assert [at for at, chunk in enumerate(machine.chunks) if not chunk][:2] == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
     machine.decode = 0.09  # more streams joined meanwhile
     machine.prompt(pacer, 8000)
-    assert pacer.decode_seconds == pytest.approx(0.09, rel=0.1)
+    assert pacer.times.decode_seconds == pytest.approx(0.09, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [5.0, 0.2])

@@ -409,7 +409,7 @@ class TestErase:
         rig.settle()
         assert rig.host is not None
         assert rig.remote is not None
-        assert rig.engine.erase(ROOT, turn) > 0
+        assert rig.engine.kv.erase(ROOT, turn) > 0
         assert rig.pool.addressed == rig.host.pool.addressed == len(rig.remote.kept[Tier.VAULT]) == 0
         rig.run("b", PROMPT)
         assert rig.cached("b") == {}
@@ -419,7 +419,7 @@ class TestErase:
         turn = [*PROMPT, *rig.run("a", PROMPT)]
         rig.run("b", [*PROMPT[:20], *range(300, 320)])
         rig.settle()
-        rig.engine.erase(ROOT, turn)
+        rig.engine.kv.erase(ROOT, turn)
         rig.flush_device()
         rig.run("c", PROMPT)
         assert rig.cached("c") == {"host": 20}
@@ -429,7 +429,7 @@ class TestErase:
         rig = make_rig()
         rig.add("a", PROMPT, 12)
         rig.turn()
-        rig.engine.erase(ROOT, PROMPT)
+        rig.engine.kv.erase(ROOT, PROMPT)
         rig.until(lambda: ("a", 0) in rig.transcript.ends)
         assert rig.transcript.tokens["a", 0] == expected_tokens(PROMPT, Sampling(12, temperature=0.0))
 
@@ -447,7 +447,7 @@ class TestEvents:
                 assert hashes <= held if change.removed else not hashes & held
                 held = held - hashes if change.removed else held | hashes
         assert rig.host is not None
-        assert held == set(rig.host.pool.hashes()) == set(rig.engine.holdings()[Tier.HOST])
+        assert held == set(rig.host.pool.hashes()) == set(rig.engine.kv.holdings()[Tier.HOST])
 
 
 class TestLending:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.model.device_watch import CpuWatch
-from kvfleet.worker.schedule.tenant_costs import TenantCosts
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.worker_metrics import readings
 from kvproto.messages import Heartbeat, Load, Rates, State, Tier, TierLoad
@@ -39,23 +39,16 @@ class Shown:
         )
         self.registry = CollectorRegistry()
         self.cancel_to_free = Distribution()
-        self.engine = SimpleNamespace(
-            steps_total=0,
-            busy_seconds_total=0.0,
-            device_hit_tokens_total=0,
-            queue_waits=Distribution(),
-            costs=TenantCosts(),
-            tiers=None,
-        )
+        self.counters = EngineCounters()
         connection: Any = SimpleNamespace(is_connected=True, reconnects_total=0, errors_total=0)
         self.counts = RemoteCounts()
         remote: Any = SimpleNamespace(counts=self.counts)
         engine: Any = SimpleNamespace(
             cancel_to_free=self.cancel_to_free,
-            steps_aborted_total=0,
+            copied_bytes=lambda: (0, 0),
             protected_blocks_total=0,
             step_age_s=0.0,
-            counters=self.engine,
+            counters=self.counters,
         )
         self.registry.register(LiveCollector(readings(worker, connection, engine, CpuWatch(), remote)))
 
@@ -119,7 +112,7 @@ def test_cancels_are_a_histogram_from_the_start() -> None:
 def test_the_device_is_a_tier() -> None:
     shown = Shown()
     shown.load = Load(blocks_used=2, blocks_cached=3, blocks_total=10, blocks_addressed=4, evictions_total=6)
-    shown.engine.device_hit_tokens_total = 32
+    shown.counters.device_hit_tokens_total = 32
     lines = shown.lines()
     for name, value in (
         ("bytes", 320.0), ("capacity_bytes", 640.0), ("blocks", 4.0), ("hit_tokens_total", 32.0),

@@ -62,7 +62,8 @@ class TieredRig:
             self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         scheduler = Scheduler(self.pool, token_budget=64, slots=slots)
         if prefill_tokens_per_s is not None:  # steps of few tokens tell the pacer nothing
-            scheduler.pacer.seconds = lambda position, tokens: tokens / prefill_tokens_per_s  # type: ignore[method-assign]
+            times = scheduler.pacer.times
+            times.prompt_seconds = lambda position, tokens: tokens / prefill_tokens_per_s  # type: ignore[method-assign]
         self.engine = Engine(runner, self.pool, scheduler, IdDetokenizer(), tiers=self.tiers)
         self.runner = runner
         self.transcript = Transcript()
