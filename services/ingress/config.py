@@ -20,7 +20,7 @@ class SessionLimits:
     lease_s: float = 15.0
     # For a JetStream without a leader. A commit renews no lease: with the third of it since the last renewal, and the
     # 2 s of the last try, this is no longer than the lease.
-    commit_patience_s: float = 8.0
+    commit_timeout_s: float = 8.0
     sweep_period_s: float = 60.0
 
 
@@ -39,7 +39,7 @@ class RunLimits:
 
 @dataclass(frozen=True, slots=True)
 class WebRules:
-    """`own_hosts`: what this host is called; `allowed_hosts`: other names, None: nobody said; `cors_origins`: whose
+    """`own_hosts`: what this host is called; `allowed_hosts`: other names, None: not set; `cors_origins`: whose
     pages may ask. `*` in either: all."""
 
     own_hosts: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class IngressConfig:
     default_max_tokens: int = 1024  # of a chat that names no limit; never more than the context leaves
     keepalive_s: float = 5.0
     request_deadline_s: float = 600.0
-    patience_s: float = 10.0
+    no_worker_timeout_s: float = 10.0  # how long a request waits for a worker of its model
     max_wait_s: float = 60.0  # a request that would wait longer for its start is refused, with a time to retry
     splice_bytes: int = 64 * 1024 * 1024
     tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)

@@ -78,7 +78,7 @@ class Ingress:
         )
         self.regions = OtherRegions(client.connection, client.subjects, client.now)
         self.models = Models(client, client.members.view, self._executor, self.regions)
-        self.regions.heard = self.models.on_regions
+        self.regions.on_change = self.models.on_regions
         self.splices = SpliceIndex(config.splice_bytes)
         self.session_blocks = SessionBlocks(client, self.regions)
         self.sessions = Sessions(
@@ -115,7 +115,7 @@ class Ingress:
         readings: Iterable[IngressReading] = (),
         tracer: Tracer = tracing.NULL,
     ) -> Ingress:
-        """Build and start; `readings` are metrics of whatever was built before. Raises Unavailable when the sessions
+        """Build and start; `readings` are metrics of parts that were built before. Raises Unavailable when the sessions
         bucket does not exist."""
         bucket = await Bucket.open(client.connection, client.subjects.sessions_bucket)
         ingress = cls(client, config, tenancy, registry, bucket, audit, readings, tracer)

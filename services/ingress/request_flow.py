@@ -166,7 +166,7 @@ class RequestFlow:
             session=conversation,
             priority=call.priority,
             deadline_s=self._config.request_deadline_s,
-            patience_s=self._config.patience_s,
+            patience_s=self._config.no_worker_timeout_s,
             max_wait_s=self._config.max_wait_s,
             policy=placement.policy,
             worker=placement.worker,

@@ -41,7 +41,7 @@ Ask = TypeVar("Ask", ChatAsk, CompletionAsk, GenerateAsk)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Ask]):
-    """One HTTP request: who asks for what, and whether again. `digest` is what its repeats have in common."""
+    """One HTTP request: its caller, what it asks for, and its name. `digest` is what its repeats have in common."""
 
     route: str
     ask: Ask
@@ -105,7 +105,7 @@ class RequestReader:
         return Call(route, ask, caller, priority, name, digest, trace, given, arrived_at)
 
     async def _authenticate(self, exchange: Exchange) -> Caller:
-        """Who asks; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
+        """The caller; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
         caller, admission = await identify(self._tenancy, exchange), self._admission
         exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
         return caller

@@ -33,7 +33,7 @@ class NativeForm:
         return sys.getsizeof(self.prompt) + sys.getsizeof(self.seq_id)
 
     def writer(self, at: Position = START, *, id_lines: bool = True) -> NativeEvents:
-        """Its events have `id:` lines whatever is asked for. Raises InvalidRequest for a position that this answer
+        """Its events always have `id:` lines. Raises InvalidRequest for a position that this answer
         cannot have."""
         return NativeEvents(self, at)
 
@@ -81,7 +81,7 @@ class NativeEvents:
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         value = {
             "type": "done",
-            "generated_text": self._form.prompt + transcript.text,
+            "generated_text": self._form.prompt + transcript.choices[0].text,
             "tokens_generated": finished.output_tokens,
             "finish_reason": finished.reason.value,
             "usage": usage_map(finished, cached_tokens(transcript)),

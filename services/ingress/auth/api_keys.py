@@ -19,7 +19,7 @@ or JSON:
 
     [tenants."*"]                            of each tenant that has no table of its own
 
-No message repeats what stands in the text but names of fields: somebody may have put a key there.
+No message repeats what stands in the text but names of fields: a key may stand there by mistake.
 """
 
 from __future__ import annotations

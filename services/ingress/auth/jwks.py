@@ -2,8 +2,7 @@
 
 They are fetched at the start, every few minutes, and when a token names one that is not here, though not more often
 than once in `COOLDOWN_S`, for all askers together: all wait for the same fetch. While the issuer does not answer, the
-last keys serve for a day; a token whose key is not among them is refused with 503, since nobody can tell whether it is
-good.
+last keys serve for a day; a token whose key is not among them is refused with 503, since it may be good.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class IssuerKeys:
         return len(self._keys)
 
     async def caller_of(self, token: str) -> Caller:
-        """Raises AuthenticationFailed, PermissionDenied, Unavailable while nobody can tell."""
+        """Raises AuthenticationFailed, PermissionDenied, Unavailable while the issuer does not answer."""
         head = read_head(token, self._rules)
         key = await self._key_of(head)
         return caller_of(read_claims(token, head.algorithm, key.key, self._rules), self._rules)

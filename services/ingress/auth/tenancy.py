@@ -57,7 +57,7 @@ class Tenancy:
 
     async def authenticate(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """From `Authorization: Bearer <key or token>` or `x-api-key: <key>`. Raises AuthenticationFailed; of a token
-        also PermissionDenied where it says no tenant, and Unavailable while nobody can tell."""
+        also PermissionDenied where it says no tenant, and Unavailable while its issuer does not answer."""
         if self.is_open:
             return OPEN
         try:

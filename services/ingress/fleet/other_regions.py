@@ -1,4 +1,4 @@
-"""Loop: what other regions serve, as their placements say once a second. Without a region of its own it hears nobody.
+"""Loop: what other regions serve, as their placements say once a second. Without a region of its own it hears none.
 
 A model that only another region serves can be asked for here all the same: its tokenizer is fetched from there.
 """
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class OtherRegions:
-    """Owned by the event loop. `heard` is called after each summary of another region: what could not be had
+    """Owned by the event loop. `on_change` is called after each summary of another region: what could not be had
     of it before is tried again then."""
 
     def __init__(self, connection: Connection, subjects: Subjects, now: Callable[[], float]) -> None:
-        self.heard: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._connection = connection
         self._subjects = subjects
         self._now = now
@@ -50,7 +50,7 @@ class OtherRegions:
         return self._regions.records(self._now())
 
     def holders(self, model: str, bundle: str) -> list[str]:
-        """Who can be asked for this bundle."""
+        """Workers there that have this bundle."""
         return self._regions.holders(model, bundle, self._now())
 
     def workers(self, region: str, model: str) -> list[str]:
@@ -68,4 +68,4 @@ class OtherRegions:
         now = self._now()
         self._regions.hear(summary, now)
         self._regions.forget_silent(now)
-        self.heard()
+        self.on_change()

@@ -30,7 +30,7 @@ def placements_report(request: str, decisions: Sequence[Decision]) -> dict[str, 
 
 
 def newest_report(decisions: Iterable[Decision]) -> dict[str, Any]:
-    """One entry per attempt of whatever request, in the order given."""
+    """One entry per attempt of any request, in the order given."""
     return {"placements": [{"request_id": decision.request, **_attempt(decision)} for decision in decisions]}
 
 

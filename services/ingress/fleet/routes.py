@@ -112,14 +112,14 @@ class FleetRoutes:
     async def placements(self, exchange: Exchange) -> None:
         """GET /v1/placements/{id}: why a request was placed as it was, and what became of it.
 
-        Those of other tenants are not found, so that nobody learns which ids exist; an admin key finds all.
+        Those of other tenants are not found, so that no tenant learns which ids exist; an admin key finds all.
         """
         caller = await identify(self._tenancy, exchange)
         request = read_request_id(exchange.path_value("id"))
         try:
             decisions = await self._client.explain(request, None if caller.admin else caller.tenant)
         except NotFound:
-            # The text is the same for what is nobody's and what is somebody else's.
+            # The text is the same for an id that does not exist and for another tenant's.
             raise NotFound(
                 f"no decision about {request!r} is known: it may be too old, or placed while placement was away",
                 field="id",
@@ -193,8 +193,8 @@ class FleetRoutes:
         await exchange.respond(200, data, content_type=SAFETENSORS)
 
     async def delete_session(self, exchange: Exchange) -> None:
-        """DELETE /sessions/{seq_id}: its history, and of the blocks that its requests made those that nobody shares.
-        409 while a turn runs. Other regions where it ran are told in the background."""
+        """DELETE /sessions/{seq_id}: its history, and of its requests' blocks those that no other request
+        shares. 409 while a turn runs. Other regions where it ran are told in the background."""
         caller = await self._metered(exchange)
         seq_id = exchange.path_value("seq_id")
         session = await self._sessions.erase(caller.tenant, seq_id)
@@ -218,7 +218,7 @@ class FleetRoutes:
 
     async def health(self, exchange: Exchange) -> None:
         """As /readyz, with what is there: how many to everybody, which to those who have a key. `models_unavailable`
-        are those of `models` that nobody serves just now: their workers restart, say."""
+        are those of `models` that no worker serves just now: their workers restart, say."""
         missing = self.missing()
         view = self._client.members.view
         report: dict[str, Any] = {
@@ -264,7 +264,7 @@ class FleetRoutes:
         return orjson.dumps(newest_report(await self._client.newest_decisions(limit, tenant, model)))
 
     async def _metered(self, exchange: Exchange) -> Caller:
-        """Who asks for what reads a history, and may go to workers with it: one of the requests of its limits."""
+        """The caller of a route that reads a history, and may ask workers for it: one of its limited requests."""
         caller = await identify(self._tenancy, exchange)
         now = asyncio.get_running_loop().time
         exchange.more_headers = lambda: limit_headers(self._admission.limiter, caller, now(), self._admission.unix_s())

@@ -37,8 +37,8 @@ def error_body(error: KvfleetError) -> bytes:
 
 def error_headers(error: KvfleetError) -> Headers:
     """Retry-After in whole seconds where trying again makes sense, and whether it does in the words that OpenAI's
-    clients obey: they would repeat everything from 500 up. A connection to somebody who drains is closed, and one whose
-    request's body is still coming."""
+    clients obey: they would repeat everything from 500 up. A connection to an ingress that drains is closed, and
+    one whose request's body is still coming."""
     status = status_of(error)
     if status == 401:
         return [(b"www-authenticate", b"Bearer")]

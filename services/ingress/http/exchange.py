@@ -18,6 +18,7 @@ from kvfleet.ingress.http.error_bodies import Headers, error_body, error_headers
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.limits.limiter import Tab
 from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge, RequestTimeout
+from kvservice.tracing import Span
 
 JSON = b"application/json"
 SEND_LIMIT_S = 60.0
@@ -31,10 +32,8 @@ _EVENT_STREAM: Headers = [
 class ExchangeTrace(Protocol):
     """What is recorded of a traced request."""
 
+    span: Span
     error: KvfleetError | None
-
-    @property
-    def trace_id(self) -> str: ...
 
     def end(self, request: str, status: int) -> None: ...
 
@@ -193,7 +192,7 @@ class Exchange:
         more = self.more_headers() if self.more_headers is not None else ()
         headers = [*headers, *more, (b"x-request-id", self.request_id.encode())]
         if self.trace is not None:
-            headers.append((b"x-trace-id", self.trace.trace_id.encode()))
+            headers.append((b"x-trace-id", self.trace.span.ids.trace_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:

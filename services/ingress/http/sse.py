@@ -60,7 +60,7 @@ async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: O
             await exchange.write(b"".join(out))
             out = []
             if run.over or run.busy or run.steps != seen or exchange.gone:
-                continue  # there is an end to write, others have read meanwhile, or nobody is here
+                continue  # there is an end to write, others have read meanwhile, or the client has left
         elif run.error is not None:
             raise run.error
         elif run.busy:

@@ -1,4 +1,4 @@
-"""Which requests that a browser made for somebody else's page are refused. Pure.
+"""Refuses requests that a browser made for the page of another site. Pure.
 
 An ingress without keys lets in all that reach it, and every page in a browser on the same machine does: by sending a
 form (cross-site), or under a name of its own that it has point to the ingress (DNS rebinding), where it reads the

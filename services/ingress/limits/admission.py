@@ -73,7 +73,7 @@ class Admission:
         self.running += 1
 
     def release(self, caller: Caller, *, choices: int = 1, repeat: bool = False) -> None:
-        """The request has ended, whatever way."""
+        """The request has ended, well or not."""
         self.running -= 1
         if repeat:
             self.repeats -= 1

@@ -9,7 +9,7 @@ day's tokens are counted from midnight UTC.
     reserve ─▶ a place while the body is read: who is over a limit is refused before ─▶ unreserve
     admit ─▶ one of requests_per_minute, of max_concurrent one for each choice ─▶ release
     charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all who read the same run
-    `Tab.generated` ─▶ the hot path: two integers; taken from the buckets when somebody asks next
+    `Tab.generated` ─▶ the hot path: two integers; taken from the buckets at the next check
     `used_elsewhere` ◀─ what other ingresses have counted of the same account; `shared_usage` knows how
 """
 
@@ -25,8 +25,8 @@ from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 BURST_S = 10.0
 MINUTE_S = 60.0
 DAY_S = 86_400.0
-BUSY_RETRY_S = 1.0  # when a request ends nobody knows
-MAX_ACCOUNTS = 10_000  # beyond so many, those that nobody would miss are dropped
+BUSY_RETRY_S = 1.0  # when a request will end is not known
+MAX_ACCOUNTS = 10_000  # beyond so many, those that are as good as new are dropped
 MOST_ACCOUNTS = 2 * MAX_ACCOUNTS  # beyond so many, none is opened for what runs elsewhere alone
 ROUNDING = 1e-6
 Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers together
@@ -34,7 +34,7 @@ Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """What may be used at once; below zero: a debt. None: nobody has asked yet, so it is full."""
+    """What may be used at once; below zero: a debt. None: no request has used it yet, so it is full."""
 
     level: float | None = None
     filled_at: float = 0.0
@@ -217,7 +217,7 @@ class Limiter:
         return self._own.get(key) if key[1] else self._tenants.get(key[0])
 
     def open(self, key: Key, limits: KeyLimits, now: float, unix_s: float) -> tuple[Account, KeyLimits] | None:
-        """One that is not here, and nobody has asked for here: with these limits until somebody does. None: there are
+        """One that is not here, as no request here has used it: with these limits until one does. None: there are
         too many."""
         if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
@@ -287,7 +287,7 @@ class Limiter:
     def charge(self, tab: Tab, prompt_tokens: int, now: float, unix_s: float) -> None:
         """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
         both = self.accounts(tab.caller)
-        tab.own, tab.tenants = both[0][0], both[1][0]  # while it was parked nobody may have missed its accounts
+        tab.own, tab.tenants = both[0][0], both[1][0]  # while it was parked its accounts may have been dropped
         if tab.prompt_tokens:
             return
         waits: list[tuple[float, str]] = []

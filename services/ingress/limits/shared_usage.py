@@ -9,7 +9,7 @@ others report; so all buckets agree, but for what was admitted since the last re
 
 Counts only grow within a `life` of an account, so reports may be lost, doubled and overtaken: the next one heals that.
 An account that is as a new one (nothing runs, buckets are full) ends its life, and is told of no more. `running` is
-what was told last; it counts no longer when nobody has repeated it for `SILENT_S`. What was counted before this
+what was told last; it counts no longer when it was not repeated for `SILENT_S`. What was counted before this
 ingress listened cannot be added up from differences: of that it takes what the teller says is lacking of the whole.
 """
 
@@ -122,7 +122,7 @@ class SharedUsage:
         return found
 
     def tell_again(self) -> None:
-        """Somebody has not heard what was told before."""
+        """A peer missed what was told before."""
         for account, _ in self._limiter.with_limits():
             if account.telling is not None:
                 account.telling.at = -math.inf
@@ -151,7 +151,7 @@ class SharedUsage:
         return [one[2:] for one in (*changed[:MOST_TOLD], *repeated[:room])]
 
     def _told(self, account: Account, limits: KeyLimits, now: float, unix_s: float) -> AccountUsage | None:
-        """None where nobody would miss it."""
+        """None where it is as a new one."""
         account.touched = False
         requests, tokens = account.lacking(limits, now)
         is_today = account.day == int(unix_s // DAY_S)
@@ -321,7 +321,7 @@ class SharedUsage:
 
 
 def _limits_of(entry: AccountUsage) -> KeyLimits:
-    """As far as they are needed where nobody has asked for this account."""
+    """As far as they are needed where no request has used this account."""
     return KeyLimits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
 
 

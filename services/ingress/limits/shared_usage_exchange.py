@@ -75,7 +75,7 @@ class UsageExchange:
             for report in self._usage.reports(now, self._unix_s(), self._connection.max_payload):
                 await self._connection.publish(self._subject, codec.encode(report))
                 self.told_total += 1
-        except KvfleetError as error:  # told again within a second, whatever it was
+        except KvfleetError as error:  # the next report follows within a second
             log.debug("usage of limits not told: %s", error)
 
     async def _on_report(self, message: Message) -> None:

@@ -45,7 +45,7 @@ class BundleSource(Protocol):
     async def miss(self, model: str) -> None: ...
 
 
-class ModelsElsewhere(Protocol):
+class RegionModels(Protocol):
     """The part of `OtherRegions` that is needed here."""
 
     def records(self) -> dict[str, WorkerRecord]: ...
@@ -53,7 +53,7 @@ class ModelsElsewhere(Protocol):
     def holders(self, model: str, bundle: str) -> list[str]: ...
 
 
-class Nowhere:
+class NoRegions:
     """No other regions."""
 
     def records(self) -> dict[str, WorkerRecord]:
@@ -67,11 +67,11 @@ class Models:
     """The cache of bundles by hash. Owned by the event loop; `executor` builds tokenizers."""
 
     def __init__(
-        self, source: BundleSource, view: FleetView, executor: Executor, abroad: ModelsElsewhere | None = None
+        self, source: BundleSource, view: FleetView, executor: Executor, regions: RegionModels | None = None
     ) -> None:
         self._source = source
         self._view = view
-        self._abroad = abroad or Nowhere()
+        self._regions = regions or NoRegions()
         self._executor = executor
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._fetching: dict[tuple[str, str], asyncio.Task[ServedModel]] = {}
@@ -84,7 +84,7 @@ class Models:
 
     def on_regions(self) -> None:
         """Other regions have said what they serve: what is not here yet, or could not be had before, is fetched."""
-        for record in self._abroad.records().values():
+        for record in self._regions.records().values():
             self._prefetch(record)
 
     async def stop(self) -> None:
@@ -95,30 +95,32 @@ class Models:
 
     def on_member(self, change: Change, view: WorkerView) -> None:
         """A listener of `Members`: a new worker's bundle is here before its first request."""
-        if change is not Change.LEFT and view.state is State.READY:  # before that nobody answers
+        if change is not Change.LEFT and view.state is State.READY:  # before that it does not answer
             self._prefetch(view.record)
 
     def served(self) -> list[WorkerRecord]:
-        """One record per model that somebody serves now, by name."""
+        """One record per model that is served now, by name."""
         return [record for _, record in sorted(self._known().items())]
 
     def _known(self) -> dict[str, WorkerRecord]:
-        return self._abroad.records() | self._view.models()
+        return self._regions.records() | self._view.models()
 
     def remembered(self) -> list[str]:
-        """Names of those that somebody serves now, or did until a while ago."""
+        """Names of those that are served now, or were until a while ago."""
         gone = [view.record.model for view in self._view.workers.values()] + [name for name, _ in self._served]
         return sorted({*self._known(), *gone})
 
     def known(self, name: str | None) -> str | None:
-        """A model's name as somebody has said it, if there is such a model."""
-        known = any(view.record.model == name for view in self._view.workers.values()) or name in self._abroad.records()
+        """The name, if there is a model of it."""
+        known = (
+            any(view.record.model == name for view in self._view.workers.values()) or name in self._regions.records()
+        )
         return name if known else None
 
     def is_ready(self) -> bool:
         """Whether some ready worker's model could be served at once."""
         records = [view.record for view in self._view.ready()]
-        return any((one.model, one.bundle) in self._served for one in (*records, *self._abroad.records().values()))
+        return any((one.model, one.bundle) in self._served for one in (*records, *self._regions.records().values()))
 
     def default_name(self, configured: str | None) -> str:
         """The model of a request that names none. Raises InvalidRequest when that is not clear, NoWorkers."""
@@ -133,7 +135,7 @@ class Models:
 
     async def get(self, name: str, *, field: str = "model") -> ServedModel:
         """Raises ModelNotFound, or Unavailable when no worker hands its bundle over in time."""
-        record = self._view.models().get(name) or self._abroad.records().get(name)
+        record = self._view.models().get(name) or self._regions.records().get(name)
         if record is None:
             await self._source.miss(name)  # it may be one of this fleet that has no worker just now
             if any(view.record.model == name for view in self._view.workers.values()):
@@ -164,7 +166,7 @@ class Models:
             and (view.record.model, view.record.bundle) == (record.model, record.bundle)
         ]
         holders.sort(key=lambda one: one != record.id)
-        for worker in (*holders, *self._abroad.holders(record.model, record.bundle)):
+        for worker in (*holders, *self._regions.holders(record.model, record.bundle)):
             try:
                 bundle = await self._source.bundle(worker)
             except (KvfleetError, TimeoutError) as error:
@@ -180,7 +182,7 @@ class Models:
     def _keep(self, served: ServedModel) -> None:
         self._served[served.name, served.hash] = served
         records = [view.record for view in self._view.workers.values()]
-        named = {(one.model, one.bundle) for one in (*records, *self._abroad.records().values())}
+        named = {(one.model, one.bundle) for one in (*records, *self._regions.records().values())}
         unnamed = [key for key in self._served if key not in named]
         for key in unnamed[: max(0, len(unnamed) - KEPT_UNNAMED)]:
             del self._served[key]

@@ -38,7 +38,7 @@ class HeldTurn(Protocol):
     async def commit(self, transcript: Transcript) -> None:
         """The stream has finished. Raises KvfleetError."""
 
-    async def let_go(self, transcript: Transcript) -> None:
+    async def abandon(self, transcript: Transcript) -> None:
         """The stream was cut. Never raises."""
 
 

@@ -101,6 +101,6 @@ def request_of_key(tenant: str, key: str, secret: bytes = b"") -> str:
 
 
 def digest_of(route: str, body: dict[str, Any]) -> bytes:
-    """Equal for bodies that say the same, in whatever order."""
+    """Equal for bodies with the same fields, in any order."""
     said = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(route.encode() + b"\0" + said, digest_size=16).digest()

@@ -56,7 +56,7 @@ class Run:
         self.transcript = Transcript()
         self.error: KvfleetError | None = None
         self.finished = False
-        self.busy = False  # somebody is in `step`
+        self.busy = False  # a reader is in `step`
         self.readers: set[object] = set()
         self.payer: Caller | None = None  # whose limit it counts in, while it runs
         self.tab: Tab | None = None  # what it costs, however many read it
@@ -101,7 +101,7 @@ class Run:
             self._memory.used += self.held
 
     def free(self) -> None:
-        """It runs no more, and is somebody else's to count. Does nothing when called again."""
+        """It runs no more, and another account counts it. Does nothing when called again."""
         if self._holds:
             self._memory.holders -= 1
             self._memory.used -= self.held
@@ -115,7 +115,7 @@ class Run:
             self._memory.check_share(self.held)
 
     async def changed(self) -> None:
-        """Until something has: tokens, the end, nobody in `step` any more, a reader gone."""
+        """Until something has: tokens, the end, no reader in `step` any more, a reader gone."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
@@ -169,13 +169,13 @@ class Run:
         except KvfleetError as error:
             if not self._abandoned or self.transcript.finished is not None:
                 self.error = error  # else it is the cancellation that `leave` asked for
-            await self._let_go()
+            await self._abandon_turn()
             if isinstance(error, PayloadTooLarge):  # its turn knows what was computed; nothing else is left of it
                 self.transcript = self.transcript.emptied()
                 self.free()
         except BaseException:
             self.error = KvfleetError("internal error")
-            await self._let_go()
+            await self._abandon_turn()
             raise
         finally:
             self.busy = False
@@ -201,7 +201,7 @@ class Run:
             else:
                 self.busy = True
                 try:
-                    await self._let_go()
+                    await self._abandon_turn()
                 finally:
                     self.busy = False
         self.wake()
@@ -222,10 +222,10 @@ class Run:
             raise Cancelled("the client left")
         if self.transcript.finished is None:  # else only its commit is missing
             self.starts += 1
-            self._gap_from = None  # while nobody was here nothing was asked for
+            self._gap_from = None  # without a reader no token was asked for
             self._stream = self._start(job.generation, self.transcript.continuations())
 
-    async def _let_go(self) -> None:
+    async def _abandon_turn(self) -> None:
         """Nothing runs for it at any worker, and its turn is free."""
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -233,7 +233,7 @@ class Run:
             self.transcript.served_by(stream.worker)
             self.transcript.begun = self.transcript.begun or stream.accepted
         if self._job is not None:
-            await self._job.turn.let_go(self.transcript)
+            await self._job.turn.abandon(self.transcript)
         self._abandoned = False
 
     def resumed(self) -> Run:
@@ -266,7 +266,7 @@ class Runs:
         return sum(map(len, self._ended))
 
     def is_foreign(self, tenant: str, request: str) -> bool:
-        """Whether the id is another tenant's here, which nobody may learn."""
+        """Whether the id is another tenant's here, which no other tenant may learn."""
         run = self._runs.get(request)
         return run is not None and run.tenant != tenant
 
@@ -314,9 +314,9 @@ class Runs:
         return run
 
     async def detach(self, run: Run, reader: object) -> None:
-        """A reader has gone, whatever way: its client left, or it has all there is."""
+        """A reader has gone: its client left, or it has all there is."""
         await run.leave(reader)
-        while run.busy and not run.readers:  # somebody who left before lets go of the rest
+        while run.busy and not run.readers:  # a reader that left before lets go of the rest
             await run.changed()
         if run.readers or self._runs.get(run.request) is not run or self._is_ended(run):
             return

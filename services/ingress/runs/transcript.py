@@ -61,11 +61,6 @@ class Transcript:
         return empty
 
     @property
-    def text(self) -> str:
-        """Of the first choice."""
-        return self.choices[0].text
-
-    @property
     def ids(self) -> tuple[int, ...]:
         """Of the first choice: it is the one that a conversation goes on with."""
         return tuple(self.choices[0].ids)
@@ -103,7 +98,7 @@ class Transcript:
         return count
 
     def served_by(self, worker: str | None) -> None:
-        """Note where it runs: `worker` as this process calls it, None before somebody has it."""
+        """Note where it runs: `worker` as this process calls it, None before a worker has it."""
         self.ended_in = split(worker or "")[0]
         if self.ended_in and self.ended_in not in self.regions:
             self.regions = (*self.regions, self.ended_in)

@@ -24,7 +24,7 @@ class Session:
     head: SessionHead | None = None
     ids: tuple[int, ...] = ()
     chunk_revisions: tuple[int, ...] = ()
-    expired: SessionHead | None = None  # what lies there still, nobody having swept it
+    expired: SessionHead | None = None  # it lies there still, until it is swept
     strays: tuple[Stray, ...] = ()  # of one that was erased
 
     def is_last(self, request: str) -> bool:
@@ -56,7 +56,7 @@ class OpenTurn:
 
 
 def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
-    """Whether nobody used the session for longer than sessions are kept. Pure."""
+    """Whether the session was not used for longer than sessions are kept. Pure."""
     return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
 
 

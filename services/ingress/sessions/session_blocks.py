@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 AT_ONCE = 16  # a long history goes to each of them
 BEGIN_TOKENS = 1024  # all workers are asked about so many, besides a public prefix
 FIND_TIMEOUT_S = 5.0
-ERASE_TIMEOUT_S = 2.0  # how long somebody waits; a worker in a long step erases after it
-ABROAD_TIMEOUT_S = 5.0  # nobody waits for that
-ABROAD_RETRY_S = 5.0
-ABROAD_LIMIT_S = 60.0  # then a region is given up
+ERASE_TIMEOUT_S = 2.0  # a request waits for so long; a worker in a long step erases after it
+BACKGROUND_TIMEOUT_S = 5.0  # of one try in the background, where no request waits
+BACKGROUND_RETRY_S = 5.0
+BACKGROUND_LIMIT_S = 60.0  # then a region is given up
 MAX_LATER = 64  # erasures that are on their way at once; each may hold a long history
 HOME = ""  # this region
 CLOSE_S = 2.0
 
 
-class SessionsElsewhere(Protocol):
+class RegionWorkers(Protocol):
     """The part of `OtherRegions` that is needed here."""
 
     def workers(self, region: str, model: str) -> list[str]: ...
@@ -38,9 +38,9 @@ class SessionsElsewhere(Protocol):
 class SessionBlocks:
     """Questions to workers about the blocks of one token sequence."""
 
-    def __init__(self, client: Client, abroad: SessionsElsewhere) -> None:
+    def __init__(self, client: Client, regions: RegionWorkers) -> None:
         self._client = client
-        self._abroad = abroad
+        self._regions = regions
         self._erasing: set[asyncio.Task[None]] = set()
 
     async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
@@ -101,7 +101,7 @@ class SessionBlocks:
 
     async def _bounded(self, region: str, model: str, question: AdminRequest) -> None:
         try:
-            async with asyncio.timeout(ABROAD_LIMIT_S):
+            async with asyncio.timeout(BACKGROUND_LIMIT_S):
                 await self._erase_in(region, model, question)
         except TimeoutError:
             where = region or "this one"
@@ -111,11 +111,11 @@ class SessionBlocks:
         """Until all that are known there, one at least, have answered."""
         told: set[str] = set()
         while True:
-            workers = self._abroad.workers(region, model) if region != HOME else self._workers_of(model)
-            told |= (await self._ask_all([w for w in workers if w not in told], question, ABROAD_TIMEOUT_S)).keys()
+            workers = self._regions.workers(region, model) if region != HOME else self._workers_of(model)
+            told |= (await self._ask_all([w for w in workers if w not in told], question, BACKGROUND_TIMEOUT_S)).keys()
             if workers and told.issuperset(workers):
                 return
-            await asyncio.sleep(ABROAD_RETRY_S)
+            await asyncio.sleep(BACKGROUND_RETRY_S)
 
     async def _ask_all(self, workers: list[str], question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
         limit = asyncio.Semaphore(AT_ONCE)

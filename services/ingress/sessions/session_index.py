@@ -86,7 +86,7 @@ class SessionTable:
         return found
 
     def surplus(self, tenant: str, limit: int) -> list[str]:
-        """The tenant's oldest sessions that nobody named or came back to."""
+        """The tenant's oldest sessions that had no name of their own and one turn at most."""
         candidates = ((updated, key) for key, (updated, free) in self._tenants.get(tenant, {}).items() if free)
         return [key for _, key in heapq.nsmallest(limit, candidates)]
 

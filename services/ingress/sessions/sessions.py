@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvfleet.ingress.config import SessionLimits
-from kvfleet.ingress.runs import strays as beside
+from kvfleet.ingress.runs.strays import bounded, ids_of, moved, settled
 from kvfleet.ingress.sessions.session import (
     OpenTurn,
     Session,
@@ -114,7 +114,7 @@ class Sessions:
         return Session(session_key(tenant, seq_id), seq_id, 0)
 
     async def find(self, tenant: str, seq_id: str) -> Session:
-        """As `read`. Raises SessionNotFound when there is none, or it belongs to somebody else, or its first turn was
+        """As `read`. Raises SessionNotFound when there is none, or it is another tenant's, or its first turn was
         cut."""
         session = await self.read(tenant, seq_id)
         if session.head is None or not (session.head.turns or session.head.turn):
@@ -206,7 +206,7 @@ class Sessions:
         Either everything is committed or the session is as before. Where another ingress has committed this same
         request, or an earlier try was delivered after all, there is nothing left to do.
         """
-        until = asyncio.get_running_loop().time() + self._limits.commit_patience_s
+        until = asyncio.get_running_loop().time() + self._limits.commit_timeout_s
         while not turn.ended:
             try:
                 await self._commit(turn, model, tuple(ids), worker, start, regions, strays)
@@ -287,18 +287,18 @@ class Sessions:
         much. Returns the head that says so."""
         before, known = session.head, list[Stray]()
         if before is not None:
-            known = beside.moved(await self._chunks.strays(session.key, before), session.ids, history)
+            known = moved(await self._chunks.strays(session.key, before), session.ids, history)
             if before.model != head.model:  # another model's blocks
                 for one in known:
                     if whole := history[: one.start] + one.ids:
                         self._forget(session.key, before, whole, 0)
                 known = []
-        kept, dropped = beside.bounded(beside.settled([*known, *more], history))
+        kept, dropped = bounded(settled([*known, *more], history))
         if kept or (before is not None and before.strays):
             await self._chunks.write_strays(session.key, head.generation, kept)
         for one in dropped:
             self._forget(session.key, head, history[: one.start] + one.ids, one.start)
-        return replace(head, strays=beside.ids_of(kept))
+        return replace(head, strays=ids_of(kept))
 
     # ------------------------------------------------------------------ erasing
 

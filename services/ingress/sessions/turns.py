@@ -1,6 +1,6 @@
 """What a request holds while it runs, and what is kept of it when it has ended: one kind for each generating route.
 
-`open` before its stream starts (again, where it was cut in between), then `commit` when it has finished or `let_go`
+`open` before its stream starts (again, where it was cut in between), then `commit` when it has finished or `abandon`
 when it was cut: the turns of `kvfleet.ingress.runs.runs`.
 """
 
@@ -41,7 +41,7 @@ class PlainTurn:
     async def commit(self, transcript: Transcript) -> None:
         pass
 
-    async def let_go(self, transcript: Transcript) -> None:
+    async def abandon(self, transcript: Transcript) -> None:
         pass
 
 
@@ -105,7 +105,7 @@ class SessionTurn:
             raise
         self._books.tally.session_turns += 1
 
-    async def let_go(self, transcript: Transcript) -> None:
+    async def abandon(self, transcript: Transcript) -> None:
         held, self._held, self._session = self._held, None, None
         if held is not None and not held.ended:
             strays = transcript.strays(held.session.ids, self._prompt_ids)
@@ -164,14 +164,14 @@ class ChatTurn:
             await self._books.sessions.commit(held, self._model.name, ids, worker, regions=regions, strays=strays)
             self._books.tally.session_turns += 1
         if not held.ended:
-            await self._abandon(held, transcript)
+            await self._abandon_held(held, transcript)
 
-    async def let_go(self, transcript: Transcript) -> None:
+    async def abandon(self, transcript: Transcript) -> None:
         held, self._held, self._cut = self._held, None, True
         if held is not None and not held.ended:
-            await self._abandon(held, transcript)
+            await self._abandon_held(held, transcript)
 
-    async def _abandon(self, held: OpenTurn, transcript: Transcript) -> None:
+    async def _abandon_held(self, held: OpenTurn, transcript: Transcript) -> None:
         strays = transcript.strays(held.session.ids, self._prompt.ids)
         await self._books.sessions.abandon(held, transcript.regions, strays)
 

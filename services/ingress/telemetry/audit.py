@@ -2,10 +2,10 @@
 
     request.start   a generating request was let in and read
     request.end     its end: status, tokens
-    access          a session or a placement was read, a session deleted; and whatever a key was not allowed to do. Of
+    access          a session or a placement was read, a session deleted; and each act that a key did not allow. Of
                     the newest placements, which pages ask for every second, the first time in each minute, and the
-                    first that was refused, and that failed: no refusal hides that somebody read
-    auth.refused    nobody known: why, and from where; the first 10 of an address in each minute, and 100 of all
+                    first that was refused, and that failed: no refusal hides a read
+    auth.refused    an unknown caller: why, and from where; the first 10 of an address in each minute, and 100 of all
     auth.left_out   so many refusals of the minutes before have no line
     reload          files were taken up, or not
     dropped         so many lines were lost before this one
@@ -54,7 +54,7 @@ class Audit:
         self._say("request.start", **_whose(exchange, route), model=model)
 
     def ended(self, exchange: Exchange, route: str, status: int, error: KvfleetError | None) -> None:
-        """Whatever a request was, if it is worth a line."""
+        """The end of any request, if it is worth a line."""
         if not self.is_on:
             return
         if isinstance(error, AuthenticationFailed) or exchange.caller is None:
@@ -87,7 +87,7 @@ class Audit:
         self._say("reload", what=what, ok=why_not is None, reason=why_not)
 
     def _may_tell_refusal(self, source: str | None) -> bool:
-        """Who is nobody here must not fill the log, and with its queue displace what others did."""
+        """Unknown callers must not fill the log, nor its queue, where the lines of others would be lost."""
         self._begin_minute()
         if self._refused.total() < REFUSED_PER_MINUTE and self._refused[source] < REFUSED_PER_ADDRESS:
             self._refused[source] += 1

@@ -101,7 +101,7 @@ class AuditFile:
 
 
 class _OwnersFile(WatchedFileHandler):
-    """Nobody but its owner may read it. Lines go to its descriptor, past the stream's buffer."""
+    """Only its owner may read it. Lines go to its descriptor, past the stream's buffer."""
 
     def fileno(self) -> int:
         """Of the file that the path leads to now. Raises OSError."""

@@ -3,7 +3,7 @@
     POST /v1/chat/completions                   the exchange: until the answer is complete
      ├─ tokenise                                history, tokenizer, chat template, ids
      └─ stream                                  kvproto.Client's part, over as many attempts as it takes
-         ├─ place ─▶ placement                  each time somebody is asked for a worker
+         ├─ place ─▶ placement                  each time placement is asked for a worker
          └─ attempt ─▶ worker                   each worker that was asked; each links to the one before
 
 Only requests that are sampled have any of this. Nothing of what was asked or said is recorded.
@@ -69,10 +69,6 @@ class RequestTrace:
         self.names_session = False
         self.carried = False
         self._trail: RequestTrail | None = None
-
-    @property
-    def trace_id(self) -> str:
-        return self.span.ids.trace_id
 
     def tokenising(self, prepare: Prepare) -> Prepare:
         """`prepare`, within a span of its own."""

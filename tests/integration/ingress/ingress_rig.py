@@ -76,7 +76,7 @@ async def serve(
     prefix = inbox_prefix(INGRESS_INBOX, member)
     connection = await Connection.open(url, name=f"ingress-{member}", inbox_prefix=prefix)
     client = await Client.over(connection, subjects)
-    config = replace(IngressConfig(id=member, keepalive_s=0.2, patience_s=1.0), **changes)
+    config = replace(IngressConfig(id=member, keepalive_s=0.2, no_worker_timeout_s=1.0), **changes)
     tenancy = tenancy or Tenancy(parse_keys(keys) if keys else KeySet(), time.time)
     ingress = await Ingress.open(client, config, tenancy, CollectorRegistry(), audit=audit)
     server, serving = await _listen(ingress, 0, config.web.cors_origins)

@@ -29,7 +29,7 @@ async def opened(regions: TwoRegions) -> AsyncIterator[Open]:
     async def open_one() -> Served:
         us = regions.us
         await until(lambda: us.placement.core.region_summaries.regions.ready("demo", us.placement._now()))
-        made.append(await serve(us.url, us.subjects, patience_s=5.0))
+        made.append(await serve(us.url, us.subjects, no_worker_timeout_s=5.0))
         expected = sorted(qualify("eu", worker) for worker in regions.eu.fleet.workers)
         await until(lambda: made[0].ingress.regions.workers("eu", "demo") == expected)
         return made[0]
@@ -120,7 +120,7 @@ async def test_its_end_reaches_all_workers_of_regions_where_it_ran(regions: TwoR
 async def test_a_region_that_is_away_for_a_moment_is_told_later(
     regions: TwoRegions, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_blocks, "ABROAD_RETRY_S", 0.2)
+    monkeypatch.setattr(session_blocks, "BACKGROUND_RETRY_S", 0.2)
     worker = await regions.eu.worker("w7")
     served = await opened()
     await turn(served, PROMPT)

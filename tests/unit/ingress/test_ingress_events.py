@@ -190,7 +190,7 @@ async def test_everything_that_was_read_is_one_send() -> None:
     wire = Wire()
     stream = ScriptedStream([[STARTED], [tokens(0, "a"), tokens(1, "b", "c")], [tokens(3, "d"), FINISHED]])
     transcript = (await carry(wire, stream)).transcript
-    assert transcript.text == "abcd"
+    assert transcript.choices[0].text == "abcd"
     assert transcript.ids == (0, 1, 2, 3)
     assert len(wire.sent) == 1 + 3  # head, and one send per read
     assert [message.get("more_body") for message in wire.sent[1:]] == [True, True, False]

@@ -68,7 +68,7 @@ class Rig:
         self.wire, self.source = Wire(), Source(failures)
         self.regions = OtherRegions(self.wire, Subjects("kvf", "us"), lambda: self.now)  # type: ignore[arg-type]
         self.models = Models(self.source, FleetView(), executor, self.regions)
-        self.regions.heard = self.models.on_regions
+        self.regions.on_change = self.models.on_regions
 
     async def hear(self, summary: RegionSummary) -> None:
         await self.wire.tell(Said(f"kvf.region.{summary.region}.summary", codec.encode(summary)))

@@ -98,7 +98,7 @@ class Turn:
         assert self.held
         self.held, self.committed = False, self.committed + 1
 
-    async def let_go(self, transcript: Transcript) -> None:
+    async def abandon(self, transcript: Transcript) -> None:
         await asyncio.sleep(0)
         self.held = False
 
@@ -176,7 +176,7 @@ async def test_a_run_that_is_left_lets_go_and_goes_on_for_who_comes_back() -> No
     await rig.runs.detach(run, reader)
     assert rig.streams[1].begin == 3
     assert run.transcript.ids == tuple(range(TOTAL))
-    assert run.transcript.text == "".join(f"t{n} " for n in range(TOTAL))
+    assert run.transcript.choices[0].text == "".join(f"t{n} " for n in range(TOTAL))
     assert (rig.turn.committed, rig.runs.resumed_total) == (1, 1)
     rig.runs.check_integrity()
 

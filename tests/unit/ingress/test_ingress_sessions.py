@@ -29,7 +29,7 @@ from kvproto.errors import (
 )
 from kvproto.messages import SessionHead, Turn
 
-LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15, commit_patience_s=0.0)
+LIMITS = SessionLimits(idle_expiry_s=100, per_tenant=3, max_tokens=50_000, lease_s=15, commit_timeout_s=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -215,7 +215,7 @@ async def test_without_nats_a_turn_fails_and_is_not_half_committed(rig: Rig) -> 
 async def test_a_commit_waits_for_nats(rig: Rig, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """Its tokens are with the client already. A write whose answer was lost is found to be committed."""
     monkeypatch.setattr(module, "COMMIT_RETRY_S", 0.001)
-    limits = replace(LIMITS, commit_patience_s=20.0)
+    limits = replace(LIMITS, commit_timeout_s=20.0)
     patient = Sessions(rig.bucket, "one", limits, unix_ms=lambda: rig.now_ms, is_ingress_alive=lambda _: True)
     await rig.turn(patient, (1,))
     real, fails = rig.bucket.update, iter([True] * 5)
@@ -501,4 +501,4 @@ async def test_a_twin_that_writes_while_a_session_is_read_refuses_nobody(rig: Ri
 
 def test_a_commit_gives_up_before_its_lease_ends() -> None:
     limits = SessionLimits()
-    assert limits.lease_s / 3 + limits.commit_patience_s + 2.0 <= limits.lease_s
+    assert limits.lease_s / 3 + limits.commit_timeout_s + 2.0 <= limits.lease_s
