@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproto.dataplane.traced import OnTraced, TracedRequest
+from kvproto.dataplane.serving import OnTraced, TracedRequest
 from kvproto.messages import Tier
 from kvservice.tracing import Tracer
 

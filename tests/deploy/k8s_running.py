@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_binary import find_nats_server
+from kvproto.testing.nats_process import find_nats_server
 from tests.deploy.k8s_objects import Object, Pod, environment, named, pods
 from tests.deploy.k8s_references import SECRETS
 from tests.deploy.k8s_render import ROOT

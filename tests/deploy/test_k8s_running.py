@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvproto.testing.nats_binary import find_nats_server
+from kvproto.testing.nats_process import find_nats_server
 from tests.deploy.k8s_objects import Object, named, pods
 from tests.deploy.k8s_render import K8S, ROOT, copied, render, render_or_fail
 from tests.deploy.k8s_running import Running, nats_servers, of_image, replaced

@@ -14,7 +14,6 @@ from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import ProtocolError
 from kvproto.dataplane.link import Link
 from kvproto.dataplane.tally import Tally
-from kvproto.dataplane.traced import OnTraced, TracedRequest
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     Body,
@@ -40,6 +39,26 @@ _FIRST_BATCH_BLOCKS = 4  # of a Get, until it is known how large blocks are
 _MOST_BATCH_BLOCKS = 512
 _GRACE_S = 0.5  # after its deadline the client ends the connection; if not, this end does
 _ECHO = memoryview(bytes(256 * 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One Get or Has that carried a trace context, served or failed. Times are of `time.time_ns()`; `client` is the
+    asker's identity."""
+
+    kind: str  # "get", "has"
+    traceparent: str
+    client: str
+    began_ns: int
+    ended_ns: int
+    blocks: int  # asked for
+    hits: int
+    nbytes: int  # of blocks sent
+    from_disk: int  # of the hits, those that memory did not have
+    error: str = ""
+
+
+OnTraced = Callable[[TracedRequest], None]
 
 
 class Served(Protocol):

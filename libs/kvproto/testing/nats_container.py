@@ -24,7 +24,7 @@ from kvproto.testing.docker_daemon import LABEL
 from kvproto.testing.docker_daemon import client as _client
 from kvproto.testing.docker_daemon import owner as _owner
 from kvproto.testing.docker_daemon import remove_leftovers as _remove_leftovers
-from kvproto.testing.nats_binary import find_nats_server
+from kvproto.testing.nats_process import find_nats_server
 from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
 
 CLIENT_PORT = 4222

