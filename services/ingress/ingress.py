@@ -187,8 +187,8 @@ class Ingress:
                 "gauge",
                 lambda: usage.peers,
             ),
-            IngressReading("told_usage_reports", "Reports sent to them.", "counter", lambda: exchange.told_total),
-            IngressReading("heard_usage_reports", "Reports of theirs.", "counter", lambda: exchange.heard_total),
+            IngressReading("told_usage_reports", "Reports sent to them.", "counter", lambda: exchange.sent_total),
+            IngressReading("heard_usage_reports", "Reports of theirs.", "counter", lambda: exchange.received_total),
             IngressReading(
                 "ignored_usage_reports",
                 "Reports, or accounts in one, that were unreadable, of a life that is over, or too many.",

@@ -146,7 +146,7 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     tracer = open_tracer(settings, "ingress", life)
     access = Access(settings, asyncio.get_running_loop().time)
     access.start(life)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, access.hang_up)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, access.reload_now)
     probes = IngressProbes(settings, life)
     member = settings.member
     subjects = Subjects(settings.namespace, settings.region)

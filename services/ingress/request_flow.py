@@ -25,14 +25,14 @@ from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
 from kvfleet.ingress.limits.callers import default_max_tokens
-from kvfleet.ingress.limits.limiter import Tab
+from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
-from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, standing
+from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
 from kvfleet.ingress.requests.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
 from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
 from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
@@ -210,7 +210,7 @@ class RequestFlow:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
         found = self._runs.find(call.caller.tenant, name, call.digest)
         with self._admitted(exchange, call, found, prepare) as run:
-            exchange.tab, exchange.repeats = run.tab, found is not None
+            exchange.usage, exchange.repeats = run.usage, found is not None
             about = {"request": name.request, "tenant": call.caller.tenant}
             log.debug("request %s: %s", name.request, call.route, extra=about)
             self._tally.active_streams += 1
@@ -239,8 +239,8 @@ class RequestFlow:
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
         """All but the end; returns the last events."""
-        assert run.tab is not None
-        on_tokens = partial(self._count_tokens, run.tab)
+        assert run.usage is not None
+        on_tokens = partial(self._count_tokens, run.usage)
         if not streams:
             await gather(exchange, run, on_tokens=on_tokens)
             return []
@@ -254,11 +254,11 @@ class RequestFlow:
         )
 
     def _start(
-        self, trace: RequestTrace | None, tab: Tab, generation: Generation, before: Sequence[Continuation]
+        self, trace: RequestTrace | None, usage: RunUsage, generation: Generation, before: Sequence[Continuation]
     ) -> Stream:
         """Raises LimitExceeded, PayloadTooLarge where its prompt is more than the limits leave."""
-        tab.model = generation.model
-        self._admission.charge(tab, len(generation.prompt_ids), now())
+        usage.model = generation.model
+        self._admission.charge(usage, len(generation.prompt_ids), now())
         trail = trace.trail(generation) if trace is not None else None
         return self._client.generate(generation, before, trail)
 
@@ -268,18 +268,18 @@ class RequestFlow:
         as long as it runs, whichever of its readers are left; what was parked and goes on runs anew, and is not charged
         anew."""
         caller = call.caller
-        repeat, returns = standing(found)
+        repeat, returns = repeat_state(found)
         choices = call.ask.sampling.n
         self._admission.admit(caller, now(), choices=choices, repeat=repeat, returns=returns)
         run = found
         if run is None:
-            trace, tab = call.trace, self._admission.limiter.tab(caller)
-            start = partial(self._start, trace, tab)
+            trace, usage = call.trace, self._admission.limiter.usage_of(caller)
+            start = partial(self._start, trace, usage)
             if trace is not None:
                 prepare = trace.tokenising(prepare)
             run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, start, self._runs.memory)
             run.traceparent = trace.span.traceparent if trace is not None else None
-            run.tab = tab
+            run.usage = usage
             self._runs.add(run)
         elif call.trace is not None:
             call.trace.span.link(run.traceparent)
@@ -298,9 +298,9 @@ class RequestFlow:
     def _level(self, call: Call[Ask], model: ServedModel) -> ServiceLevel:
         return self._metrics.levels.of(model.name, call.route)
 
-    def _count_tokens(self, tab: Tab, count: int) -> None:
+    def _count_tokens(self, usage: RunUsage, count: int) -> None:
         self._tally.generated_tokens += count
-        tab.generated(count)
+        usage.generated(count)
 
     def _observe(self, call: Call[Ask], run: Run) -> None:
         """Metrics of one request, when who began it is done with it."""
@@ -321,8 +321,8 @@ class RequestFlow:
         if transcript.finished is not None:
             self._tally.prompt_tokens += transcript.finished.prompt_tokens
             self._tally.cached_tokens += cached_tokens(transcript)
-        if run.tab is not None:
-            run.tab.cached_tokens = cached_tokens(transcript)
+        if run.usage is not None:
+            run.usage.cached_tokens = cached_tokens(transcript)
 
 
 def _costs(streams: bool) -> TokenCosts:

@@ -85,7 +85,7 @@ class RequestReader:
             self._secret,
             sealed=self._sealed,
         )
-        repeat, returns = standing(self._runs.known(caller.tenant, name))
+        repeat, returns = repeat_state(self._runs.known(caller.tenant, name))
         if not repeat:
             self._runs.memory.check_room()
         with self._admission.reading(caller, now(), repeat=repeat, returns=returns):
@@ -111,7 +111,7 @@ class RequestReader:
         return caller
 
 
-def standing(found: Run | None) -> tuple[bool, int]:
+def repeat_state(found: Run | None) -> tuple[bool, int]:
     """Whether a request repeats one that runs or has finished; and how often one that was cut has come back."""
     if found is None:
         return False, 0

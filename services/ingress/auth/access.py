@@ -1,6 +1,6 @@
 """Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log, and their reloads.
 
-SIGHUP ─▶ `hang_up`: keys and certificates are read at once, the audit log is opened anew
+SIGHUP ─▶ `reload_now`: keys and certificates are read at once, the audit log is opened anew
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Access:
         if self.tenancy.is_open and self._settings.host not in ("127.0.0.1", "::1", "localhost"):
             log.warning("no API keys and no issuer: everybody who reaches this port may do what an admin may")
 
-    def hang_up(self) -> None:
+    def reload_now(self) -> None:
         for reload in self._reloads:
             reload.now()
 

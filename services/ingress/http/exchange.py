@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvfleet.ingress.http.error_bodies import Headers, error_body, error_headers, status_of
 from kvfleet.ingress.limits.callers import Caller
-from kvfleet.ingress.limits.limiter import Tab
+from kvfleet.ingress.limits.limiter import RunUsage
 from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, PayloadTooLarge, RequestTimeout
 from kvservice.tracing import Span
 
@@ -56,8 +56,8 @@ class Exchange:
         "request_id",
         "started",
         "status",
-        "tab",
         "trace",
+        "usage",
         "writes",
     )
 
@@ -76,7 +76,7 @@ class Exchange:
         self.error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
         self.caller: Caller | None = None  # once it is known
         self.more_headers: Callable[[], Headers] | None = None  # of any answer, as they are when it begins
-        self.tab: Tab | None = None  # of the run that it is about
+        self.usage: RunUsage | None = None  # of the run that it is about
         self.repeats = False  # that run was another request's
         self._began_at = time.monotonic()
 

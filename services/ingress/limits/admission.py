@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvfleet.ingress.limits.callers import Caller
-from kvfleet.ingress.limits.limiter import Limiter, Tab
+from kvfleet.ingress.limits.limiter import Limiter, RunUsage
 from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
 
 FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged again, one that plays with it is
@@ -86,11 +86,11 @@ class Admission:
         with self._counting_refusals():
             self.limiter.admit(caller, now, self.unix_s(), choices=0)
 
-    def charge(self, tab: Tab, prompt_tokens: int, now: float) -> None:
+    def charge(self, usage: RunUsage, prompt_tokens: int, now: float) -> None:
         """Take the prompt of a run that is about to start, the first time. Raises LimitExceeded (429), PayloadTooLarge
         (413) for one that is more than a limit as a whole."""
         with self._counting_refusals():
-            self.limiter.charge(tab, prompt_tokens, now, self.unix_s())
+            self.limiter.charge(usage, prompt_tokens, now, self.unix_s())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the counts do not add up."""

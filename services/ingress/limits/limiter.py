@@ -9,7 +9,7 @@ day's tokens are counted from midnight UTC.
     reserve ─▶ a place while the body is read: who is over a limit is refused before ─▶ unreserve
     admit ─▶ one of requests_per_minute, of max_concurrent one for each choice ─▶ release
     charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all who read the same run
-    `Tab.generated` ─▶ the hot path: two integers; taken from the buckets at the next check
+    `RunUsage.generated` ─▶ the hot path: two integers; taken from the buckets at the next check
     `used_elsewhere` ◀─ what other ingresses have counted of the same account; `shared_usage` knows how
 """
 
@@ -54,7 +54,7 @@ class TokenBucket:
 
     def take_late(self, count: float, capacity: float) -> None:
         """What was used some time ago, when this bucket could not know. It leaves a debt of one bucket at most: what
-        ingresses admitted while they could not hear one another must not shut a caller out for as long again."""
+        ingresses admitted while they could not reach one another must not shut a caller out for as long again."""
         if self.level is not None:
             self.level = max(self.level - count, min(self.level, -capacity))
 
@@ -66,8 +66,8 @@ class TokenBucket:
 
 
 @dataclass(slots=True)
-class Telling:
-    """What the other ingresses were told of an account, since it last was as a new one. Owned by `shared_usage`."""
+class ReportedLife:
+    """What was reported of an account elsewhere, since it last was as a new one. Owned by `shared_usage`."""
 
     life: int
     born_at: float
@@ -89,12 +89,12 @@ class Account:
     day_tokens: int = 0
     running_elsewhere: int = 0
 
-    # for those elsewhere: what was counted here, since the telling began
+    # for those elsewhere: what was counted here, since it was new
     asked: int = 0
     spent: int = 0  # as of the last settling
     own_day_tokens: int = 0  # those of `day`
-    touched: bool = False  # used otherwise than by `generated`, and not told yet
-    telling: Telling | None = None
+    touched: bool = False  # used otherwise than by `generated`, and not reported yet
+    reported: ReportedLife | None = None
 
     def settle(self, limits: KeyLimits, now: float, unix_s: float) -> None:
         """Bring all up to now. A limit that is new begins with a full bucket."""
@@ -171,7 +171,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class Tab:
+class RunUsage:
     """What one run costs, however many read it: its prompt once, its tokens as they come. Its first caller pays."""
 
     caller: Caller
@@ -230,9 +230,9 @@ class Limiter:
             self._tenants[key[0]] = opened
         return opened
 
-    def tab(self, caller: Caller) -> Tab:
+    def usage_of(self, caller: Caller) -> RunUsage:
         own, tenants = self.accounts(caller)
-        return Tab(caller, own[0], tenants[0])
+        return RunUsage(caller, own[0], tenants[0])
 
     def reserve(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
         """A place for a request that is yet to be read; nothing of a rate is taken before `admit`. From now on the
@@ -284,11 +284,11 @@ class Limiter:
             raise _refusal(waits)
         return [(account, limits) for account, limits, _ in both]
 
-    def charge(self, tab: Tab, prompt_tokens: int, now: float, unix_s: float) -> None:
+    def charge(self, usage: RunUsage, prompt_tokens: int, now: float, unix_s: float) -> None:
         """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
-        both = self.accounts(tab.caller)
-        tab.own, tab.tenants = both[0][0], both[1][0]  # while it was parked its accounts may have been dropped
-        if tab.prompt_tokens:
+        both = self.accounts(usage.caller)
+        usage.own, usage.tenants = both[0][0], both[1][0]  # while it was parked its accounts may have been dropped
+        if usage.prompt_tokens:
             return
         waits: list[tuple[float, str]] = []
         for account, limits, whose in both:
@@ -310,7 +310,7 @@ class Limiter:
                 waits.append((wait, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
         if waits:
             raise _refusal(waits)
-        tab.prompt_tokens = prompt_tokens
+        usage.prompt_tokens = prompt_tokens
         for account, limits, _ in both:
             account.day_tokens += prompt_tokens
             account.own_day_tokens += prompt_tokens

@@ -5,12 +5,12 @@ Every ingress fills its buckets at the full rate, counts in them what it admits 
 others report; so all buckets agree, but for what was admitted since the last reports.
 
     Account (of `limits`) ── touched, or a second has passed ──▶ AccountUsage: how far it has counted ──▶ all others
-    AccountUsage of another ── less what it had told before ──▶ taken from the Account here, opened for it
+    AccountUsage of another ── less what it had reported before ──▶ taken from the Account here, opened for it
 
 Counts only grow within a `life` of an account, so reports may be lost, doubled and overtaken: the next one heals that.
-An account that is as a new one (nothing runs, buckets are full) ends its life, and is told of no more. `running` is
-what was told last; it counts no longer when it was not repeated for `SILENT_S`. What was counted before this
-ingress listened cannot be added up from differences: of that it takes what the teller says is lacking of the whole.
+An account that is as a new one (nothing runs, buckets are full) ends its life, and is reported no more. `running` is
+what was reported last; it counts no longer when it was not repeated for `SILENT_S`. What was counted before this
+ingress listened cannot be added up from differences: of that it takes what the report says is lacking of the whole.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import math
 from dataclasses import dataclass, field
 
 from kvfleet.ingress.limits.callers import KeyLimits
-from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter, Telling, is_counted
+from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter, ReportedLife, is_counted
 from kvproto.messages import AccountUsage, UsageReport
 
-REFRESH_S = 1.0  # what others were told is told again, with what was generated since, and in case it was lost
+REFRESH_S = 1.0  # what was reported is reported again, with what was generated since, and in case it was lost
 SILENT_S = 3.0
 FORGET_S = 600.0
-MOST_TOLD = 512  # accounts at once: those that were told of longest ago
-MOST_REPEATED = 64  # of these, accounts of which nothing is new
+MAX_REPORTED = 512  # accounts at once: those that were reported longest ago
+MAX_REPEATED = 64  # of these, accounts of which nothing is new
 FORMER_KEPT = 8  # lives of one ingress whose late reports are known as such
 MAX_PEERS = 256
-MAX_HEARD = 65_536  # accounts, of all peers together
+MAX_PEER_ACCOUNTS = 65_536  # accounts, of all peers together
 ENTRY_BYTES = 400  # at most, beside the names
 
 
 @dataclass(slots=True)
-class HeardUsage:
+class PeerUsage:
     """How far another ingress has counted one account, as far as that is known here."""
 
     life: int
@@ -63,15 +63,15 @@ class HeardUsage:
 @dataclass(slots=True)
 class Peer:
     """Another ingress, in one life of it. Of its accounts that were born after `since` nothing was counted before they
-    are heard of; reports before `forgot_seq` may be of accounts that are over."""
+    are reported; reports before `forgot_seq` may be of accounts that are over."""
 
     epoch: str
     since: float
-    heard_at: float
+    reported_at: float
     former: tuple[str, ...] = ()  # its lives before
     forgot_seq: int = -1
-    accounts: dict[Key, HeardUsage] = field(default_factory=dict)  # who was heard of longest ago comes first
-    running: dict[Key, HeardUsage] = field(default_factory=dict)  # those of them where something runs
+    accounts: dict[Key, PeerUsage] = field(default_factory=dict)  # the one reported longest ago comes first
+    running: dict[Key, PeerUsage] = field(default_factory=dict)  # those of them where something runs
 
 
 class SharedUsage:
@@ -85,29 +85,29 @@ class SharedUsage:
         self._ingress = ingress
         self._epoch = epoch
         self._peers: dict[str, Peer] = {}
-        self._heard_accounts = 0
+        self._peer_accounts = 0
         self._since = now
         self._now = now
         self._seq = 0
         self._lives = 0
-        self._told_at = now  # all that was counted before
+        self._reported_at = now  # all that was counted before
         self.refused_total = 0  # reports, or accounts in one, for which there was no room or no reason
 
     @property
     def peers(self) -> int:
-        """Those who told something just now."""
-        return sum(1 for peer in self._peers.values() if self._now - peer.heard_at <= SILENT_S)
+        """Those that reported a moment ago."""
+        return sum(1 for peer in self._peers.values() if self._now - peer.reported_at <= SILENT_S)
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ sending
 
     def reports(self, now: float, unix_s: float, max_bytes: int) -> list[UsageReport]:
-        """What the others should hear now, none of them longer than `max_bytes`; empty where no limit is in use."""
+        """What the others should receive now, none of it longer than `max_bytes`; empty where no limit is in use."""
         self._now = now
         found: list[UsageReport] = []
         entries: list[AccountUsage] = []
         size = ENTRY_BYTES
         for account, limits in self._due(now):
-            entry = self._told(account, limits, now, unix_s)
+            entry = self._entry(account, limits, now, unix_s)
             if entry is None:
                 continue
             more = ENTRY_BYTES + 4 * (len(entry.tenant) + len(entry.caller))
@@ -118,14 +118,14 @@ class SharedUsage:
             size += more
         if entries:
             found.append(self._report(entries))
-        self._told_at = now
+        self._reported_at = now
         return found
 
-    def tell_again(self) -> None:
-        """A peer missed what was told before."""
+    def report_again(self) -> None:
+        """A peer missed what was reported before."""
         for account, _ in self._limiter.with_limits():
-            if account.telling is not None:
-                account.telling.at = -math.inf
+            if account.reported is not None:
+                account.reported.at = -math.inf
 
     def _report(self, entries: list[AccountUsage]) -> UsageReport:
         self._seq += 1
@@ -135,46 +135,46 @@ class SharedUsage:
         changed: list[tuple[float, int, Account, KeyLimits]] = []
         repeated: list[tuple[float, int, Account, KeyLimits]] = []
         for n, (account, limits) in enumerate(self._limiter.with_limits()):
-            telling = account.telling
-            if telling is None:
+            reported = account.reported
+            if reported is None:
                 if account.touched:
                     changed.append((-math.inf, n, account, limits))
             elif account.touched:
-                changed.append((telling.at, n, account, limits))
-            elif now - telling.at >= REFRESH_S:
-                (changed if account.running else repeated).append((telling.at, n, account, limits))
-        if len(changed) > MOST_TOLD:
+                changed.append((reported.at, n, account, limits))
+            elif now - reported.at >= REFRESH_S:
+                (changed if account.running else repeated).append((reported.at, n, account, limits))
+        if len(changed) > MAX_REPORTED:
             changed.sort()
-        if len(repeated) > MOST_REPEATED:
+        if len(repeated) > MAX_REPEATED:
             repeated.sort()
-        room = min(MOST_REPEATED, max(0, MOST_TOLD - len(changed)))
-        return [one[2:] for one in (*changed[:MOST_TOLD], *repeated[:room])]
+        room = min(MAX_REPEATED, max(0, MAX_REPORTED - len(changed)))
+        return [one[2:] for one in (*changed[:MAX_REPORTED], *repeated[:room])]
 
-    def _told(self, account: Account, limits: KeyLimits, now: float, unix_s: float) -> AccountUsage | None:
+    def _entry(self, account: Account, limits: KeyLimits, now: float, unix_s: float) -> AccountUsage | None:
         """None where it is as a new one."""
         account.touched = False
         requests, tokens = account.lacking(limits, now)
         is_today = account.day == int(unix_s // DAY_S)
         day_tokens = account.day_tokens + account.generated if limits.tokens_per_day and is_today else 0
         is_used = bool(requests > ROUNDING or tokens > ROUNDING or day_tokens)
-        ended = not account.running and not is_used  # what runs is told to its end, limited no more or not
-        if account.telling is None and (ended or not is_counted(limits)):
+        ended = not account.running and not is_used  # what runs is reported to its end, limited no more or not
+        if account.reported is None and (ended or not is_counted(limits)):
             _start_anew(account, limits, now, unix_s)
             return None
-        if account.telling is None:
+        if account.reported is None:
             self._lives += 1
-            account.telling = Telling(self._lives, self._told_at, now)
-        telling = account.telling
-        telling.at = now
+            account.reported = ReportedLife(self._lives, self._reported_at, now)
+        reported = account.reported
+        reported.at = now
         tenant, caller = account.key
         entry = AccountUsage(
             tenant,
-            telling.life,
+            reported.life,
             caller,
             requests_per_minute=limits.requests_per_minute,
             tokens_per_minute=limits.tokens_per_minute,
             tokens_per_day=limits.tokens_per_day,
-            age_s=now - telling.born_at,
+            age_s=now - reported.born_at,
             running=account.running,
             requests=account.asked,
             tokens=account.spent + account.generated,
@@ -189,9 +189,9 @@ class SharedUsage:
             _start_anew(account, limits, now, unix_s)
         return entry
 
-    # ------------------------------------------------------------------ hearing
+    # ------------------------------------------------------------------ receiving
 
-    def hear(self, report: UsageReport, now: float, unix_s: float) -> None:
+    def receive(self, report: UsageReport, now: float, unix_s: float) -> None:
         """Take from the accounts here what another ingress has counted."""
         self._now = now
         if report.ingress == self._ingress:
@@ -202,108 +202,108 @@ class SharedUsage:
             return
         for entry in report.accounts:
             self._take(peer, report.seq, entry, now, unix_s)
-        peer.heard_at = now
+        peer.reported_at = now
 
     def expire(self, now: float) -> None:
         """A silent ingress has nothing running."""
         self._now = now
         for name, peer in list(self._peers.items()):
-            for key, heard in list(peer.running.items()):
-                if now - heard.at > SILENT_S:
-                    self._runs(peer, key, heard, 0)
-            if now - peer.heard_at > FORGET_S:
+            for key, known in list(peer.running.items()):
+                if now - known.at > SILENT_S:
+                    self._runs(peer, key, known, 0)
+            if now - peer.reported_at > FORGET_S:
                 self._forget_peer(name, now)
             while peer.accounts:
-                key, heard = next(iter(peer.accounts.items()))
-                if now - heard.at <= FORGET_S:
+                key, known = next(iter(peer.accounts.items()))
+                if now - known.at <= FORGET_S:
                     break
                 peer.since = now
-                self._forget(peer, key, heard)
+                self._forget(peer, key, known)
 
     def _peer(self, report: UsageReport, now: float) -> Peer | None:
         known = self._peers.get(report.ingress)
         if known is not None and known.epoch == report.epoch:
             return known
         if known is not None:
-            if report.epoch in known.former and now - known.heard_at <= SILENT_S:
+            if report.epoch in known.former and now - known.reported_at <= SILENT_S:
                 return None  # of a life that is over
             self._forget_peer(report.ingress, now, counted=False)
         elif len(self._peers) >= MAX_PEERS and not self._forget_longest_silent(now):
             return None
-        self.tell_again()  # it may not have heard anything yet
+        self.report_again()  # it may not have received anything yet
         former = (*known.former[1 - FORMER_KEPT :], known.epoch) if known is not None else ()
         peer = self._peers[report.ingress] = Peer(report.epoch, self._since, now, former)
         return peer
 
     def _take(self, peer: Peer, seq: int, entry: AccountUsage, now: float, unix_s: float) -> None:
         key = entry.tenant, entry.caller
-        heard, gap_s, is_older = peer.accounts.get(key), entry.age_s, False
-        if heard is None and (entry.ended or seq < peer.forgot_seq):
+        known, gap_s, is_older = peer.accounts.get(key), entry.age_s, False
+        if known is None and (entry.ended or seq < peer.forgot_seq):
             return
         found = self._limiter.find(key) or self._limiter.open(key, _limits_of(entry), now, unix_s)
-        if found is None or (heard is None and self._heard_accounts >= MAX_HEARD):
+        if found is None or (known is None and self._peer_accounts >= MAX_PEER_ACCOUNTS):
             self.refused_total += 1
             peer.since = now
-            if heard is not None:
-                self._forget(peer, key, heard)
+            if known is not None:
+                self._forget(peer, key, known)
             return
         account, limits = found
-        if heard is None:
+        if known is None:
             is_older = entry.age_s > now - peer.since
-            self._heard_accounts += 1
-            heard = peer.accounts[key] = HeardUsage(entry.life, seq - 1, now)
-        elif entry.life < heard.life:
+            self._peer_accounts += 1
+            known = peer.accounts[key] = PeerUsage(entry.life, seq - 1, now)
+        elif entry.life < known.life:
             return
-        elif entry.life > heard.life:
-            heard.life, heard.requests, heard.tokens, heard.day_tokens = entry.life, 0, 0, 0
+        elif entry.life > known.life:
+            known.life, known.requests, known.tokens, known.day_tokens = entry.life, 0, 0, 0
         else:
-            gap_s = now - heard.at
-        requests, tokens, day_tokens = heard.more(entry, int(unix_s // DAY_S))
+            gap_s = now - known.at
+        requests, tokens, day_tokens = known.more(entry, int(unix_s // DAY_S))
         if is_older:
-            lacking_day_tokens = entry.lacking_day_tokens if heard.day == entry.day else 0
+            lacking_day_tokens = entry.lacking_day_tokens if known.day == entry.day else 0
             lacking = entry.lacking_requests, entry.lacking_tokens, lacking_day_tokens
             account.known_elsewhere(limits, *lacking, now, unix_s)
         elif requests or tokens or day_tokens:
             account.used_elsewhere(limits, requests, tokens, now, unix_s, late=gap_s > SILENT_S)
             account.day_tokens += day_tokens
-        if limits.tokens_per_day and account.day_tokens and account.telling is None:
+        if limits.tokens_per_day and account.day_tokens and account.reported is None:
             account.touched = True  # an ingress that comes next learns of the day from those that are left
-        if seq > heard.seq:
-            heard.seq, heard.at = seq, now
+        if seq > known.seq:
+            known.seq, known.at = seq, now
             peer.accounts[key] = peer.accounts.pop(key)
-            self._runs(peer, key, heard, entry.running)
+            self._runs(peer, key, known, entry.running)
             if entry.ended:
-                self._forget(peer, key, heard)
+                self._forget(peer, key, known)
 
-    def _runs(self, peer: Peer, key: Key, heard: HeardUsage, running: int) -> None:
+    def _runs(self, peer: Peer, key: Key, known: PeerUsage, running: int) -> None:
         found = self._limiter.find(key)
         if found is not None:
-            found[0].running_elsewhere += running - heard.running
-        heard.running = running
+            found[0].running_elsewhere += running - known.running
+        known.running = running
         if running:
-            peer.running[key] = heard
+            peer.running[key] = known
         else:
             peer.running.pop(key, None)
 
     # ------------------------------------------------------------------ forgetting
 
-    def _forget(self, peer: Peer, key: Key, heard: HeardUsage) -> None:
-        self._runs(peer, key, heard, 0)
-        peer.forgot_seq = max(peer.forgot_seq, heard.seq)
+    def _forget(self, peer: Peer, key: Key, known: PeerUsage) -> None:
+        self._runs(peer, key, known, 0)
+        peer.forgot_seq = max(peer.forgot_seq, known.seq)
         del peer.accounts[key]
-        self._heard_accounts -= 1
+        self._peer_accounts -= 1
 
     def _forget_peer(self, name: str, now: float, *, counted: bool = True) -> None:
         """`counted`: it may come back with what was counted already."""
         peer = self._peers.pop(name)
-        for key, heard in list(peer.accounts.items()):
-            self._forget(peer, key, heard)
+        for key, known in list(peer.accounts.items()):
+            self._forget(peer, key, known)
         if counted:
             self._since = now
 
     def _forget_longest_silent(self, now: float) -> bool:
-        name, peer = min(self._peers.items(), key=lambda one: one[1].heard_at)
-        if now - peer.heard_at <= SILENT_S:
+        name, peer = min(self._peers.items(), key=lambda one: one[1].reported_at)
+        if now - peer.reported_at <= SILENT_S:
             return False
         self._forget_peer(name, now)
         return True
@@ -316,8 +316,8 @@ class SharedUsage:
                 peer.running[account.key].running for peer in self._peers.values() if account.key in peer.running
             )
         for peer in self._peers.values():
-            assert peer.running == {key: heard for key, heard in peer.accounts.items() if heard.running}
-        assert self._heard_accounts == sum(len(peer.accounts) for peer in self._peers.values()) <= MAX_HEARD
+            assert peer.running == {key: known for key, known in peer.accounts.items() if known.running}
+        assert self._peer_accounts == sum(len(peer.accounts) for peer in self._peers.values()) <= MAX_PEER_ACCOUNTS
 
 
 def _limits_of(entry: AccountUsage) -> KeyLimits:
@@ -328,4 +328,4 @@ def _limits_of(entry: AccountUsage) -> KeyLimits:
 def _start_anew(account: Account, limits: KeyLimits, now: float, unix_s: float) -> None:
     account.settle(limits, now, unix_s)
     account.asked = account.spent = account.own_day_tokens = 0
-    account.telling = None
+    account.reported = None

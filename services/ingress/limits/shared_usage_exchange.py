@@ -1,5 +1,5 @@
-"""Loop: tells the other ingresses of the region what limited callers use here, four times a second while there is
-something to tell, and hears them. What is said and what follows from it is `shared_usage`'s.
+"""Loop: reports to the other ingresses of the region what limited callers use here, four times a second while there is
+something to report, and receives their reports. What is in them and what follows from it is `shared_usage`'s.
 
 While NATS is away this ingress counts alone, and nothing is kept to be sent later: counts only grow, so the next report
 says it all.
@@ -34,8 +34,8 @@ class UsageExchange:
         now: Callable[[], float],
         unix_s: Callable[[], float],
     ) -> None:
-        self.told_total = 0
-        self.heard_total = 0
+        self.sent_total = 0
+        self.received_total = 0
         self.malformed_total = 0
         self._connection = connection
         self._subject = subject
@@ -49,7 +49,7 @@ class UsageExchange:
         self._connection.on_reconnect.append(self._on_reconnect)
 
     async def run(self) -> None:
-        """Tell, for ever."""
+        """Report, for ever."""
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
@@ -58,7 +58,7 @@ class UsageExchange:
                 log.exception("usage of limits not told")
 
     async def stop(self) -> None:
-        """What has ended since the last report is told: those who go on need not wait for this one's silence."""
+        """What has ended since the last report is reported: those that go on need not wait for this one's silence."""
         if self._on_reconnect in self._connection.on_reconnect:
             self._connection.on_reconnect.remove(self._on_reconnect)
         await self.turn()
@@ -74,7 +74,7 @@ class UsageExchange:
         try:
             for report in self._usage.reports(now, self._unix_s(), self._connection.max_payload):
                 await self._connection.publish(self._subject, codec.encode(report))
-                self.told_total += 1
+                self.sent_total += 1
         except KvfleetError as error:  # the next report follows within a second
             log.debug("usage of limits not told: %s", error)
 
@@ -85,8 +85,8 @@ class UsageExchange:
             self.malformed_total += 1
             log.debug("a report on %s is unreadable: %s", message.subject, error)
             return
-        self._usage.hear(report, self._now(), self._unix_s())
-        self.heard_total += 1
+        self._usage.receive(report, self._now(), self._unix_s())
+        self.received_total += 1
 
     async def _on_reconnect(self) -> None:
-        self._usage.tell_again()
+        self._usage.report_again()

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from kvfleet.ingress.config import RunLimits
 from kvfleet.ingress.limits.callers import Caller
-from kvfleet.ingress.limits.limiter import Tab
+from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.limits.run_memory import RunMemory
 from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.runs.event_writer import Form
@@ -59,7 +59,7 @@ class Run:
         self.busy = False  # a reader is in `step`
         self.readers: set[object] = set()
         self.payer: Caller | None = None  # whose limit it counts in, while it runs
-        self.tab: Tab | None = None  # what it costs, however many read it
+        self.usage: RunUsage | None = None  # what it costs, however many read it
         self.starts = 0
         self.steps = 0
         self.traceparent: str | None = None  # of the request that began it
@@ -241,7 +241,7 @@ class Run:
         run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start, self._memory)
         run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
         run.traceparent = self.traceparent
-        run.tab = self.tab
+        run.usage = self.usage
         run.level = self.level
         return run
 

@@ -132,14 +132,14 @@ def _whose(exchange: Exchange, route: str) -> dict[str, Any]:
 def _cost(exchange: Exchange) -> dict[str, Any]:
     """What the run has cost so far; one that is read by several requests is told by each, as a `repeat` by all but the
     one that began it."""
-    tab = exchange.tab
-    if tab is None:
+    usage = exchange.usage
+    if usage is None:
         return {"model": None, "prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "repeat": False}
     return {
-        "model": tab.model,
-        "prompt_tokens": tab.prompt_tokens,
-        "output_tokens": tab.output_tokens,
-        "cached_tokens": tab.cached_tokens,
+        "model": usage.model,
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.output_tokens,
+        "cached_tokens": usage.cached_tokens,
         "repeat": exchange.repeats,
     }
 

@@ -180,16 +180,16 @@ async def test_what_was_used_without_nats_is_told_afterwards(
             assert (await ask(one, "a")).status_code == 200
             await until(lambda: account_of(two, "a").day_tokens == 44)
             admission, caller = one.ingress.admission, one.ingress.tenancy._keys.keys[0].caller
-            told = one.ingress.usage_exchange.told_total
+            told = one.ingress.usage_exchange.sent_total
             proxy.partition()
             proxy.cut()
             await until(lambda: not one.client.connection.is_connected)
             for _ in range(5):
                 admission.admit(caller, one.client.now())
-                admission.charge(admission.limiter.tab(caller), 100, one.client.now())
+                admission.charge(admission.limiter.usage_of(caller), 100, one.client.now())
                 admission.release(caller)
                 await one.ingress.usage_exchange.turn()
-            assert one.ingress.usage_exchange.told_total == told
+            assert one.ingress.usage_exchange.sent_total == told
             proxy.heal()
             await until(lambda: account_of(two, "a").day_tokens == 544)
         finally:

@@ -43,11 +43,11 @@ async def test_of_all_roles_ingresses_alone_share_what_is_used(
         await connection.synced()
     await one.turn()
     async with asyncio.timeout(LIMIT_S):
-        while not two.heard_total:
+        while not two.received_total:
             await asyncio.sleep(0.01)
     assert [account.running_elsewhere for account in heard.every()] == [1]
     assert connection.is_connected
-    assert refused.heard_total == 0
+    assert refused.received_total == 0
     assert "kvf.ingress.usage" in caplog.text, "the log of an ingress whose server has older roles says why"
     for each in (one, two, refused):
         await each.stop()

@@ -15,7 +15,7 @@ from kvfleet.ingress.limits import limiter as limits
 from kvfleet.ingress.limits import shared_usage
 from kvfleet.ingress.limits.callers import Caller, KeyLimits
 from kvfleet.ingress.limits.limiter import DAY_S, Account, Limiter
-from kvfleet.ingress.limits.shared_usage import FORGET_S, MOST_REPEATED, MOST_TOLD, SILENT_S, SharedUsage
+from kvfleet.ingress.limits.shared_usage import FORGET_S, MAX_REPEATED, MAX_REPORTED, SILENT_S, SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import PERIOD_S
 from kvproto import codec
 from kvproto.errors import LimitExceeded
@@ -39,8 +39,8 @@ class Ingress:
         self.usage.expire(now)
         return [codec.encode(report) for report in self.usage.reports(now, unix_s, PAYLOAD)]
 
-    def hear(self, data: bytes, now: float, unix_s: float = NOON) -> None:
-        self.usage.hear(codec.decode(UsageReport, data), now, unix_s)
+    def receive(self, data: bytes, now: float, unix_s: float = NOON) -> None:
+        self.usage.receive(codec.decode(UsageReport, data), now, unix_s)
         self.usage.check_integrity()
 
     def admits(self, caller: Caller, now: float = 0.0) -> bool:
@@ -58,7 +58,7 @@ class Ingress:
 
     def charges(self, caller: Caller, tokens: int, now: float = 0.0, unix_s: float = NOON) -> bool:
         try:
-            self.limiter.charge(self.limiter.tab(caller), tokens, now, unix_s)
+            self.limiter.charge(self.limiter.usage_of(caller), tokens, now, unix_s)
         except LimitExceeded:
             return False
         return True
@@ -94,7 +94,7 @@ class Fleet:
         said = [data for one in self.ingresses for data in one.reports(now)]
         for data in said:
             for one in self.ingresses:
-                one.hear(data, now)
+                one.receive(data, now)
         return len(said)
 
 
@@ -128,11 +128,11 @@ def test_generated_tokens_leave_their_debt_everywhere() -> None:
     fleet = Fleet.of(2)
     one, two = fleet.ingresses
     one.limiter.admit(RATE, 0.0, NOON)
-    tab = one.limiter.tab(RATE)
-    one.limiter.charge(tab, 5000, 0.0, NOON)
+    usage = one.limiter.usage_of(RATE)
+    one.limiter.charge(usage, 5000, 0.0, NOON)
     fleet.turn(0.0)
     for n in range(1, 5):
-        tab.generated(750)
+        usage.generated(750)
         assert fleet.turn(n * PERIOD_S) == (n == 4), "what is only generated is told of once a second"
     assert two.level(RATE, 1.0)[1] == pytest.approx(6000 - 5000 - 3000 + 100)
     assert not two.charges(RATE, 1, 1.0)
@@ -164,12 +164,12 @@ def test_a_new_life_of_an_ingress_has_nothing_running() -> None:
     first = Ingress("i1", epoch="1")
     assert [first.admits(BUSY) for _ in range(4)] == [True] * 4
     (late,) = first.reports(0.25)
-    two.hear(late, 0.25)
+    two.receive(late, 0.25)
     assert not two.admits(BUSY, 0.25)
     second = Ingress("i1", now=0.5, epoch="2")
     assert second.admits(BUSY, 0.5)
-    two.hear(*second.reports(0.6), 0.6)
-    two.hear(late, 0.7)
+    two.receive(*second.reports(0.6), 0.6)
+    two.receive(late, 0.7)
     assert two.usage.refused_total == 1, "of a life that is over"
     assert [two.admits(BUSY, 0.7) for _ in range(4)] == [True] * 3 + [False]
 
@@ -190,7 +190,7 @@ def test_what_is_as_new_is_told_a_last_time() -> None:
     assert one.serves(RATE)
     told = [fleet.turn(n * PERIOD_S) for n in range(12)]
     assert [n for n, reports in enumerate(told) if reports] == [0, 4], "used, and as new again"
-    assert two.usage._heard_accounts == 0
+    assert two.usage._peer_accounts == 0
     assert one.serves(RATE, 10.0)
     fleet.turn(10.0)
     assert two.level(RATE, 10.0)[0] == 9
@@ -200,10 +200,10 @@ def test_what_is_as_new_is_told_a_last_time() -> None:
 def test_the_last_word_may_be_lost() -> None:
     one, two = Ingress("i1"), Ingress("i2")
     assert one.serves(RATE)
-    two.hear(*one.reports(0.0), 0.0)
+    two.receive(*one.reports(0.0), 0.0)
     assert one.reports(1.0), "lost"
     assert one.serves(RATE, 5.0)
-    two.hear(*one.reports(5.0), 5.0)
+    two.receive(*one.reports(5.0), 5.0)
     assert two.level(RATE, 5.0)[0] == 9
 
 
@@ -232,9 +232,9 @@ def test_whatever_happens_to_reports_all_agree_in_the_end(count: int, seed: int,
             there.limiter.release(ended)
         elif what < 0.8:
             more = chance.randrange(100)
-            tab = one.limiter.tab(caller)
-            one.limiter.charge(tab, 7, 0.0, NOON)
-            tab.generated(more)
+            usage = one.limiter.usage_of(caller)
+            one.limiter.charge(usage, 7, 0.0, NOON)
+            usage.generated(more)
             tokens += 7 + more
         flying.extend(one.reports(0.0))
         while flying and chance.random() < 0.6:
@@ -243,9 +243,9 @@ def test_whatever_happens_to_reports_all_agree_in_the_end(count: int, seed: int,
             if chance.random() < 0.8:
                 del flying[at]  # else it comes again
             if chance.random() < 0.7:
-                chance.choice(fleet.ingresses).hear(data, 0.0)
+                chance.choice(fleet.ingresses).receive(data, 0.0)
     for one in fleet.ingresses:
-        one.usage.tell_again()
+        one.usage.report_again()
     fleet.turn(0.0)
     for one in fleet.ingresses:
         everybody, limits = one.limiter.accounts(callers[0])[1][:2]
@@ -280,7 +280,7 @@ def test_nothing_is_ever_counted_twice(seed: int, loses: bool) -> None:
             if chance.random() < 0.8:
                 del flying[at]
             if not loses or chance.random() < 0.7:
-                two.hear(data, now)
+                two.receive(data, now)
         for name, total in used.items():
             found = two.limiter.find(("t", name))
             assert found is None or found[0].day_tokens <= total
@@ -292,8 +292,8 @@ def test_nothing_is_ever_counted_twice(seed: int, loses: bool) -> None:
         if turn < 20:
             assert counted.charges(callers[turn % 3], 500, now)
         for data in counted.reports(now):
-            in_order.hear(data, now)
-            in_order.hear(data, now)
+            in_order.receive(data, now)
+            in_order.receive(data, now)
     assert sum(in_order.account(caller).day_tokens for caller in callers) == 20 * 500
 
 
@@ -304,7 +304,7 @@ def test_what_was_overtaken_says_nothing_of_what_runs() -> None:
     before = one.reports(0.25)
     one.limiter.release(BUSY)
     for data in (*one.reports(0.5), *before):
-        two.hear(data, 0.6)
+        two.receive(data, 0.6)
         assert two.limiter.accounts(BUSY)[1][0].running_elsewhere == 1
 
 
@@ -317,11 +317,11 @@ def test_a_life_that_is_over_is_not_heard_of_again() -> None:
     ]
     one = Ingress("me")
     for seq, at in ((1, 0), (3, 1), (2, 0), (4, 2), (2, 0)):
-        one.hear(codec.encode(UsageReport("p", "e", seq, (said[at],))), 0.0)
+        one.receive(codec.encode(UsageReport("p", "e", seq, (said[at],))), 0.0)
     assert one.level(RATE, 0.0)[0] is not None
     known = one.usage._peers["p"].accounts
     assert {key: (heard.life, heard.requests, heard.running) for key, heard in known.items()} == {("t", "k"): (2, 1, 0)}
-    one.hear(codec.encode(UsageReport("p", "e", 9, (entry(life=2, ended=True), said[3]))), 0.0)
+    one.receive(codec.encode(UsageReport("p", "e", 9, (entry(life=2, ended=True), said[3]))), 0.0)
     assert known.keys() == {("t", "l")}, "what is in the same report is not of old"
 
 
@@ -354,7 +354,7 @@ def test_the_fleet_admits_no_more_than_its_limit_and_what_arrives_within_one_per
                     end[1].limiter.release(caller)
                 for data in fleet.ingresses[n].reports(when):
                     for one in fleet.ingresses:
-                        one.hear(data, when)
+                        one.receive(data, when)
                 when += PERIOD_S
             next_turn[n] = when
         for end in [one for one in ends if one[0] <= now]:
@@ -386,7 +386,7 @@ def test_many_ingresses_share_one_limit() -> None:
         for one in fleet.ingresses:
             for data in one.reports(now):
                 for other in fleet.ingresses:
-                    other.usage.hear(codec.decode(UsageReport, data), now, NOON)
+                    other.usage.receive(codec.decode(UsageReport, data), now, NOON)
     assert 300 <= admitted <= 100 + 300 + 20, "of half a minute; and no less than the rate"
 
 
@@ -407,10 +407,10 @@ def test_alone_it_counts_as_it_would_without(steps: list[tuple[float, int, int, 
             except LimitExceeded as error:
                 outcomes.append(("no request", error.retry_after_s))
                 continue
-            tab = limiter.tab(caller)
+            usage = limiter.usage_of(caller)
             try:
-                limiter.charge(tab, prompt, now, NOON)
-                tab.generated(generated)
+                limiter.charge(usage, prompt, now, NOON)
+                usage.generated(generated)
                 outcomes.append(("served", 0.0))
             except LimitExceeded as error:
                 outcomes.append(("no tokens", error.retry_after_s))
@@ -431,14 +431,14 @@ def test_a_newcomer_takes_what_is_lacking_and_counts_nothing_twice() -> None:
     known, unknown = Ingress("i2", now=1.0), Ingress("i3", now=1.0)
     assert known.serves(RATE, 1.0), "before it had heard anybody"
     (report,) = one.reports(1.25)
-    known.hear(report, 1.25)
-    unknown.hear(report, 1.25)
+    known.receive(report, 1.25)
+    unknown.receive(report, 1.25)
     assert known.level(RATE, 1.25) == pytest.approx((2 + 1.25, 3125))
     assert unknown.level(RATE, 1.25) == pytest.approx((2 + 1.25, 3125))
     assert one.serves(RATE, 1.25)
     (report,) = one.reports(1.5)
     for newcomer in (known, unknown):
-        newcomer.hear(report, 1.5)
+        newcomer.receive(report, 1.5)
         assert newcomer.level(RATE, 1.5)[0] == pytest.approx(1 + 1.5)
 
 
@@ -448,7 +448,7 @@ def test_who_is_there_tells_a_newcomer_at_once() -> None:
     assert one.reports(9.0)
     assert not one.reports(9.25)
     assert two.charges(RATE, 10, 9.3)
-    one.hear(*two.reports(9.3), 9.3)
+    one.receive(*two.reports(9.3), 9.3)
     assert one.reports(9.5)
 
 
@@ -472,9 +472,9 @@ def test_one_that_served_nothing_of_a_day_still_tells_of_it() -> None:
     one, two = Ingress("i1"), Ingress("i2")
     two.limiter.accounts(DAILY)
     assert one.charges(DAILY, 700)
-    two.hear(*one.reports(0.25), 0.25)
+    two.receive(*one.reports(0.25), 0.25)
     later = Ingress("i3", now=30.0)
-    later.hear(*two.reports(30.0), 30.0)
+    later.receive(*two.reports(30.0), 30.0)
     assert later.account(DAILY).day_tokens == 700
 
 
@@ -484,14 +484,14 @@ def test_a_day_ends_by_ones_own_clock() -> None:
     for now, unix_s, tokens in ((0.0, midnight - 1, 600), (0.5, midnight + 0.5, 700)):
         assert early.charges(DAILY, tokens, now, unix_s)
         assert late.charges(DAILY, 100, now, midnight - 1)
-        late.hear(*early.reports(now, unix_s), now, midnight - 1)
+        late.receive(*early.reports(now, unix_s), now, midnight - 1)
     assert late.account(DAILY).day_tokens == 800, "600 of its day, not those of the next one"
     assert late.charges(DAILY, 100, 2.0, midnight + 0.5)
-    late.hear(*early.reports(2.0, midnight + 2), 2.0, midnight + 0.5)
+    late.receive(*early.reports(2.0, midnight + 2), 2.0, midnight + 0.5)
     assert late.account(DAILY).day_tokens == 800
     newcomer = Ingress("i3", now=2.0)
     (report,) = early.reports(3.0, midnight + 3)
-    newcomer.hear(report, 3.0, midnight - 1)
+    newcomer.receive(report, 3.0, midnight - 1)
     assert newcomer.account(DAILY).day_tokens == 0, "nor of one that comes by its clock before that"
 
 
@@ -528,10 +528,10 @@ def test_a_peer_that_comes_back_is_not_counted_twice() -> None:
     daily = Caller("k", "t", limits=KeyLimits(requests_per_minute=60, tokens_per_day=10**6))
     assert one.charges(daily, 500)
     two.limiter.accounts(daily)
-    two.hear(*one.reports(0.25), 0.25)
+    two.receive(*one.reports(0.25), 0.25)
     two.usage.expire(FORGET_S + 1)
-    assert two.usage._heard_accounts == 0
-    two.hear(*one.reports(FORGET_S + 2), FORGET_S + 2)
+    assert two.usage._peer_accounts == 0
+    two.receive(*one.reports(FORGET_S + 2), FORGET_S + 2)
     assert two.account(daily).day_tokens == 500
 
 
@@ -542,22 +542,22 @@ def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_usage, "MAX_PEERS", 3)
     one = Ingress("me")
     for n in range(5):
-        one.hear(codec.encode(UsageReport(f"p{n}", "e", 1, (entry(running=1),))), 0.0)
+        one.receive(codec.encode(UsageReport(f"p{n}", "e", 1, (entry(running=1),))), 0.0)
     assert (one.usage.peers, one.usage.refused_total) == (3, 2)
-    one.hear(codec.encode(UsageReport("me", "e", 1, (entry(running=1),))), 0.0)
+    one.receive(codec.encode(UsageReport("me", "e", 1, (entry(running=1),))), 0.0)
     assert one.usage.refused_total == 2, "its own come back to it"
-    one.hear(codec.encode(UsageReport("p9", "e", 1, (entry(running=2),))), SILENT_S + 1)
+    one.receive(codec.encode(UsageReport("p9", "e", 1, (entry(running=2),))), SILENT_S + 1)
     assert one.usage.peers == 1, "a silent one made room"
     assert one.account(Caller("k", "t")).running_elsewhere == 4, "those who may come back run until `expire`"
 
 
 def test_accounts_of_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_usage, "MAX_HEARD", 5)
+    monkeypatch.setattr(shared_usage, "MAX_PEER_ACCOUNTS", 5)
     one = Ingress("me")
-    one.hear(codec.encode(UsageReport("p", "e", 1, tuple(entry(caller=f"c{n}", requests=1) for n in range(9)))), 0.0)
+    one.receive(codec.encode(UsageReport("p", "e", 1, tuple(entry(caller=f"c{n}", requests=1) for n in range(9)))), 0.0)
     assert one.usage.refused_total == 4
-    one.hear(codec.encode(UsageReport("p", "e", 2, tuple(entry(caller=f"c{n}", ended=True) for n in range(9)))), 0.0)
-    assert one.usage._heard_accounts == 0
+    one.receive(codec.encode(UsageReport("p", "e", 2, tuple(entry(caller=f"c{n}", ended=True) for n in range(9)))), 0.0)
+    assert one.usage._peer_accounts == 0
 
 
 def test_a_report_fits_into_a_message() -> None:
@@ -580,19 +580,19 @@ def names_told(one: Ingress, now: float) -> list[str]:
 
 def test_those_told_of_longest_ago_come_first() -> None:
     one = Ingress("i1")
-    callers = [Caller(f"c{n}", "t", limits=KeyLimits(max_concurrent=5)) for n in range(MOST_TOLD + 100)]
+    callers = [Caller(f"c{n}", "t", limits=KeyLimits(max_concurrent=5)) for n in range(MAX_REPORTED + 100)]
     told = []
     for now in (0.25, 0.5):
         for caller in callers:
             assert one.admits(caller)
         told.append(set(names_told(one, now)))
-    assert len(told[0]) == MOST_TOLD
+    assert len(told[0]) == MAX_REPORTED
     assert len(told[0] | told[1]) == len(callers)
 
 
 def test_what_is_quiet_is_repeated_a_few_at_a_time_and_what_runs_at_once() -> None:
     one = Ingress("i1")
-    count = 6 * MOST_REPEATED
+    count = 6 * MAX_REPEATED
     for n in range(count):
         assert one.charges(Caller(f"c{n}", "t", limits=KeyLimits(tokens_per_day=1000)), 10)
     assert one.admits(Caller("runs", "u", limits=KeyLimits(max_concurrent=1)))
@@ -600,7 +600,7 @@ def test_what_is_quiet_is_repeated_a_few_at_a_time_and_what_runs_at_once() -> No
     seen: list[str] = []
     for turn in range(7):
         names = names_told(one, 1.0 + turn * PERIOD_S)
-        assert len(names) == MOST_REPEATED + (turn in (0, 4)), "which takes none of their room"
+        assert len(names) == MAX_REPEATED + (turn in (0, 4)), "which takes none of their room"
         seen += names
     assert len(set(seen)) == count + 1
 
@@ -608,16 +608,16 @@ def test_what_is_quiet_is_repeated_a_few_at_a_time_and_what_runs_at_once() -> No
 def test_only_what_was_not_heard_of_for_long_is_forgotten() -> None:
     one = Ingress("me")
 
-    def hear(seq: int, now: float, *names: str, requests: int, age_s: float = 0.0) -> None:
+    def receive(seq: int, now: float, *names: str, requests: int, age_s: float = 0.0) -> None:
         said = (entry(caller=name, requests=requests, age_s=age_s, requests_per_minute=60.0) for name in names)
-        one.hear(codec.encode(UsageReport("p", "e", seq, tuple(said))), now)
+        one.receive(codec.encode(UsageReport("p", "e", seq, tuple(said))), now)
 
-    hear(1, 0.0, "a", "b", requests=1)
-    hear(2, FORGET_S, "a", requests=1)
+    receive(1, 0.0, "a", "b", requests=1)
+    receive(2, FORGET_S, "a", requests=1)
     one.usage.expire(FORGET_S + 1)
     assert one.usage._peers["p"].accounts.keys() == {("t", "a")}
     for seq, requests in ((3, 5), (4, 6)):
-        hear(seq, FORGET_S + 2, "b", requests=requests, age_s=FORGET_S)
+        receive(seq, FORGET_S + 2, "b", requests=requests, age_s=FORGET_S)
     b = Caller("b", "t", limits=KeyLimits(requests_per_minute=60))
     assert one.level(b, FORGET_S + 2)[0] == 9, "some of the first five were counted already"
 
@@ -627,48 +627,48 @@ def test_accounts_that_only_others_use_are_bounded_and_dropped(monkeypatch: pyte
     monkeypatch.setattr(limits, "MOST_ACCOUNTS", 8)
     one = Ingress("me")
 
-    def hear(seq: int, now: float, *said: AccountUsage) -> None:
-        one.hear(codec.encode(UsageReport("p", "e", seq, said)), now)
+    def receive(seq: int, now: float, *said: AccountUsage) -> None:
+        one.receive(codec.encode(UsageReport("p", "e", seq, said)), now)
 
-    hear(1, 0.0, *(entry(caller=f"c{n}", running=1) for n in range(10)))
+    receive(1, 0.0, *(entry(caller=f"c{n}", running=1) for n in range(10)))
     assert (len(list(one.limiter.every())), one.usage.refused_total) == (8, 2)
     assert one.admits(Caller("own", "o"), 20.0), "those who ask here are let in"
     assert len(list(one.limiter.every())) == 8 + 2, "and what runs elsewhere is kept"
-    hear(2, 20.1, *(entry(caller=f"c{n}") for n in range(10)))
+    receive(2, 20.1, *(entry(caller=f"c{n}") for n in range(10)))
     assert one.usage.refused_total == 4
-    hear(3, 40.0, entry(caller="c9"))
+    receive(3, 40.0, entry(caller="c9"))
     assert len(list(one.limiter.every())) == 1 + 2, "the others were as new"
-    hear(4, 40.0, entry(caller="c1", requests=1))
+    receive(4, 40.0, entry(caller="c1", requests=1))
     one.limiter.release(Caller("own", "o"))
 
 
 def test_an_account_without_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Ingress("me")
-    one.hear(codec.encode(UsageReport("p", "e", 1, (entry(requests=1, age_s=1.0),))), 2.0)
+    one.receive(codec.encode(UsageReport("p", "e", 1, (entry(requests=1, age_s=1.0),))), 2.0)
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", -1)
     monkeypatch.setattr(limits, "MOST_ACCOUNTS", 0)
     one.limiter._drop_idle(2.0, NOON)
-    one.hear(codec.encode(UsageReport("p", "e", 2, (entry(requests=2, age_s=2.0, running=1),))), 3.0)
-    assert (one.usage._heard_accounts, one.usage.refused_total) == (0, 1)
+    one.receive(codec.encode(UsageReport("p", "e", 2, (entry(requests=2, age_s=2.0, running=1),))), 3.0)
+    assert (one.usage._peer_accounts, one.usage.refused_total) == (0, 1)
     monkeypatch.undo()
     again = entry(requests=50, age_s=3.0, lacking_requests=4.0, requests_per_minute=60.0)
-    one.hear(codec.encode(UsageReport("p", "e", 3, (again,))), 4.0)
+    one.receive(codec.encode(UsageReport("p", "e", 3, (again,))), 4.0)
     assert one.level(RATE, 4.0)[0] == 6, "what was counted of it before is not known any more"
 
 
 def test_limits_that_are_gone_are_told_of_no_more() -> None:
     one, two = Ingress("i1"), Ingress("i2")
     assert one.admits(BUSY)
-    two.hear(*one.reports(0.25), 0.25)
+    two.receive(*one.reports(0.25), 0.25)
     free = Caller("k", "t")
     assert one.admits(free, 1.0)
     one.limiter.release(free)
-    two.hear(*one.reports(1.5), 1.5)
+    two.receive(*one.reports(1.5), 1.5)
     assert two.account_of_all(BUSY).running_elsewhere == 1, "it runs on, and there the limit may still be"
     one.limiter.release(BUSY)
-    two.hear(*one.reports(2.0), 2.0)
+    two.receive(*one.reports(2.0), 2.0)
     assert one.reports(5.0) == []
-    assert two.usage._heard_accounts == 0
+    assert two.usage._peer_accounts == 0
 
 
 def test_a_stream_that_began_before_a_limit_does_not_bring_its_bucket_back_full() -> None:
@@ -676,7 +676,7 @@ def test_a_stream_that_began_before_a_limit_does_not_bring_its_bucket_back_full(
     one = Ingress("i1")
     free, bound = Caller("k", "t"), Caller("k", "t", limits=KeyLimits(tokens_per_minute=1000))
     assert one.admits(free)
-    old = one.limiter.tab(free)
+    old = one.limiter.usage_of(free)
     assert one.admits(bound, 1.0)
     assert one.charges(bound, 1000, 1.0)
     one.limiter.release(free)
@@ -685,20 +685,20 @@ def test_a_stream_that_began_before_a_limit_does_not_bring_its_bucket_back_full(
     assert not one.charges(bound, 1000, 1.3)
     with pytest.raises(LimitExceeded):
         one.limiter.charge(old, 1000, 1.3, NOON)
-    assert not one.charges(bound, 1000, 1.3), "nor did the old tab, which is charged by the limits in force"
+    assert not one.charges(bound, 1000, 1.3), "nor did the old usage, which is charged by the limits in force"
 
 
 def test_an_account_where_something_runs_has_not_ended() -> None:
     """Whatever becomes of its limits: the others would forget what runs."""
     one, two = Ingress("i1"), Ingress("i2")
     assert one.admits(RATE)
-    two.hear(*one.reports(0.25), 0.25)
+    two.receive(*one.reports(0.25), 0.25)
     assert one.admits(Caller("k", "t"), 1.0)
     for now in (1.25, 2.5, 3.75):
         (report,) = one.reports(now)
         (told,) = codec.decode(UsageReport, report).accounts
         assert (told.running, told.ended) == (2, False)
-        two.hear(report, now)
+        two.receive(report, now)
         assert two.account(RATE).running_elsewhere == 2
     for _ in range(2):
         one.limiter.release(RATE)
