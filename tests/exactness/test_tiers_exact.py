@@ -25,7 +25,7 @@ from kvfleet.worker.model.attention.base import AttentionBackend
 from kvfleet.worker.model.host_memory import host_memory
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import IdDetokenizer
-from kvfleet.worker.tiers import restorer
+from kvfleet.worker.tiers import restore_offers
 from kvfleet.worker.tiers.codecs.block_codec import warm_up
 from kvfleet.worker.tiers.codecs.block_shape import BlockShape
 from kvfleet.worker.tiers.host import HostTier
@@ -136,7 +136,9 @@ def make_tiered(
     backend: AttentionBackend, ring: KeyRing, tmp_path: Path, closing: list[Close], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TieredRig]:
     warm_up()
-    monkeypatch.setattr(restorer, "ANSWER_LIMIT_S", LIMIT_S)  # a busy machine may take longer than waiting is worth
+    monkeypatch.setattr(
+        restore_offers, "ANSWER_LIMIT_S", LIMIT_S
+    )  # a busy machine may take longer than waiting is worth
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
 

@@ -13,7 +13,7 @@ from kvfleet.worker.blocks.prospect import BlockName, Prospect, names_of
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
-from kvfleet.worker.tiers.restorer import FAR_LOOK_S, HANDED_LOOK_S
+from kvfleet.worker.tiers.restore_offers import FAR_LOOK_S, HANDED_LOOK_S
 from kvproto.block_hash import Root, chain
 from kvproto.messages import GenerateRequest
 from kvproto.regions import seal, split

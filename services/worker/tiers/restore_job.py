@@ -79,3 +79,21 @@ class RestoreJob:
     running: list[RunningPart] = field(default_factory=list)
     waiting: list[EngineSequence] = field(default_factory=list)
     ahead: bool = False  # nobody waits: it is brought for those to come
+
+    def came_short(self, tier: Tier, depth: int) -> None:
+        """More than `depth` blocks were found there, and are not to be had: that is not tried again."""
+        for sequence in self.waiting:
+            if (prospect := sequence.spec.prospect) is None:
+                continue
+            if tier is Tier.VAULT:
+                prospect.finding.vault = min(prospect.finding.vault, depth)
+            elif tier is Tier.PEER:
+                prospect.finding.peer = min(prospect.finding.peer, depth)
+
+    def sample(self, count: int) -> RestoreSample:
+        """The chain to the last of the `count` blocks that came."""
+        at = self.start + count - 1
+        last = next(running for running in self.running if running.part.start <= at < running.part.end)
+        source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
+        hashes = list(self.hashes[: at + 1])
+        return RestoreSample(self.root, hashes, self.ids[count - 1], last.part.start, last.part.tier, source)

@@ -23,11 +23,19 @@ from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.schedule.sequence_trace import Restored
 from kvfleet.worker.tiers.base import Landing, Remote
-from kvfleet.worker.tiers.break_even import LOOK_WORTH_S, Offer, RestoredPart, cheapest, is_worth_going_on
+from kvfleet.worker.tiers.break_even import RestoredPart, cheapest, is_worth_going_on
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
-from kvfleet.worker.tiers.speed import LinkSpeed
+from kvfleet.worker.tiers.restore_offers import (
+    ComputeSeconds,
+    answer_limit_s,
+    host_offers,
+    look_worth_s,
+    price_of_computing,
+    prospect_of,
+    remote_offers,
+)
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 
@@ -37,14 +45,6 @@ MOST_RESTORES = 2  # for one sequence before it runs
 LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 PATIENCE = 0.2  # of what computing would take
 GRACE_S = 0.005
-ANSWER_LIMIT_S = 0.03
-HANDED_LOOK_S = 2.0  # what was handed over is worth waiting for: a source may have to be connected to first,
-HANDED_ANSWER_S = 2.2  # which a busy host does late; a source that refuses or does not connect ends the look sooner
-FAR_LOOK_S = 1.0  # a peer in another region may have to be connected to, and measured, first;
-FAR_ANSWER_S = 1.2
-FAR_WORTH_S = 0.3  # so only for what takes so long to compute
-HANDED_BLOCK_S = 0.25  # and each of its blocks counts as if it took so long to compute
-HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer, or vaults, that were never measured
 
 
 class Restorer:
@@ -80,13 +80,10 @@ class Restorer:
 
     # ------------------------------------------------------------------ begin
 
-    def claims(
-        self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: Callable[[int, int], float]
-    ) -> bool:
+    def claims(self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds) -> bool:
         """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now.
 
-        `spare` blocks of the pool are left to those who run. `compute_s`: seconds to compute blocks from the first
-        number to the second.
+        `spare` blocks of the pool are left to those who run.
         """
         size = self._pool.block_size
         start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
@@ -98,28 +95,22 @@ class Restorer:
                 sequence.restores += 1
                 job.waiting.append(sequence)
                 return True
-        prospect = _applies(sequence)
-        insists = prospect is not None and prospect.insists
-        if insists:
-            compute_s = _dear(compute_s)
-        price = partial(
-            cheapest,
-            start=start,
-            block_bytes=self._memory.block_bytes,
-            compute_s=compute_s,
-        )
-        offers = self._host_offers(sequence, start, usable)
-        if prospect is not None and prospect.finding.ready:
+        prospect = prospect_of(sequence)
+        compute_s = price_of_computing(prospect, compute_s)
+        price = partial(cheapest, start=start, block_bytes=self._memory.block_bytes, compute_s=compute_s)
+        offers = host_offers(self._host, self._copier.speed_in.bytes_per_s, sequence, start, usable)
+        if prospect is not None:
+            assert self._remote is not None
             found = prospect.finding
-            offers += self._remote_offers(prospect, min(found.vault, usable), min(found.peer, usable))
-        elif prospect is not None:
-            left = max((offer.end for offer in offers), default=start)
-            best = price(offers + self._remote_offers(prospect, usable, usable, hopes=True))
-            worth_s = FAR_WORTH_S if prospect.far else LOOK_WORTH_S
-            if compute_s(left, usable) > worth_s and best and best[-1].tier is not Tier.HOST:
-                limit_s = FAR_ANSWER_S if prospect.far else HANDED_ANSWER_S if insists else ANSWER_LIMIT_S
-                self._looking[id(sequence)] = sequence, self._clock() + limit_s
-                return True
+            if found.ready:
+                offers += remote_offers(self._remote, prospect, min(found.vault, usable), min(found.peer, usable))
+            else:
+                left = max((offer.end for offer in offers), default=start)
+                best = price(offers + remote_offers(self._remote, prospect, usable, usable, hopes=True))
+                is_worth = compute_s(left, usable) > look_worth_s(prospect)
+                if is_worth and best and best[-1].tier is not Tier.HOST:
+                    self._looking[id(sequence)] = sequence, self._clock() + answer_limit_s(prospect)
+                    return True
         parts = price(offers)
         room = self._pool.available - self._pool.idle_among(match.blocks) - spare
         parts = [part._replace(end=min(part.end, start + room)) for part in parts if part.start < start + room]
@@ -128,25 +119,6 @@ class Restorer:
         sequence.restores += 1
         self._begin(sequence, match, parts, prospect, compute_s(parts[0].start, parts[-1].end))
         return True
-
-    def _host_offers(self, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
-        if self._host is None or not self._copier.speed_in.bytes_per_s:
-            return []
-        depth = self._host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
-        return [Offer(Tier.HOST, depth, LinkSpeed(0.0, self._copier.speed_in.bytes_per_s))]
-
-    def _remote_offers(self, prospect: Prospect, vault: int, peer: int, *, hopes: bool = False) -> list[Offer]:
-        """If they have so many blocks. `hopes`: a peer that is being measured may turn out to be fast."""
-        assert self._remote is not None
-        offers = []
-        for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if prospect.peer else 0)):
-            far = prospect.far and tier is Tier.PEER
-            speed = self._remote.speed_of(prospect.peer) if far else self._remote.speed(tier)
-            if speed is None and (prospect.insists or (far and hopes)):
-                speed = HANDED_SPEED
-            if depth and speed is not None:
-                offers.append(Offer(tier, depth, speed))
-        return offers
 
     def _begin(
         self,
@@ -342,7 +314,7 @@ class Restorer:
                 if arrived:
                     by_tier[tier] += len(arrived)
             if len(arrived) < wanted:
-                self._know_better(job, tier, running.part.start + len(arrived))
+                job.came_short(tier, running.part.start + len(arrived))
             failure = running.landing.failure if running.landing is not None and len(arrived) < wanted else ""
             if failure:
                 self.failures_total[tier, failure] += 1
@@ -378,23 +350,7 @@ class Restorer:
         self._exact_restores += 1
         if self._exact_restores % self.sampled:
             return
-        at = job.start + count - 1
-        last = next(r for r in job.running if r.part.start <= at < r.part.end)
-        source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
-        hashes = list(job.hashes[: at + 1])
-        self.samples.append(
-            RestoreSample(job.root, hashes, job.ids[count - 1], last.part.start, last.part.tier, source)
-        )
-
-    def _know_better(self, job: RestoreJob, tier: Tier, depth: int) -> None:
-        """More than this was found there, and is not to be had: it is not tried again."""
-        for sequence in job.waiting:
-            if (prospect := sequence.spec.prospect) is None:
-                continue
-            if tier is Tier.VAULT:
-                prospect.finding.vault = min(prospect.finding.vault, depth)
-            elif tier is Tier.PEER:
-                prospect.finding.peer = min(prospect.finding.peer, depth)
+        self.samples.append(job.sample(count))
 
     def _end(self, running: RunningPart, job: RestoreJob, blocks: Sequence[int]) -> list[Arrived]:
         """Stop a part. Returns what came."""
@@ -429,15 +385,3 @@ class Restorer:
     @property
     def waiting(self) -> int:
         return len(self._looking) + sum(len(job.waiting) for job in self._jobs)
-
-
-def _dear(compute_s: Callable[[int, int], float]) -> Callable[[int, int], float]:
-    return lambda start, end: compute_s(start, end) + HANDED_BLOCK_S * max(0, end - start)
-
-
-def _applies(sequence: EngineSequence) -> Prospect | None:
-    """What was found of its chain, if it still is its chain."""
-    prospect = sequence.spec.prospect
-    if prospect is None or not prospect.names or sequence.start or prospect.names[0].hash != sequence.hashes[0]:
-        return None
-    return prospect
