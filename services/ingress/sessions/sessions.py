@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.runs.strays import bounded, ids_of, moved, settled
+from kvfleet.ingress.sessions.lease_observer import LeaseObserver
 from kvfleet.ingress.sessions.session import (
     OpenTurn,
     Session,
@@ -38,7 +39,6 @@ from kvfleet.ingress.sessions.session import (
     read_head,
 )
 from kvfleet.ingress.sessions.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
-from kvfleet.ingress.sessions.turn_sightings import TurnSightings
 from kvfleet.ingress.sessions.turn_writer import TurnCommitted, TurnWriter
 from kvproto import codec
 from kvproto.block_hash import pack_ids
@@ -80,7 +80,7 @@ class Sessions:
         self._unix_ms = unix_ms
         self._alive = is_ingress_alive
         self._clock = clock
-        self._sightings = TurnSightings()
+        self._lease_observer = LeaseObserver()
         self._turns: dict[str, OpenTurn] = {}
 
     @property
@@ -127,9 +127,9 @@ class Sessions:
     def _is_held(self, key: str, turn: Turn | None, revision: int) -> bool:
         """Whether a turn holds its session: its ingress has not vanished, and renews its lease."""
         if turn is None or not self._alive(turn.ingress):
-            self._sightings.forget(key)
+            self._lease_observer.forget(key)
             return False
-        return self._sightings.unchanged_s(key, revision, self._clock()) < self._limits.lease_s
+        return self._lease_observer.unchanged_s(key, revision, self._clock()) < self._limits.lease_s
 
     def fits(self, tokens: int) -> bool:
         """Whether a history of this length is kept."""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ingress_build import MemoryBucket
 
 from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.sessions import lease_observer
 from kvfleet.ingress.sessions import sessions as module
-from kvfleet.ingress.sessions import turn_sightings
 from kvfleet.ingress.sessions.session import OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
 from kvfleet.ingress.sessions.sessions import CHUNK_IDS, Sessions
@@ -253,9 +253,9 @@ def test_expired_is_pure() -> None:
     assert not is_expired(replace(head, turn=Turn("r", "one", 1000)), 10**9, LIMITS)
 
 
-def test_sightings_are_of_one_revision_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_sightings, "MOST", 2)
-    seen = turn_sightings.TurnSightings()
+def test_observations_are_of_one_revision_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_observer, "MAX_SESSIONS", 2)
+    seen = lease_observer.LeaseObserver()
     assert [seen.unchanged_s("a", 1, now) for now in (0.0, 3.0)] == [0.0, 3.0]
     assert [seen.unchanged_s("a", 2, now) for now in (4.0, 5.0)] == [0.0, 1.0]
     for key in "bc":

@@ -1,17 +1,18 @@
 """Since when a running turn's record has been as it is, by this process's own clock. Pure: the time is passed in.
 
 A turn's lease is renewed by writing its record again. Whether it still is cannot be told by the wall clock, which may
-be wrong here or there by hours: who finds a record unchanged for a whole lease of its own time knows.
+be wrong here or there by hours; a record that was unchanged for a whole lease of local time was not renewed. Kubernetes'
+leader election does the same.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-MOST = 65_536
+MAX_SESSIONS = 65_536
 
 
-class TurnSightings:
+class LeaseObserver:
     """Bounded: the record that was looked at longest ago is forgotten, and begins anew."""
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class TurnSightings:
         known = self._seen.get(key)
         if known is None or known[0] != revision:
             known = self._seen[key] = revision, now
-            if len(self._seen) > MOST:
+            if len(self._seen) > MAX_SESSIONS:
                 self._seen.popitem(last=False)
         self._seen.move_to_end(key)
         return now - known[1]
