@@ -1,8 +1,8 @@
 """Since when a running turn's record has been as it is, by this process's own clock. Pure: the time is passed in.
 
 A turn's lease is renewed by writing its record again. Whether it still is cannot be told by the wall clock, which may
-be wrong here or there by hours; a record that was unchanged for a whole lease of local time was not renewed. Kubernetes'
-leader election does the same.
+be wrong here or there by hours; a record that was unchanged for a whole lease of local time was not renewed (as in
+Kubernetes' leader election).
 """
 
 from __future__ import annotations
