@@ -17,7 +17,7 @@ from benchmarks.tiers._vault import Vault
 from kvfleet.worker.blocks.prospect import Prospect, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
-from kvfleet.worker.model.host_memory import host_memory
+from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.model.loader import Dtype, LoadFormat
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S

@@ -22,7 +22,7 @@ from kvfleet.worker.blocks.prospect import Prospect, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.base import AttentionBackend
-from kvfleet.worker.model.host_memory import host_memory
+from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers import restore_offers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -98,3 +99,18 @@ class ModelRunner(Protocol):
 
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Any, Any]:
         """K and V `[tokens, kv_heads, head_dim]` of the first `tokens` tokens in `blocks`, copied."""
+
+
+def host_memory(size: int) -> memoryview:
+    """Memory for blocks: `size` zero bytes, on huge pages where the system has them; nothing is taken before it is
+    touched.
+
+    Raises MemoryError if there is no room for it.
+    """
+    try:
+        pages = mmap.mmap(-1, max(size, 1))
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)

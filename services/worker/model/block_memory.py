@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.model.copy_stream import CopyStream, pinned_memory
-from kvfleet.worker.model.host_memory import host_memory
 from kvfleet.worker.model.kv_pool import KvPool
 from kvproto.dataplane.block import kv_format
 

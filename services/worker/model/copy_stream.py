@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvfleet.worker.model.host_memory import host_memory
+from kvfleet.worker.model.base import host_memory
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model.abort import Abort, StepAborted
-from kvfleet.worker.model.host_memory import host_memory
+from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs

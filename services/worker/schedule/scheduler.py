@@ -20,9 +20,8 @@ from operator import attrgetter
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.giving_way import Queued
-from kvfleet.worker.schedule.precedence import level_of
 from kvfleet.worker.schedule.prompt_leaders import PromptLeaders
-from kvfleet.worker.schedule.sequence import Sequence, SequenceState
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Draw, Slice, StepPlan
 from kvfleet.worker.schedule.tenant_shares import TenantShares

@@ -18,7 +18,6 @@ from enum import Enum, auto
 
 from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.blocks.prospect import Prospect
-from kvfleet.worker.schedule.precedence import rank_of
 from kvfleet.worker.schedule.sequence_trace import SequenceTrace
 from kvfleet.worker.schedule.tenant_costs import TenantAccount
 from kvfleet.worker.schedule.tenant_shares import TenantShare
@@ -27,7 +26,10 @@ from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
 from kvproto.messages import FinishReason, Sampling, Tier
 
+AGE_S = 20.0  # of having come earlier: what a level of priority is worth
+
 Key = tuple[str, int, int]  # request, attempt, choice
+Rank = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +198,14 @@ class Sequence:
 
 def _has_penalties(sampling: Sampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+
+
+def rank_of(priority: int, enqueued: float, arrival: int) -> Rank:
+    """Orders what runs, for preemption, and never changes: smaller ones may take blocks from larger ones."""
+    return enqueued - AGE_S * priority, arrival
+
+
+def level_of(priority: int, waited: float) -> int:
+    """Orders what wants prompt tokens: larger ones are served first. The priority, plus one for every AGE_S since
+    arrival, so that everything is served in the end, whatever keeps coming."""
+    return priority + int(waited / AGE_S)

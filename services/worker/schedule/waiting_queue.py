@@ -14,8 +14,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import attrgetter
 
-from kvfleet.worker.schedule.precedence import level_of
-from kvfleet.worker.schedule.sequence import Sequence, SequenceState
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 
 _arrival = attrgetter("arrival")
 _deadline = attrgetter("spec.deadline", "arrival")

@@ -19,7 +19,6 @@ from kvfleet.worker.blocks.prospect import names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.serve.broadcast import Broadcast
-from kvfleet.worker.serve.kv_export import to_safetensors
 from kvfleet.worker.serve.long_questions import LongAdminQuestions
 from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
@@ -188,7 +187,7 @@ class AdminDesk:
             k, v = await self._engine.call(lambda engine: engine.kv.read_kv(root, request.ids, request.layer))
         except IndexError:
             raise NotFound(f"there is no layer {request.layer}", field="layer") from None
-        data = await asyncio.get_running_loop().run_in_executor(None, to_safetensors, k, v)
+        data = await asyncio.get_running_loop().run_in_executor(None, _to_safetensors, k, v)
         if len(self._kept) < MAX_KEPT:
             self._kept[key] = (now, data)
         return data
@@ -215,3 +214,15 @@ def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:
     cached, blocks = engine.kv.locate(root, ids)
     tiers = {tier.value: tokens for tier, tokens in engine.kv.depths(root, ids).items()}
     return Inspection(cached, tuple(blocks), tiers)
+
+
+def _to_safetensors(k: Any, v: Any) -> bytes:
+    """`{"k", "v"}`, each `[tokens, kv_heads, head_dim]`, in the pool's dtype, from torch tensors or numpy arrays."""
+    if type(k).__module__.startswith("torch"):
+        from safetensors.torch import save
+
+        return bytes(save({"k": k.contiguous(), "v": v.contiguous()}))
+    import numpy
+    from safetensors.numpy import save as save_arrays
+
+    return bytes(save_arrays({"k": numpy.ascontiguousarray(k), "v": numpy.ascontiguousarray(v)}))

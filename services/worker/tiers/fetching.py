@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvfleet.worker.tiers.asking import asking
 from kvfleet.worker.tiers.base import BlockName, Landing
 from kvfleet.worker.tiers.block_check import FOREIGN, fault_of
 from kvfleet.worker.tiers.codecs.block_codec import decode
@@ -23,6 +22,7 @@ from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import Source
+from kvfleet.worker.tiers.source_question import asking
 from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus

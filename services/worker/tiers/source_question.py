@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from kvfleet.worker.tiers.asking import asking
 from kvfleet.worker.tiers.base import BlockName
 from kvfleet.worker.tiers.looking import Look
 from kvfleet.worker.tiers.source import Source
@@ -13,10 +13,26 @@ from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.messages import Tier
-from kvservice.tracing import Tracer
+from kvservice.tracing import Span, Tracer
 
 ANSWER_S = 2.0  # of a look whose time is long over: it tells when its source answers again
 MEASURE_S = 0.01  # between looks at whether a far peer has been measured
+
+
+@contextlib.contextmanager
+def asking(tracer: Tracer, parent: str, name: str, tier: Tier, source: str) -> Iterator[Span | None]:
+    """The span of one traced question to a vault or peer, on the transfer thread that asks it; None where nothing is
+    recorded."""
+    span = tracer.begin(name, parent, {"kvfleet.tier": tier.value, "kvfleet.source.id": source}, kind="client")
+    error: str | None = None
+    try:
+        yield span
+    except Exception as failure:
+        error = type(failure).__name__
+        raise
+    finally:
+        if span is not None:
+            span.end(error=error)
 
 
 class SourceQuestion:

@@ -10,9 +10,8 @@ from engine_rig import Clock, Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.schedule.precedence import AGE_S
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Sequence
+from kvfleet.worker.schedule.sequence import AGE_S, Sequence
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvfleet.worker.schedule.waiting_queue import Group, ServiceOrder
 from kvproto.errors import DeadlineExceeded, OutOfMemory

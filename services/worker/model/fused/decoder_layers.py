@@ -26,8 +26,7 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.chain import LayerChain
 from kvfleet.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
-from kvfleet.worker.model.fused.likeness import signature
-from kvfleet.worker.model.fused.trial import TRIALS, same
+from kvfleet.worker.model.fused.likeness import TRIALS, same, signature
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
 from kvfleet.worker.schedule.step_plan import Slice
 

@@ -21,8 +21,7 @@ from kvcpu.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
 from kvcpu.linear.packed import Multiplier, can_pack, plain_weight
 from kvcpu.vector.kinds import MULTIPLIED
 from kvcpu.vector.numbers import LANES
-from kvfleet.worker.model.fused.likeness import signature
-from kvfleet.worker.model.fused.trial import TRIALS, same
+from kvfleet.worker.model.fused.likeness import TRIALS, same, signature
 
 log = logging.getLogger(__name__)
 

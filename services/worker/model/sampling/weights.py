@@ -17,7 +17,9 @@ random number u picks the first token whose cumulated weight, in token order, ex
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcpu.sampling.sampling_call import MANTISSA_BITS
-from kvfleet.worker.model.sampling.chance import uniform
 from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
 
@@ -44,6 +45,13 @@ def weight_bits(vocab: int) -> int:
 def is_greedy(sampling: Sampling) -> bool:
     """Whether only the most probable token may come: the first one, where several are."""
     return sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """The random number of one draw, in [0, 1), a multiple of 2**-53: a hash, so that it knows no state and no
+    company."""
+    raw = struct.pack("<QII", seed & (2**64 - 1), choice & (2**32 - 1), index & (2**32 - 1))
+    return (int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
