@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.engine._engine import BLOCK, CORES, NO_HURRY, ROOT, OurRun, Ours, Step
 from benchmarks.tiers._vault import Vault
-from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
 from kvfleet.worker.model.base import host_memory
@@ -94,13 +94,13 @@ class TieredOurs(Ours):
 
     def add(self, prompt: Sequence[int], max_tokens: int, *, looks: bool = True) -> str:
         name = str(next(self._numbers))
-        prospect = None
+        location = None
         worth = len(prompt) > max(BLOCK, LOOK_WORTH_S * self.engine.rates().prefill_tokens_per_s)
         if looks and self.remote is not None and worth:
             names = names_of(ROOT, chain(ROOT, prompt, BLOCK), prompt, BLOCK)
-            prospect = Prospect(names, self.remote.look(names, exact=False, peer="", on_ready=self.woken.set))
+            location = ChainLocation(names, self.remote.look(names, exact=False, peer="", on_ready=self.woken.set))
         sampling = Sampling(max_tokens, temperature=0.0, ignore_eos=True)
-        self.engine.add(SequenceSpec(name, 0, tuple(prompt), sampling, ROOT, prospect=prospect))
+        self.engine.add(SequenceSpec(name, 0, tuple(prompt), sampling, ROOT, location=location))
         return name
 
     def turn(self) -> StepResult | None:

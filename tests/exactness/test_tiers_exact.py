@@ -18,7 +18,7 @@ from tiny_models import ROOT, TOLERANCE, Rig, Turn
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
-from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.base import AttentionBackend
@@ -68,8 +68,8 @@ class TieredRig(Rig):
         self.logits[name] = {}
         names = names_of(ROOT, chain(ROOT, prompt, SIZE), prompt, SIZE)
         finding = self.remote.look(names, exact=exact, peer=self.peer, on_ready=lambda: None)
-        prospect = Prospect(names, finding, self.peer)
-        self.engine.add(SequenceSpec(name, 0, tuple(prompt), turn.sampling, ROOT, exact=exact, prospect=prospect))
+        location = ChainLocation(names, finding, self.peer)
+        self.engine.add(SequenceSpec(name, 0, tuple(prompt), turn.sampling, ROOT, exact=exact, location=location))
         return turn
 
     def step(self) -> StepResult:

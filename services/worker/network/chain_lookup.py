@@ -9,7 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvfleet.worker.blocks.prospect import BlockName, Prospect, names_of
+from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
@@ -32,11 +32,11 @@ class ChainLookup:
 
     def of(
         self, request: GenerateRequest, root: Root, ids: tuple[int, ...], hashed: Hashed, traceparent: str
-    ) -> Callable[[int], Prospect | None]:
+    ) -> Callable[[int], ChainLocation | None]:
         """What can be had of each choice. Fresh ones share their prompt, and so what is found of it."""
-        shared: list[Prospect | None] = []
+        shared: list[ChainLocation | None] = []
 
-        def of(choice: int) -> Prospect | None:
+        def of(choice: int) -> ChainLocation | None:
             if outputs := request.continuation(choice).output_ids:
                 return self._look(request, root, ids + outputs, hashed.get(outputs), traceparent)
             if not shared:
@@ -65,7 +65,7 @@ class ChainLookup:
         known: tuple[int, ...],
         hashed: Sequence[BlockName] | None,
         traceparent: str,
-    ) -> Prospect | None:
+    ) -> ChainLocation | None:
         """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
         if self._remote is None or not self.would_look(request, len(known)):
             return None
@@ -81,7 +81,7 @@ class ChainLookup:
             limit_s=FAR_LOOK_S if far else HANDED_LOOK_S if request.handed_over else None,
             traceparent=traceparent,
         )
-        return Prospect(names, finding, source, request.handed_over, far, traceparent)
+        return ChainLocation(names, finding, source, request.handed_over, far, traceparent)
 
     def _introduce(self, request: GenerateRequest) -> bool:
         """Whether its source is a worker of another region, vouched for by who has the fleet's key."""

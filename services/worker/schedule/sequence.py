@@ -16,8 +16,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.blocks.content_index import common_prefix
-from kvfleet.worker.blocks.prospect import Prospect
 from kvfleet.worker.schedule.sequence_trace import SequenceTrace
 from kvfleet.worker.schedule.tenant_costs import TenantAccount
 from kvfleet.worker.schedule.tenant_shares import TenantShare
@@ -55,7 +55,7 @@ class SequenceSpec:
     choice: int = 0
     exact: bool = False  # nothing lossy is used
     trace: SequenceTrace | None = None  # of a traced request
-    prospect: Prospect | None = None  # its chain under `root`, and what vaults and peers have of it
+    location: ChainLocation | None = None  # its chain under `root`, and what vaults and peers have of it
 
 
 class SequenceState(Enum):
@@ -120,7 +120,7 @@ class Sequence:
         self.ids = [*spec.prompt_ids, *spec.output_ids][self.start :]
         # What no longer begins with the public prefix must not be chained under its root, which all tenants share.
         self.root = spec.root.own if self.start and isinstance(spec.root, ForkedRoot) else spec.root
-        named = spec.prospect.names if spec.prospect is not None and not self.start else ()
+        named = spec.location.names if spec.location is not None and not self.start else ()
         self.hashes = [name.hash for name in named]  # hashed once, by who asked vaults for them
         if len(named) != len(self.ids) // block_size:
             self.hashes = chain(self.root, self.ids, block_size)

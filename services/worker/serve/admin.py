@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvfleet.worker.blocks.prospect import names_of
+from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.serve.broadcast import Broadcast
@@ -48,9 +48,7 @@ PART_BYTES = 768 * 1024
 KEEP_ANSWER_S = 15.0
 MAX_KEPT = 8
 VAULT_LIMIT_S = 0.1
-
-
-ABROAD = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions may ask
+REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions may ask
 
 
 class AdminDesk:
@@ -85,10 +83,10 @@ class AdminDesk:
         if is_inbox(message.reply):
             self._spawn(self._answer(message))
 
-    async def on_admin_abroad(self, message: Message) -> None:
+    async def on_region_admin(self, message: Message) -> None:
         """Of another region: only what that one needs of a worker here."""
         if is_inbox(message.reply):
-            self._spawn(self._answer(message, among=ABROAD))
+            self._spawn(self._answer(message, among=REGION_COMMANDS))
 
     async def on_snapshot(self, message: Message) -> None:
         if is_inbox(message.reply):

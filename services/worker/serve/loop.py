@@ -154,11 +154,11 @@ class WorkerLoop:
             ("resend.*", self.requests.on_resend),
             ("pause", self.requests.on_pause),
             ("pause.*", self.requests.on_pause),
-            ("admin", self.admin.on_admin_abroad),
+            ("admin", self.admin.on_region_admin),
         )
-        abroad = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
+        from_regions = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
         for subject, callback in (
-            *abroad,
+            *from_regions,
             (names.worker_generate_all(me), self.requests.on_generate),
             (names.worker_cancel(me), self.requests.on_cancel),
             (names.worker_cancel_all(me), self.requests.on_cancel),

@@ -236,7 +236,7 @@ class RequestDesk:
             root=root,
             tenant=tenant,
             deadline=None if remaining is None else time.monotonic() + remaining,
-            prospect=self._chain_lookup.of(
+            location=self._chain_lookup.of(
                 request, root, ids, hashed, trace.span.traceparent if trace is not None else ""
             ),
             trace=None if trace is None else trace.sequence,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvfleet.worker.blocks.prospect import Prospect
+from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.schedule.giving_way import could_give_way, full, until_served
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.sequence_trace import SequenceTrace
@@ -95,10 +95,10 @@ def sequences_of(
     root: Root,
     tenant: str,
     deadline: float | None,
-    prospect: Callable[[int], Prospect | None] = lambda choice: None,
+    location: Callable[[int], ChainLocation | None] = lambda choice: None,
     trace: SequenceTrace | None = None,
 ) -> Iterator[SequenceSpec]:
-    """One per choice that is to be generated, each where an earlier attempt left it. `prospect`: of a choice;
+    """One per choice that is to be generated, each where an earlier attempt left it. `location`: of a choice;
     `trace`: the first one's."""
     for choice in choices:
         before = request.continuation(choice)
@@ -115,7 +115,7 @@ def sequences_of(
             deadline=deadline,
             choice=choice,
             exact=request.exact,
-            prospect=prospect(choice),
+            location=location(choice),
             trace=trace,
         )
         trace = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvfleet.worker.blocks.prospect import BlockName, Finding
+from kvfleet.worker.blocks.chain_location import BlockName, Finding
 from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.dataplane.block import BlockHeader
 from kvproto.messages import Tier, TierLoad

@@ -29,7 +29,7 @@ SHORT_LIFE_S = 1.0  # of a connection: one that failed sooner is followed by a p
 TICK_S = 0.5
 
 Connect = Callable[[], DataPlaneClient]
-Tend = Callable[[DataPlaneClient], None]
+Maintain = Callable[[DataPlaneClient], None]
 
 
 class ConnectionJob(Protocol):
@@ -41,9 +41,10 @@ class ConnectionJob(Protocol):
 
 
 class ConnectionThread:
-    """`tend` is called once connected and about every TICK_S while there is nothing to do; it raises as a job does."""
+    """`maintain` is called once connected, and about every TICK_S while there is nothing to do; it raises as a job
+    does."""
 
-    def __init__(self, name: str, connect: Connect, maintain: Tend) -> None:
+    def __init__(self, name: str, connect: Connect, maintain: Maintain) -> None:
         self._name = name
         self._connect = connect
         self._maintain = maintain

@@ -35,7 +35,9 @@ from kvservice.tracing import Tracer
 WATCH_S = 0.02  # how soon a closed landing is noticed while nothing arrives
 GRACE_S = 0.3  # for a part nobody wants any more to end in good order, keeping its connection
 SLACK_S = 2.0
-PATIENCE = 4.0  # times what was predicted, and the slack: then a part has failed, also for those that still wait for it
+TIMEOUT_FACTOR = (
+    4.0  # times what was predicted, and the slack: then a part has failed, also for those that still wait for it
+)
 LONGEST_S = 60.0
 
 
@@ -179,7 +181,7 @@ class FetchPart:
         now = self._began = time.monotonic()
         speed = self.source.own_speed()
         predicted = seconds_of(speed, self.wanted_bytes) if speed is not None else 0.0
-        deadline = now + min(SLACK_S + PATIENCE * predicted, LONGEST_S)
+        deadline = now + min(SLACK_S + TIMEOUT_FACTOR * predicted, LONGEST_S)
         for share in self._shares:
             for start in range(0, len(share.at), MAX_BLOCKS):
                 at = share.at[start : start + MAX_BLOCKS]

@@ -13,14 +13,14 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvfleet.worker.blocks.block_pool import BlockPool
-from kvfleet.worker.blocks.prospect import BlockName
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.peer_store import LentBlock
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import pack_ids
 
 T = TypeVar("T")
 
-PATIENCE_S = 0.25
+ANSWER_TIMEOUT_S = 0.25
 Post = Callable[[Callable[[object], None]], None]  # work for the engine's thread, from any thread
 
 
@@ -138,7 +138,7 @@ class EngineLender:
             undo(result)
 
         self._post(answer)
-        answered.wait(PATIENCE_S)
+        answered.wait(ANSWER_TIMEOUT_S)
         with lock:
             late = not answers
         return answers[0] if answers else default

@@ -1,6 +1,6 @@
 """Takes blocks down: device to host, host to vault, behind the engine's back. The engine's thread owns it.
 
-    offer ──worth it──▶ queue ──tend──▶ batch: copied to host slots ──tend──▶ listed there ──▶ the vault's writer has it
+    offer ──worth it──▶ queue ──maintain──▶ batch: copied to host slots ──maintain──▶ listed there ──▶ vault's writer
 
 A chain goes down from its start, so that what a tier lists always has all blocks before it there. While a batch is
 copied the device's chain is held, while the vault's writer has it the host's is. A block is only lost if it is evicted
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.blocks.content_index import depth_of
-from kvfleet.worker.blocks.prospect import BlockName
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.base import Remote
@@ -81,7 +81,7 @@ class _VaultHold:
 
 
 class Offloader:
-    """`wake` is called, from any thread, when there is something to tend to."""
+    """`wake` is called, from any thread, when there is something to maintain."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.serving import BlockStore
 
 LENDINGS = 4  # each of a listener's batch at most
-PATIENCE_S = 0.5  # of a peer's connection for a lending to become free; then it is told that nothing is there
+LENDING_TIMEOUT_S = 0.5  # of a peer's connection for a lending to become free; then it is told that nothing is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PeerStore(BlockStore):
         self._free = threading.BoundedSemaphore(LENDINGS)
 
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> SealedLending:
-        if not self._free.acquire(timeout=PATIENCE_S):
+        if not self._free.acquire(timeout=LENDING_TIMEOUT_S):
             return SealedLending([None] * len(hashes), _nothing)
         lent: Lent | None = None
         try:

@@ -83,12 +83,12 @@ class RestoreJob:
     def came_short(self, tier: Tier, depth: int) -> None:
         """More than `depth` blocks were found there, and are not to be had: that is not tried again."""
         for sequence in self.waiting:
-            if (prospect := sequence.spec.prospect) is None:
+            if (location := sequence.spec.location) is None:
                 continue
             if tier is Tier.VAULT:
-                prospect.finding.vault = min(prospect.finding.vault, depth)
+                location.finding.vault = min(location.finding.vault, depth)
             elif tier is Tier.PEER:
-                prospect.finding.peer = min(prospect.finding.peer, depth)
+                location.finding.peer = min(location.finding.peer, depth)
 
     def sample(self, count: int) -> RestoreSample:
         """The chain to the last of the `count` blocks that came."""

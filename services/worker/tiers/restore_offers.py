@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvfleet.worker.blocks.prospect import Prospect
+from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.schedule.sequence import Sequence
 from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S, Offer
@@ -27,29 +27,29 @@ HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer, or vaults, that were never mea
 ComputeSeconds = Callable[[int, int], float]  # to compute blocks from the first number to the second
 
 
-def prospect_of(sequence: Sequence) -> Prospect | None:
+def location_of(sequence: Sequence) -> ChainLocation | None:
     """What was found of its chain, if it still is its chain."""
-    prospect = sequence.spec.prospect
-    if prospect is None or not prospect.names or sequence.start or prospect.names[0].hash != sequence.hashes[0]:
+    location = sequence.spec.location
+    if location is None or not location.names or sequence.start or location.names[0].hash != sequence.hashes[0]:
         return None
-    return prospect
+    return location
 
 
-def price_of_computing(prospect: Prospect | None, compute_s: ComputeSeconds) -> ComputeSeconds:
+def price_of_computing(location: ChainLocation | None, compute_s: ComputeSeconds) -> ComputeSeconds:
     """What was handed over is dear to compute, however quickly it could be."""
-    if prospect is None or not prospect.insists:
+    if location is None or not location.handed_over:
         return compute_s
     return lambda start, end: compute_s(start, end) + HANDED_BLOCK_S * max(0, end - start)
 
 
-def look_worth_s(prospect: Prospect) -> float:
+def look_worth_s(location: ChainLocation) -> float:
     """What takes no longer to compute is not waited for."""
-    return FAR_WORTH_S if prospect.far else LOOK_WORTH_S
+    return FAR_WORTH_S if location.far else LOOK_WORTH_S
 
 
-def answer_limit_s(prospect: Prospect) -> float:
+def answer_limit_s(location: ChainLocation) -> float:
     """How long a sequence waits for what is found."""
-    return FAR_ANSWER_S if prospect.far else HANDED_ANSWER_S if prospect.insists else ANSWER_LIMIT_S
+    return FAR_ANSWER_S if location.far else HANDED_ANSWER_S if location.handed_over else ANSWER_LIMIT_S
 
 
 def host_offers(host: HostTier | None, bytes_per_s: float, sequence: Sequence, start: int, usable: int) -> list[Offer]:
@@ -60,13 +60,15 @@ def host_offers(host: HostTier | None, bytes_per_s: float, sequence: Sequence, s
     return [Offer(Tier.HOST, depth, LinkSpeed(0.0, bytes_per_s))]
 
 
-def remote_offers(remote: Remote, prospect: Prospect, vault: int, peer: int, *, hopes: bool = False) -> list[Offer]:
+def remote_offers(
+    remote: Remote, location: ChainLocation, vault: int, peer: int, *, hopes: bool = False
+) -> list[Offer]:
     """If they have so many blocks. `hopes`: a peer that is being measured may turn out to be fast."""
     offers = []
-    for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if prospect.peer else 0)):
-        far = prospect.far and tier is Tier.PEER
-        speed = remote.speed_of(prospect.peer) if far else remote.speed(tier)
-        if speed is None and (prospect.insists or (far and hopes)):
+    for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if location.peer else 0)):
+        far = location.far and tier is Tier.PEER
+        speed = remote.speed_of(location.peer) if far else remote.speed(tier)
+        if speed is None and (location.handed_over or (far and hopes)):
             speed = HANDED_SPEED
         if depth and speed is not None:
             offers.append(Offer(tier, depth, speed))

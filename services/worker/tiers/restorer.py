@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
-from kvfleet.worker.blocks.prospect import Finding, Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_of
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.schedule.sequence_trace import Restored
@@ -31,9 +31,9 @@ from kvfleet.worker.tiers.restore_offers import (
     ComputeSeconds,
     answer_limit_s,
     host_offers,
+    location_of,
     look_worth_s,
     price_of_computing,
-    prospect_of,
     remote_offers,
 )
 from kvproto.block_hash import Root, unpack_ids
@@ -43,7 +43,7 @@ SAMPLED = 32  # one restore in so many is checked by computing
 MOST_SAMPLES = 16
 MOST_RESTORES = 2  # for one sequence before it runs
 LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
-PATIENCE = 0.2  # of what computing would take
+SLACK = 0.2  # of what computing would take
 GRACE_S = 0.005
 
 
@@ -95,21 +95,21 @@ class Restorer:
                 sequence.restores += 1
                 job.waiting.append(sequence)
                 return True
-        prospect = prospect_of(sequence)
-        compute_s = price_of_computing(prospect, compute_s)
+        location = location_of(sequence)
+        compute_s = price_of_computing(location, compute_s)
         price = partial(cheapest, start=start, block_bytes=self._memory.block_bytes, compute_s=compute_s)
         offers = host_offers(self._host, self._copier.speed_in.bytes_per_s, sequence, start, usable)
-        if prospect is not None:
+        if location is not None:
             assert self._remote is not None
-            found = prospect.finding
+            found = location.finding
             if found.ready:
-                offers += remote_offers(self._remote, prospect, min(found.vault, usable), min(found.peer, usable))
+                offers += remote_offers(self._remote, location, min(found.vault, usable), min(found.peer, usable))
             else:
                 left = max((offer.end for offer in offers), default=start)
-                best = price(offers + remote_offers(self._remote, prospect, usable, usable, hopes=True))
-                is_worth = compute_s(left, usable) > look_worth_s(prospect)
+                best = price(offers + remote_offers(self._remote, location, usable, usable, hopes=True))
+                is_worth = compute_s(left, usable) > look_worth_s(location)
                 if is_worth and best and best[-1].tier is not Tier.HOST:
-                    self._looking[id(sequence)] = sequence, self._clock() + answer_limit_s(prospect)
+                    self._looking[id(sequence)] = sequence, self._clock() + answer_limit_s(location)
                     return True
         parts = price(offers)
         room = self._pool.available - self._pool.idle_among(match.blocks) - spare
@@ -117,7 +117,7 @@ class Restorer:
         if not parts:
             return False
         sequence.restores += 1
-        self._begin(sequence, match, parts, prospect, compute_s(parts[0].start, parts[-1].end))
+        self._begin(sequence, match, parts, location, compute_s(parts[0].start, parts[-1].end))
         return True
 
     def _begin(
@@ -125,7 +125,7 @@ class Restorer:
         sequence: EngineSequence,
         match: Match,
         parts: list[RestoredPart],
-        prospect: Prospect | None,
+        location: ChainLocation | None,
         compute_s: float,
     ) -> None:
         size, pool = self._pool.block_size, self._pool
@@ -142,12 +142,12 @@ class Restorer:
             held=list(match.blocks),
             blocks=pool.allocate(end - start),
             began=now,
-            deadline=now + LATE * max(part.seconds for part in parts) + max(GRACE_S, PATIENCE * compute_s),
+            deadline=now + LATE * max(part.seconds for part in parts) + max(GRACE_S, SLACK * compute_s),
             compute_s=compute_s,
             waiting=[sequence],
         )
         self._jobs.append(job)
-        job.running = [self._prepare(job, part, prospect) for part in parts]
+        job.running = [self._prepare(job, part, location) for part in parts]
 
     def start(self) -> None:
         """Begin to write to the blocks that jobs took from the pool. Not sooner than the step in which they were taken
@@ -156,14 +156,14 @@ class Restorer:
         for start in unstarted:
             start()
 
-    def _prepare(self, job: RestoreJob, part: RestoredPart, prospect: Prospect | None) -> RunningPart:
+    def _prepare(self, job: RestoreJob, part: RestoredPart, location: ChainLocation | None) -> RunningPart:
         """Holds what a part needs, now; it begins with `start`."""
         blocks = job.blocks[part.start - job.start : part.end - job.start]
         if part.tier is Tier.HOST:
             return self._prepare_copy(job, part, blocks)
         assert self._remote is not None
-        assert prospect is not None
-        running = RunningPart(part, landing=Landing([None] * len(blocks), traceparent=prospect.traceparent))
+        assert location is not None
+        running = RunningPart(part, landing=Landing([None] * len(blocks), traceparent=location.traceparent))
         assert running.landing is not None
         targets = [self._memory.view(block) for block in blocks]
         addressable = [target for target in targets if target is not None]
@@ -172,11 +172,11 @@ class Restorer:
         fetch = partial(
             self._remote.fetch,
             part.tier,
-            prospect.names[part.start : part.start + len(addressable)],
+            location.names[part.start : part.start + len(addressable)],
             addressable,
             running.landing,
             exact=job.exact,
-            peer=prospect.peer,
+            peer=location.peer,
             on_progress=self._wake,
         )
         self._unstarted.append(fetch)
@@ -230,8 +230,8 @@ class Restorer:
             ahead=True,
         )
         self._jobs.append(job)
-        prospect = Prospect(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
-        job.running = [self._prepare(job, part, prospect)]
+        location = ChainLocation(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
+        job.running = [self._prepare(job, part, location)]
         return count
 
     @property
@@ -262,10 +262,10 @@ class Restorer:
         now = self._clock()
         back: list[EngineSequence] = []
         for key, (sequence, deadline) in list(self._looking.items()):
-            prospect = sequence.spec.prospect
-            assert prospect is not None
-            if prospect.finding.ready or now >= deadline:
-                prospect.finding.ready = True  # what is not known by now is not waited for
+            location = sequence.spec.location
+            assert location is not None
+            if location.finding.ready or now >= deadline:
+                location.finding.ready = True  # what is not known by now is not waited for
                 back.append(sequence)
                 del self._looking[key]
         for job in list(self._jobs):

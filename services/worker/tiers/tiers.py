@@ -1,6 +1,6 @@
 """All tiers below the device, as the engine sees them. The engine's thread owns it.
 
-The engine tells what happens to sequences, asks when one's turn comes, and lets this tend to copies between steps.
+The engine tells what happens to sequences, asks when one's turn comes, and has copies maintained between steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
-from kvfleet.worker.blocks.prospect import BlockName, names_of
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.base import Remote
@@ -43,7 +43,7 @@ class _Erasure:
 
 class Tiers:
     """Without a `host` tier nothing is offloaded; vaults and peers are still read where blocks of the device have an
-    address on the host. `wake` is called from any thread when there is something to tend to."""
+    address on the host. `wake` is called from any thread when there is something to maintain."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class Tiers:
         self.restorer.drop(sequence)
         if self.offloader is not None and sequence.filled:
             self.reuse.extend(sequence.hashes[: sequence.filled])
-            prospect = sequence.spec.prospect
-            if prospect is not None and prospect.finding.ready:  # a vault may have lost what it was given
-                self.offloader.missed(sequence.hashes[prospect.finding.vault :])
+            location = sequence.spec.location
+            if location is not None and location.finding.ready:  # a vault may have lost what it was given
+                self.offloader.missed(sequence.hashes[location.finding.vault :])
             self.offloader.offer(sequence, prefill_tokens_per_s)
 
     def paused(self, sequence: EngineSequence) -> None:
@@ -129,8 +129,8 @@ class Tiers:
     def claims(
         self, sequence: EngineSequence, match: Match, spare: int, compute_s: Callable[[int, int], float]
     ) -> bool:
-        """Whether it has to wait, out of the queue, for blocks from below: `tend` gives it back. `compute_s`: seconds
-        for tokens from a position on, so many."""
+        """Whether it has to wait, out of the queue, for blocks from below: `maintain` gives it back. `compute_s`:
+        seconds for tokens from a position on, so many."""
         size = self.pool.block_size
         return self.restorer.claims(
             sequence, match, spare=spare, compute_s=lambda start, end: compute_s(start * size, (end - start) * size)
@@ -163,7 +163,7 @@ class Tiers:
         self.restorer.start()
 
     def due_in(self) -> float | None:
-        """Seconds until `tend` is needed though nothing woke the engine."""
+        """Seconds until `maintain` is needed though nothing woke the engine."""
         return self.restorer.due_in()
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:

@@ -9,7 +9,7 @@ import sys
 import time
 
 from kvfleet.worker.blocks.block_pool import BlockPool
-from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens
 from kvfleet.worker.model.fake import FakeRunner
@@ -60,7 +60,7 @@ class ProtectedWorker:
         finding = self.remote.look(names, exact=False, peer="", on_ready=lambda: None, limit_s=2.0)
         while not finding.ready:
             time.sleep(0.001)
-        asked = SequenceSpec("r", 0, PROMPT, SAMPLING, ROOT, output_ids=outputs, prospect=Prospect(names, finding))
+        asked = SequenceSpec("r", 0, PROMPT, SAMPLING, ROOT, output_ids=outputs, location=ChainLocation(names, finding))
         self.engine.add(asked)
 
     def turn(self) -> list[SequenceStarted | SequenceTokens | SequenceFinished]:

@@ -130,7 +130,7 @@ def test_a_peer_gets_what_is_held_and_all_is_given_back(
 def test_only_so_many_lendings_are_out_at_a_time(
     peer: SourceAddress, lender: MemoryLender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_store, "PATIENCE_S", 5.0)
+    monkeypatch.setattr(peer_store, "LENDING_TIMEOUT_S", 5.0)
     names = names_of(2)
     lender.add(names)
     lender.pause_s = 0.05
@@ -155,7 +155,7 @@ def test_only_so_many_lendings_are_out_at_a_time(
 
 
 def test_who_cannot_lend_in_time_has_nothing(lender: MemoryLender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_store, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(peer_store, "LENDING_TIMEOUT_S", 0.05)
     store, names = PeerStore(lender, FORMAT), names_of(1)
     lender.add(names)
     out = [store.get(ROOT, [names[0].hash], False) for _ in range(LENDINGS)]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet.worker.blocks.prospect import BlockName, Finding
+from kvfleet.worker.blocks.chain_location import BlockName, Finding
 from kvfleet.worker.tiers.base import Landing
 from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.dataplane.block import BlockCodec, BlockHeader

@@ -12,7 +12,7 @@ from memory_remote import MemoryRemote
 from test_tiered_schedules import TieredSchedule
 
 from kvfleet.worker.blocks.block_pool import BlockPool
-from kvfleet.worker.blocks.prospect import BlockName
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.host import HostTier
@@ -105,9 +105,9 @@ def test_what_lies_still_goes_at_once(rig: Rig) -> None:
 
 def test_what_waits_to_be_copied_or_is_being_copied(rig: Rig) -> None:
     """At once after the turn; what has begun ends first."""
-    for tended in range(4):
+    for turns in range(4):
         rig.run(PROMPT)
-        for _ in range(tended):
+        for _ in range(turns):
             rig.engine.maintain()
         rig.engine.kv.erase(ROOT, PROMPT)
         rig.settle()

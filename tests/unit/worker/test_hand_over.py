@@ -8,7 +8,7 @@ import pytest
 from engine_rig import ROOT, expected_tokens, spec
 from tier_rig import SIZE, TieredRig
 
-from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.outputs import SequenceStarted, SequenceTokens
 from kvproto.block_hash import chain
 from kvproto.messages import Sampling, Tier
@@ -47,13 +47,13 @@ def give_blocks(rig: TieredRig, other: TieredRig, ids: list[int], tier: Tier) ->
     return len(blocks)
 
 
-def go_on(rig: TieredRig, outputs: list[int], *, insists: bool) -> SequenceStarted:
+def go_on(rig: TieredRig, outputs: list[int], *, handed_over: bool) -> SequenceStarted:
     known = [*PROMPT, *outputs]
     assert rig.remote is not None
     names = names_of(ROOT, chain(ROOT, known, SIZE), known, SIZE)
     finding = rig.remote.look(names, exact=False, peer="w1", on_ready=rig.woken.set)
-    prospect = Prospect(names, finding, "w1", insists)
-    rig.engine.add(spec("a", PROMPT, GREEDY.max_tokens, attempt=1, output_ids=tuple(outputs), prospect=prospect))
+    location = ChainLocation(names, finding, "w1", handed_over)
+    rig.engine.add(spec("a", PROMPT, GREEDY.max_tokens, attempt=1, output_ids=tuple(outputs), location=location))
     rig.until(lambda: ("a", 1) in rig.transcript.ends)
     return rig.started["a"]
 
@@ -78,7 +78,7 @@ def test_at_most_one_partial_block_is_computed_again(make_rig: MakeRig, produced
     second = make_rig(remote=True, prefill_tokens_per_s=1e9)
     given = give_blocks(first, second, [*PROMPT, *outputs], Tier.PEER)
     assert given == (len(PROMPT) + len(outputs) - 1) // SIZE
-    started = go_on(second, outputs, insists=True)
+    started = go_on(second, outputs, handed_over=True)
     assert 0 < started.recomputed_tokens <= SIZE
     assert outputs + second.transcript.tokens["a", 1] == expected_tokens(PROMPT, GREEDY)
 
@@ -93,7 +93,7 @@ def test_a_worker_that_has_just_come_has_measured_nobody_yet(
     second = make_rig(remote=True, prefill_tokens_per_s=1e9)
     give_blocks(first, second, [*PROMPT, *outputs], tier)
     monkeypatch.setattr(second.remote, "speed", lambda tier: None)
-    assert 0 < go_on(second, outputs, insists=True).recomputed_tokens <= SIZE
+    assert 0 < go_on(second, outputs, handed_over=True).recomputed_tokens <= SIZE
 
 
 def test_what_was_not_handed_over_is_computed_where_that_is_quicker(make_rig: MakeRig) -> None:
@@ -103,7 +103,7 @@ def test_what_was_not_handed_over_is_computed_where_that_is_quicker(make_rig: Ma
     first.engine.hand_over("a", 0, keep=False)
     second = make_rig(remote=True, prefill_tokens_per_s=1e9)
     give_blocks(first, second, [*PROMPT, *outputs], Tier.PEER)
-    assert go_on(second, outputs, insists=False).recomputed_tokens == len(PROMPT) + len(outputs)
+    assert go_on(second, outputs, handed_over=False).recomputed_tokens == len(PROMPT) + len(outputs)
 
 
 def test_with_nobody_to_take_over_its_blocks_go_to_vaults(make_rig: MakeRig) -> None:

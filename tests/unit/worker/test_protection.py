@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memory_remote import MemoryRemote
 from tier_rig import SIZE, TieredRig
 
-from kvfleet.worker.blocks.prospect import BlockName
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers import protection
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
 from kvfleet.worker.tiers.speed import LinkSpeed

@@ -13,7 +13,7 @@ import pytest
 from memory_remote import Faults, MemoryRemote, Unaddressed
 from test_random_schedules import MOST_STEPS, Schedule
 
-from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.schedule.sequence import SequenceSpec
@@ -55,11 +55,11 @@ class TieredSchedule(Schedule):
         ids = (*asked.prompt_ids, *asked.output_ids)
         names = names_of(asked.root, chain(asked.root, ids, size), ids, size)
         finding = self.remote.look(names, exact=asked.exact, peer="w2", on_ready=lambda: None)
-        return replace(asked, prospect=Prospect(names, finding, "w2"))
+        return replace(asked, location=ChainLocation(names, finding, "w2"))
 
     def step(self) -> None:
-        if (tended := self.engine.maintain()) is not None:
-            self.check_announced(tended)
+        if (maintained := self.engine.maintain()) is not None:
+            self.check_announced(maintained)
         self.engine.check_integrity()
         result = self.engine.step()
         self.transcript.take(result)
@@ -111,8 +111,8 @@ class TieredSchedule(Schedule):
     def check(self) -> None:
         end = time.monotonic() + LIMIT_S
         while self.tiers.offloader is not None and (self.tiers.offloader.has_work or self.tiers.offloader._holds):
-            if (tended := self.engine.maintain()) is not None:
-                self.check_announced(tended)
+            if (maintained := self.engine.maintain()) is not None:
+                self.check_announced(maintained)
             assert time.monotonic() < end, "an offload never ends"
             time.sleep(0.0005)
         super().check()

@@ -12,7 +12,7 @@ from engine_rig import ROOT, expected_tokens, spec
 from memory_remote import Faults
 from tier_rig import SIZE, TieredRig
 
-from kvfleet.worker.blocks.prospect import names_of
+from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.tiers.lending import EngineLender
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier

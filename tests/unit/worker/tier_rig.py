@@ -11,7 +11,7 @@ from engine_rig import ROOT, Transcript, spec
 from memory_remote import Faults, MemoryRemote
 
 from kvfleet.worker.blocks.block_pool import BlockPool
-from kvfleet.worker.blocks.prospect import Prospect, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakeRunner
@@ -88,18 +88,18 @@ class TieredRig:
         peer: str = "",
         **fields: object,
     ) -> None:
-        prospect = None
+        location = None
         if self.remote is not None:
             names = names_of(root, chain(root, prompt, SIZE), prompt, SIZE)
             finding = self.remote.look(names, exact=exact, peer=peer, on_ready=self.woken.set)
-            prospect = Prospect(names, finding, peer)
-        asked = spec(request, prompt, max_tokens, exact=exact, prospect=prospect, **fields)
+            location = ChainLocation(names, finding, peer)
+        asked = spec(request, prompt, max_tokens, exact=exact, location=location, **fields)
         self.engine.add(replace(asked, root=root))
 
     def turn(self) -> None:
         self.woken.clear()
-        if (tended := self.engine.maintain()) is not None:
-            self.results.append(tended)
+        if (maintained := self.engine.maintain()) is not None:
+            self.results.append(maintained)
         if self.engine.has_work:
             result = self.engine.step()
             self.results.append(result)

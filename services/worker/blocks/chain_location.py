@@ -1,4 +1,4 @@
-"""What a request could have brought to the device: its chain by name, and who was found to have it. Pure."""
+"""Where a request's chain can be fetched from: its blocks by name, and which sources have them. Pure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Prospect:
-    """A request's whole chain, and what was found of it beyond this worker. One that `insists` is to be restored
-    whatever computing would cost: its blocks were handed over, and computing takes cores from others."""
+class ChainLocation:
+    """A request's whole chain, and what was found of it beyond this worker. One that was `handed_over` is to be
+    restored whatever computing would cost, which takes cores from others."""
 
     names: Sequence[BlockName]
     finding: Finding
     peer: str = ""
-    insists: bool = False
+    handed_over: bool = False
     far: bool = False  # the peer is in another region
     traceparent: str = ""  # of a traced request: what vaults and peers are asked below
 
