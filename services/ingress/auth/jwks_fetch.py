@@ -12,8 +12,6 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from kvproto.errors import InvalidRequest, Unavailable
 
 TIMEOUT_S = 5.0
@@ -21,11 +19,12 @@ MAX_BYTES = 1024 * 1024
 DISCOVERY = "/.well-known/openid-configuration"
 _ON_THIS_HOST = ("127.0.0.1", "::1", "localhost")
 _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvfleet"}
-_NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ImportError)  # the last two: of a proxy's URL
 
 
 def check_url(url: str, setting: str) -> None:
     """Raises InvalidRequest for one that keys must not come from."""
+    import httpx  # here, so that only an ingress with an issuer's URL loads it, and the others start sooner
+
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, ValueError):
@@ -65,6 +64,9 @@ def read_key_file(path: Path) -> dict[str, Any]:
 
 
 def _fetch_json(url: str) -> dict[str, Any]:
+    import httpx
+
+    failures = (httpx.HTTPError, OSError, ValueError, httpx.InvalidURL, ImportError)  # the last two: of a proxy's URL
     data = bytearray()
     try:
         with httpx.stream(
@@ -76,7 +78,7 @@ def _fetch_json(url: str) -> dict[str, Any]:
                 data += part
                 if len(data) > MAX_BYTES:
                     raise Unavailable(f"the issuer's answer is longer than {MAX_BYTES} bytes")
-    except _NO_ANSWER as error:
+    except failures as error:
         raise Unavailable(f"the issuer does not answer: {type(error).__name__}") from None
     try:
         value = json.loads(data)
