@@ -1,6 +1,6 @@
 """Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log, and their reloads.
 
-SIGHUP ─▶ `reload_now`: keys and certificates are read at once, the audit log is opened anew
+SIGHUP ─▶ `reload_now`: keys and certificates are read at once; the audit log follows its name without it
 """
 
 from __future__ import annotations

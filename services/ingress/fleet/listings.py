@@ -18,8 +18,8 @@ from kvproto.errors import LimitExceeded
 from kvproto.tasks import end
 
 KEPT_S = 0.5
-MOST = 8
-MOST_OF_ONE = 3  # tenant; and all who may list everybody's together
+MAX_LISTINGS = 8
+MAX_LISTINGS_PER_TENANT = 3  # and of all callers who may list every tenant's, together
 RETRY_S = 1.0
 
 Question = tuple[str | None, str | None, int]  # tenant, None: all; model, None: any; how many at most
@@ -40,7 +40,7 @@ class Listings:
         task = self._places.get(question)
         if task is None:
             of_one = sum(tenant == question[0] for tenant, _, _ in self._places)
-            if len(self._places) >= MOST or of_one >= MOST_OF_ONE:
+            if len(self._places) >= MAX_LISTINGS or of_one >= MAX_LISTINGS_PER_TENANT:
                 raise LimitExceeded(
                     "too many different lists of placements are asked for at once", retry_after_s=RETRY_S
                 )

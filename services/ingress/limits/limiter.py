@@ -27,7 +27,7 @@ MINUTE_S = 60.0
 DAY_S = 86_400.0
 BUSY_RETRY_S = 1.0  # when a request will end is not known
 MAX_ACCOUNTS = 10_000  # beyond so many, those that are as good as new are dropped
-MOST_ACCOUNTS = 2 * MAX_ACCOUNTS  # beyond so many, none is opened for what runs elsewhere alone
+MAX_OPENED_ACCOUNTS = 2 * MAX_ACCOUNTS  # beyond so many, none is opened for what runs elsewhere alone
 ROUNDING = 1e-6
 Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers together
 
@@ -221,7 +221,7 @@ class Limiter:
         too many."""
         if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
-            if max(len(self._own), len(self._tenants)) >= MOST_ACCOUNTS:
+            if max(len(self._own), len(self._tenants)) >= MAX_OPENED_ACCOUNTS:
                 return None
         opened = Account(key), limits
         if key[1]:

@@ -19,7 +19,7 @@ from kvservice.distribution import Distribution
 
 TTFT_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-MOST_MODELS = 32
+MAX_MODELS = 32
 OTHER = "other"  # all models after the first so many: labels must stay few
 
 
@@ -80,7 +80,7 @@ class ServiceLevels:
         """Of a model that is served, by its name; that of all others once there are too many."""
         level = self._known.get((model, route))
         if level is None:
-            if len(self._known) >= MOST_MODELS * len(self._routes):
+            if len(self._known) >= MAX_MODELS * len(self._routes):
                 model = OTHER
             for each in self._routes:
                 self._known.setdefault((model, each), ServiceLevel())

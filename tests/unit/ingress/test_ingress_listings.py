@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvfleet.ingress.fleet import listings as listings_module
-from kvfleet.ingress.fleet.listings import MOST, MOST_OF_ONE, Listings, Question
+from kvfleet.ingress.fleet.listings import MAX_LISTINGS, MAX_LISTINGS_PER_TENANT, Listings, Question
 from kvproto.errors import LimitExceeded, Unavailable
 from tests.support.waiting import LIMIT_S
 
@@ -62,14 +62,14 @@ async def test_one_tenant_takes_a_few_places_and_all_together_a_few_more() -> No
     waiting = [desk.ask("acme", limit) for limit in range(1, 201)]
     await asyncio.sleep(0)
     waiting.append(desk.ask("other"))
-    waiting += [desk.ask(f"t{number}") for number in range(MOST)]
+    waiting += [desk.ask(f"t{number}") for number in range(MAX_LISTINGS)]
     desk.may_answer.set()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(one, bytes) for one in outcomes[:MOST_OF_ONE])
-    refused = outcomes[MOST_OF_ONE:200]
+    assert all(isinstance(one, bytes) for one in outcomes[:MAX_LISTINGS_PER_TENANT])
+    refused = outcomes[MAX_LISTINGS_PER_TENANT:200]
     assert all(isinstance(one, LimitExceeded) and one.retry_after_s for one in refused)
     assert isinstance(outcomes[200], bytes), "another tenant still finds a place"
-    assert len(desk.asked) == len(desk.listings) == MOST
+    assert len(desk.asked) == len(desk.listings) == MAX_LISTINGS
     with pytest.raises(LimitExceeded):
         await desk.ask("acme", 200)
     assert await desk.ask("acme", 1) == b"1", "what is here already costs nothing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.ingress.limits.service_levels import MOST_MODELS, OTHER, ServiceLevel, ServiceLevels, Targets
+from kvfleet.ingress.limits.service_levels import MAX_MODELS, OTHER, ServiceLevel, ServiceLevels, Targets
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
 
@@ -72,9 +72,9 @@ def test_served_models_are_there_before_their_first_request_and_stay() -> None:
 
 def test_too_many_models_are_one() -> None:
     levels = ServiceLevels(TARGETS, ("chat",), tuple)
-    for number in range(MOST_MODELS):
+    for number in range(MAX_MODELS):
         levels.of(f"m{number}", "chat")
     one, another = levels.of("one-more", "chat"), levels.of("and-another", "chat")
     assert one is another is levels.of(OTHER, "chat")
-    assert len(levels.all()) == MOST_MODELS + 1
+    assert len(levels.all()) == MAX_MODELS + 1
     assert levels.of("m3", "chat") is levels.all()["m3", "chat"]

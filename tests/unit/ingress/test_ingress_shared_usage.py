@@ -624,7 +624,7 @@ def test_only_what_was_not_heard_of_for_long_is_forgotten() -> None:
 
 def test_accounts_that_only_others_use_are_bounded_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", 4)
-    monkeypatch.setattr(limits, "MOST_ACCOUNTS", 8)
+    monkeypatch.setattr(limits, "MAX_OPENED_ACCOUNTS", 8)
     one = Ingress("me")
 
     def receive(seq: int, now: float, *said: AccountUsage) -> None:
@@ -646,7 +646,7 @@ def test_an_account_without_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
     one = Ingress("me")
     one.receive(codec.encode(UsageReport("p", "e", 1, (entry(requests=1, age_s=1.0),))), 2.0)
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", -1)
-    monkeypatch.setattr(limits, "MOST_ACCOUNTS", 0)
+    monkeypatch.setattr(limits, "MAX_OPENED_ACCOUNTS", 0)
     one.limiter._drop_idle(2.0, NOON)
     one.receive(codec.encode(UsageReport("p", "e", 2, (entry(requests=2, age_s=2.0, running=1),))), 3.0)
     assert (one.usage._peer_accounts, one.usage.refused_total) == (0, 1)
