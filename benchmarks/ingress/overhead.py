@@ -21,7 +21,7 @@ from benchmarks.harness.yardsticks import Hops, tokens_per_s
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceTokens
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import IdDetokenizer
@@ -39,7 +39,7 @@ def prompt(number: int) -> list[int]:
 
 class BareEngine:
     def __init__(self) -> None:
-        runner = FakeRunner(num_blocks=8192, vocab_size=1024, context_length=4096, tokens_per_s=RATE)
+        runner = FakeRunner(num_blocks=8192, vocab_size=1024, context_length=4096, pace=FakePace(RATE))
         pool = BlockPool(runner.num_blocks, runner.block_size)
         self._engine = Engine(runner, pool, Scheduler(pool), IdDetokenizer())
 

@@ -24,6 +24,7 @@ from kvfleet.worker.network.tier_network import TierNetwork
 from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.request_intake import WorkerLimits
+from kvfleet.worker.serve.worker_parts import Neighbours, WorkerParts
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.worker_metrics import readings
 from kvproto import codec
@@ -185,7 +186,7 @@ def assemble(
         data_plane=data_plane,
         kv_format=engine.runner.memory.kv_format,
     )
-    loop = WorkerLoop(
+    parts = WorkerParts(
         connection,
         subjects,
         lease,
@@ -194,13 +195,10 @@ def assemble(
         bundle,
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s, settings.max_producer_priority),
-        on_fatal,
-        network.remote if network is not None else None,
-        network.has_successor if network is not None else lambda: False,
-        on_drain,
+        Neighbours(network.remote, network.has_successor, network.meet) if network is not None else Neighbours(),
         tracer,
-        network.meet if network is not None else lambda worker: None,
     )
+    loop = WorkerLoop(parts, on_fatal, on_drain)
     loops.append(loop)
     return loop, thread
 

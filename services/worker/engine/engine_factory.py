@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.base import BlockMemory, ModelRunner
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.model.kv_size import KvLayout, readable, size_lines
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
@@ -92,8 +92,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
         vocab_size=bundle.vocab_size,
         context_length=bundle.context_length,
         eos_ids=bundle.stop_ids,
-        tokens_per_s=settings.fake_tokens_per_s or None,
-        prefill_tokens_per_s=settings.fake_prefill_tokens_per_s or None,
+        pace=FakePace(settings.fake_tokens_per_s or None, settings.fake_prefill_tokens_per_s or None),
     )
 
 

@@ -10,7 +10,7 @@ from itertools import count
 
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Sequence, SequenceSpec
+from kvfleet.worker.schedule.sequence import Sequence, SequenceArrival, SequenceSpec
 from kvfleet.worker.schedule.tenant_costs import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
@@ -51,8 +51,7 @@ class SequenceIntake:
         sequence = Sequence(
             spec,
             self._runner.block_size,
-            arrival=next(self._arrivals),
-            enqueued=now,
+            arrival=SequenceArrival(next(self._arrivals), now),
             window=window,
             stop_ids=eos_ids.union(sampling.stop_ids),
             text=self._text(spec),

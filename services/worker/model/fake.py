@@ -15,6 +15,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
@@ -66,12 +67,20 @@ class FakeMemory:
             self._totals[block] = self._slots[(block + 1) * self._size - 1]
 
 
-class FakeRunner:
-    """Slots hold running sums within their block, so a block's last valid slot stands for the whole block.
+@dataclass(frozen=True, slots=True)
+class FakePace:
+    """`tokens_per_s` paces decoding (all sequences of a step together) and `prefill_tokens_per_s` prompts; None is as
+    fast as it goes. `step_seconds` is added to each step."""
 
-    `tokens_per_s` paces decoding (all sequences of a step together) and `prefill_tokens_per_s` prompts; None is as fast
-    as it goes. `step_seconds` is added to each step.
-    """
+    tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    step_seconds: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class FakeRunner:
+    """Slots hold running sums within their block, so a block's last valid slot stands for the whole block."""
 
     bytes_per_slot = 8
     num_layers = 1
@@ -85,11 +94,7 @@ class FakeRunner:
         vocab_size: int = 32_000,
         context_length: int = 32_768,
         eos_ids: tuple[int, ...] = (),
-        tokens_per_s: float | None = None,
-        prefill_tokens_per_s: float | None = None,
-        step_seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        pace: FakePace = FakePace(),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -100,11 +105,11 @@ class FakeRunner:
         self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
         self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
         self.memory = FakeMemory(self.slots, self._totals, block_size)
-        self._decode_seconds = 1 / tokens_per_s if tokens_per_s else 0.0
-        self._prefill_seconds = 1 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
-        self._step_seconds = step_seconds
-        self._clock = clock
-        self._sleep = sleep
+        self._decode_seconds = 1 / pace.tokens_per_s if pace.tokens_per_s else 0.0
+        self._prefill_seconds = 1 / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
+        self._step_seconds = pace.step_seconds
+        self._clock = pace.clock
+        self._sleep = pace.sleep
         self._due = 0.0
         self.device = "cpu"
         self.abort = Abort()

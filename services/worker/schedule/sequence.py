@@ -58,6 +58,14 @@ class SequenceSpec:
     location: ChainLocation | None = None  # its chain under `root`, and what vaults and peers have of it
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceArrival:
+    """When it came, and as which of all."""
+
+    number: int
+    time: float
+
+
 class SequenceState(Enum):
     WAITING = auto()
     RESTORING = auto()
@@ -88,8 +96,7 @@ class Sequence:
         spec: SequenceSpec,
         block_size: int,
         *,
-        arrival: int,
-        enqueued: float,
+        arrival: SequenceArrival,
         window: ContextWindow,
         stop_ids: frozenset[int],
         text: TextStream,
@@ -98,9 +105,9 @@ class Sequence:
     ) -> None:
         self.spec = spec
         self.account = account  # the tenant's, for what it costs
-        self.arrival = arrival
-        self.enqueued = enqueued
-        self.rank = rank_of(spec.priority, enqueued, arrival)
+        self.arrival = arrival.number
+        self.enqueued = arrival.time
+        self.rank = rank_of(spec.priority, arrival)
         self.window = window
         self.max_outputs = window.max_tokens
         self.stop_ids = stop_ids
@@ -200,9 +207,9 @@ def _has_penalties(sampling: Sampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
-def rank_of(priority: int, enqueued: float, arrival: int) -> Rank:
+def rank_of(priority: int, arrival: SequenceArrival) -> Rank:
     """Orders what runs, for preemption, and never changes: smaller ones may take blocks from larger ones."""
-    return enqueued - AGE_S * priority, arrival
+    return arrival.time - AGE_S * priority, arrival.number
 
 
 def level_of(priority: int, waited: float) -> int:

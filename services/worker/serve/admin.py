@@ -17,20 +17,17 @@ from typing import Any
 
 from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.long_questions import LongAdminQuestions
-from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvproto import codec
 from kvproto.block_hash import Root, chain
-from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import (
     AdminCommand,
     AdminReply,
     AdminRequest,
-    Bundle,
     Heartbeat,
     Inspection,
     SnapshotRequest,
@@ -56,21 +53,18 @@ class AdminDesk:
 
     def __init__(
         self,
-        connection: Connection,
+        parts: WorkerParts,
         record: WorkerRecord,
-        engine: EngineThread,
-        bundle: Bundle,
         roots: TenantRoots,
         broadcast: Broadcast,
         heartbeat: Callable[[], Heartbeat],
         begin_drain: Callable[[], None],
-        remote: Remote | None = None,
     ) -> None:
-        self._remote = remote
-        self._connection = connection
+        self._connection = parts.connection
+        self._engine = parts.engine
+        self._remote = parts.neighbours.remote
+        self._bundle = codec.encode(parts.bundle)
         self._record = record
-        self._engine = engine
-        self._bundle = codec.encode(bundle)
         self._roots = roots
         self._broadcast = broadcast
         self._heartbeat = heartbeat

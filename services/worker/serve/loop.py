@@ -13,30 +13,24 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
-from kvfleet.worker.network.peers import Meet
 from kvfleet.worker.serve.admin import AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.demand_keeper import DemandKeeper
 from kvfleet.worker.serve.hand_over import HandOver
-from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvfleet.worker.serve.request_desk import RequestDesk
-from kvfleet.worker.serve.request_intake import WorkerLimits
+from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord
-from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
-from kvproto.connection import Connection
 from kvproto.errors import (
     DeadlineExceeded,
     KvfleetError,
 )
-from kvproto.members import Fenced, Lease
+from kvproto.members import Fenced
 from kvproto.messages import (
-    Bundle,
     Failed,
     Frame,
     Heartbeat,
@@ -46,11 +40,9 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.nats_message import Subscription
-from kvproto.subjects import Subjects, receipt_inboxes
+from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
 from kvproto.tenant_roots import TenantRoots
-from kvservice import tracing
-from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -62,82 +54,43 @@ class WorkerLoop:
 
     def __init__(
         self,
-        connection: Connection,
-        subjects: Subjects,
-        lease: Lease,
-        engine: EngineThread,
-        publisher: KvPublisher,
-        bundle: Bundle,
-        encode_prompt: Callable[[str], list[int]],
-        limits: WorkerLimits,
+        parts: WorkerParts,
         on_fatal: Callable[[str], None],
-        remote: Remote | None = None,
-        has_successor: Callable[[], bool | None] = lambda: False,
         on_drain: Callable[[], None] = lambda: None,
-        tracer: Tracer = tracing.NULL,
-        meet: Meet = lambda worker: None,
     ) -> None:
         """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
-        self._on_drain = on_drain
-        self._connection = connection
-        self._subjects = subjects
-        self._lease = lease
-        self._engine = engine
-        self._limits = limits
         self._on_fatal = on_fatal
-        self._publisher = publisher
+        self._on_drain = on_drain
+        self._connection = connection = parts.connection
+        self._subjects = subjects = parts.subjects
+        self._engine = engine = parts.engine
+        self._lease = parts.lease
+        self._limits = parts.limits
+        self._publisher = parts.publisher
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._state = State.READY
         self._load = Load()
         self._rates = Rates()
-        assert isinstance(lease.record, WorkerRecord)
-        self.record = lease.record
-        self.milestones = MilestoneLog(self.record.id, self.record.epoch)
-        self.frames = FrameBook(self.record.id, self.milestones)
+        assert isinstance(parts.lease.record, WorkerRecord)
+        self.record = record = parts.lease.record
+        self.milestones = MilestoneLog(record.id, record.epoch)
+        self.frames = FrameBook(record.id, self.milestones)
         self.outbox = Outbox(connection, self.frames.leases)
-        self._broadcast = Broadcast(connection, self.outbox, subjects, self.record.id, publisher, self.milestones)
-        roots = TenantRoots(
-            self.record.model_revision, self.record.block_size, self.record.public_prefixes, limits.fleet_key
+        self._broadcast = broadcast = Broadcast(
+            connection, self.outbox, subjects, record.id, parts.publisher, self.milestones
         )
+        roots = TenantRoots(record.model_revision, record.block_size, record.public_prefixes, parts.limits.fleet_key)
         self.requests = RequestDesk(
-            self.record,
-            engine,
-            self.frames,
-            self.outbox,
-            self._broadcast,
-            roots,
-            encode_prompt,
-            limits,
-            lambda: self._state,
-            self._spawn,
-            remote,
-            tracer,
-            meet,
+            parts, record, self.frames, self.outbox, broadcast, roots, lambda: self._state, self._spawn
         )
-        self.admin = AdminDesk(
-            connection,
-            self.record,
-            engine,
-            bundle,
-            roots,
-            self._broadcast,
-            self.heartbeat,
-            self._asked_to_drain,
-            remote,
-        )
+        self.admin = AdminDesk(parts, record, roots, broadcast, self.heartbeat, self._asked_to_drain)
+        has_successor = parts.neighbours.has_successor
         self.hand_over = HandOver(
-            self.record.id,
-            connection,
-            subjects,
-            engine,
-            self.frames,
-            self.outbox,
-            self._broadcast,
-            has_successor,
+            record.id, connection, subjects, engine, self.frames, self.outbox, broadcast, has_successor
         )
         self.requests.on_let_go = self.hand_over.let_go
-        self.demand_keeper = DemandKeeper(connection, subjects, engine, self.record, has_successor)
+        self.demand_keeper = DemandKeeper(connection, subjects, engine, record, has_successor)
 
     # ------------------------------------------------------------------ life
 

@@ -15,25 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.network.chain_lookup import ChainLookup, Hashed
-from kvfleet.worker.network.peers import Meet
 from kvfleet.worker.schedule.giving_way import Attempt, Departures
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.request_intake import (
-    WorkerLimits,
     check_capacity,
     check_request,
     content_of,
     of_its_asker,
     sequences_of,
 )
+from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.readers import Reader
 from kvfleet.worker.streams.records import AttemptRecord
-from kvfleet.worker.tiers.base import Remote
 from kvproto import codec
 from kvproto.block_hash import Root
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
@@ -51,8 +48,6 @@ from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.tenant_roots import TenantRoots
 from kvproto.trace_context import in_headers, sampled
-from kvservice import tracing
-from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -71,37 +66,32 @@ class RequestDesk:
 
     def __init__(
         self,
+        parts: WorkerParts,
         record: WorkerRecord,
-        engine: EngineThread,
         frames: FrameBook,
         outbox: Outbox,
         broadcast: Broadcast,
         roots: TenantRoots,
-        encode_prompt: Callable[[str], list[int]],
-        limits: WorkerLimits,
         state: Callable[[], State],
         spawn: Spawn,
-        remote: Remote | None = None,
-        tracer: Tracer = tracing.NULL,
-        meet: Meet = lambda worker: None,
     ) -> None:
-        self._tracer = tracer
-        self._meet = meet
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
         self.on_let_go: Callable[[str, int], None] = lambda request, attempt: None
         self._record = record
-        self._engine = engine
+        self._engine = parts.engine
+        self._encode_prompt = parts.encode_prompt
+        self._limits = limits = parts.limits
+        self._meet = parts.neighbours.meet
+        self._tracer = parts.tracer
         self._frames = frames
         self._outbox = outbox
         self._broadcast = broadcast
         self._roots = roots
-        self._encode_prompt = encode_prompt
-        self._limits = limits
         self._state = state
         self._spawn = spawn
-        self._chain_lookup = ChainLookup(remote, engine, record.block_size, limits.fleet_key)
+        self._chain_lookup = ChainLookup(parts.neighbours.remote, parts.engine, record.block_size, limits.fleet_key)
         self._departures = Departures()
         self._preparing: set[Aside] = set()
         self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")

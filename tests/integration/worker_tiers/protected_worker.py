@@ -12,7 +12,7 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import IdDetokenizer
@@ -41,8 +41,7 @@ class ProtectedWorker:
             block_size=BLOCK_SIZE,
             vocab_size=1000,
             context_length=2048,
-            tokens_per_s=TOKENS_PER_S,
-            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+            pace=FakePace(TOKENS_PER_S, PREFILL_TOKENS_PER_S),
         )
         memory = runner.memory
         self.remote = RemoteTiers(RemoteSettings("w", HOST, memory.kv_format, BlockShape(*memory.rows)), KEYS)

@@ -14,7 +14,7 @@ from test_engine_thread import Desk
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.abort import StepAborted
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
 from kvproto.errors import Cancelled
 from kvproto.messages import FinishReason, Sampling
@@ -165,16 +165,14 @@ async def test_what_is_cancelled_before_a_step_begins_is_not_in_it(runner: Layer
 
 def test_simulated_seconds_end_early() -> None:
     slept: list[float] = []
-    engine = make_engine(
-        runner=FakeRunner(
-            **SHAPE, prefill_tokens_per_s=10.0,
-            clock=lambda: 10.0 + sum(slept), sleep=lambda seconds: (slept.append(seconds), sum(slept) > 1 and gone()),  # type: ignore[arg-type, func-returns-value]
-        ),
-        token_budget=512,
-    )  # fmt: skip
 
-    def gone() -> None:
-        engine.give_up("r", 0)
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if sum(slept) > 1:
+            engine.give_up("r", 0)
+
+    pace = FakePace(prefill_tokens_per_s=10.0, clock=lambda: 10.0 + sum(slept), sleep=sleep)
+    engine = make_engine(runner=FakeRunner(**SHAPE, pace=pace), token_budget=512)  # type: ignore[arg-type]
 
     engine.add(spec("r", range(100)))  # ten seconds
     engine.step()
@@ -191,7 +189,8 @@ def test_simulated_seconds_end_early() -> None:
 
 def test_a_whole_simulated_step_takes_what_it_should() -> None:
     slept: list[float] = []
-    runner = FakeRunner(**SHAPE, prefill_tokens_per_s=10.0, clock=lambda: 10.0 + 1.01 * sum(slept), sleep=slept.append)  # type: ignore[arg-type]
+    pace = FakePace(prefill_tokens_per_s=10.0, clock=lambda: 10.0 + 1.01 * sum(slept), sleep=slept.append)
+    runner = FakeRunner(**SHAPE, pace=pace)  # type: ignore[arg-type]
     runner.run([Slice(range(50), 0, range(13), Draw(GREEDY, 0, 0))])
     assert 1.01 * sum(slept) == pytest.approx(5.0, abs=0.01), "overslept parts do not add up"
 

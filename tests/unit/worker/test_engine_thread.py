@@ -12,7 +12,7 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.engine.outputs import StepResult
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
@@ -188,7 +188,7 @@ async def test_every_choice_ends_when_the_engine_crashes_or_refuses() -> None:
 
 
 async def test_stop_ends_what_runs() -> None:
-    desk = Desk(make_engine(blocks=512, context_length=2_000, step_seconds=0.001))
+    desk = Desk(make_engine(blocks=512, context_length=2_000, pace=FakePace(step_seconds=0.001)))
     desk.thread.start()
     desk.thread.submit(spec("r", [1], max_tokens=1_900))
     while not desk.transcript.started:
@@ -201,7 +201,7 @@ async def test_stop_ends_what_runs() -> None:
 
 async def test_results_that_cannot_be_taken_are_a_crash() -> None:
     """Streams would wait for them for ever. Nothing more is computed or taken then; who asks the engine is answered."""
-    desk = Desk(make_engine(blocks=512, context_length=2_000, step_seconds=0.001))
+    desk = Desk(make_engine(blocks=512, context_length=2_000, pace=FakePace(step_seconds=0.001)))
     taken = 0
 
     def take(results: list[StepResult]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.step_plan import Draw, Scored, Slice
 from kvproto.messages import Sampling
 
@@ -67,9 +67,10 @@ def test_through_the_engine_it_equals_computing_alone() -> None:
 def test_pace() -> None:
     slept: list[float] = []
     runner = FakeRunner(
-        num_blocks=8, block_size=4, tokens_per_s=100.0, prefill_tokens_per_s=1000.0, step_seconds=0.5,
-        clock=lambda: 10.0 + sum(slept), sleep=slept.append,
-    )  # fmt: skip
+        num_blocks=8,
+        block_size=4,
+        pace=FakePace(100.0, 1000.0, step_seconds=0.5, clock=lambda: 10.0 + sum(slept), sleep=slept.append),
+    )
     runner.run([Slice([1, 2, 3], 0, [0], GREEDY), Slice([4], 0, [1], GREEDY)])
     assert sum(slept) == pytest.approx(0.5 + 0.003 + 0.01)
 

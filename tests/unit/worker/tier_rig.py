@@ -14,7 +14,7 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers.host import HostTier
@@ -48,7 +48,7 @@ class TieredRig:
             block_size=SIZE,
             vocab_size=1000,
             context_length=512,
-            prefill_tokens_per_s=prefill_tokens_per_s,
+            pace=FakePace(prefill_tokens_per_s=prefill_tokens_per_s),
         )
         self.pool = BlockPool(blocks, SIZE)
         memory = runner.memory
