@@ -31,7 +31,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerAbroad:
+class AnswerOtherRegion:
     """The same where a worker of another region may have to fetch from `placement.source`, which needs its addresses:
     "" for nobody."""
 
@@ -114,19 +114,11 @@ class DropMember:
 
 @dataclass(frozen=True, slots=True)
 class ShareBookings:
-    """Tell the other replicas what was booked, and what had to be refused."""
+    """Tell the other replicas what was booked, what had to be refused, and what other regions were asked to do."""
 
     booked: tuple[Booked, ...] = ()
     refused: tuple[Refused, ...] = ()
-    abroad: tuple[WentAbroad, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Explain:
-    """What this replica's ledger has of a request, to the asker."""
-
-    reply: str
-    decisions: tuple[Decision, ...]
+    referred: tuple[WentAbroad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +132,7 @@ class RecordDecision:
 
 Action = (
     Answer
-    | AnswerAbroad
+    | AnswerOtherRegion
     | PassOn
     | Fail
     | Forward
@@ -152,7 +144,6 @@ Action = (
     | DropMember
     | ShareBookings
     | PullSnapshot
-    | Explain
     | RecordDecision
 )
 

@@ -6,15 +6,14 @@ producers. Time is the caller's monotonic seconds and never goes back; chance is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvfleet.placement.actions import (
     Action,
     Answer,
-    AnswerAbroad,
+    AnswerOtherRegion,
     DropMember,
-    Explain,
     Fail,
     PassOn,
     PingWorker,
@@ -22,28 +21,27 @@ from kvfleet.placement.actions import (
     TakenOver,
     failed_frame,
 )
-from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.advice.autoscaler import Autoscaler
 from kvfleet.placement.advice.preload import Preload
 from kvfleet.placement.advice.victim import Survey
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.accounts import Accounts
 from kvfleet.placement.decide.between_regions import CANNOT_SERVE, BetweenRegions
 from kvfleet.placement.decide.decider import Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.decide.repeats import Repeats
+from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.events import (
     BlocksChanged,
     BookingsShared,
     CapsuleHeard,
     Event,
-    ExplainAsked,
     GenerateAsked,
     HeartbeatHeard,
     MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
-    RegionHeard,
     SnapshotHeard,
     SnapshotRefused,
     Tick,
@@ -59,11 +57,12 @@ from kvfleet.placement.events import (
 )
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.policies import DEFAULT_POLICY, Policy, build_policies
+from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.producers.forwarding import Forwarding
+from kvfleet.placement.producers.in_flight import RequestsInFlight
 from kvfleet.placement.record.ledger import Ledger, kept_in_all
 from kvfleet.placement.record.metrics_aggregator import MetricsAggregator
-from kvfleet.placement.workers.bookings import Bookings, PhantomLimits
+from kvfleet.placement.workers.bookings import Bookings
 from kvfleet.placement.workers.feedback import Feedback
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, InflightBlocks
@@ -81,17 +80,13 @@ from kvproto.messages import (
     WorkerRecord,
 )
 
-MAX_FORWARDED = 65_536  # requests of bare producers watched at a time
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
 
 
 class PlacementCore:
-    """Owned by one loop. Raises InvalidRequest if `policy` is none of the known names.
+    """Owned by one loop. Raises InvalidRequest if the configured policy is none of the known names.
 
-    `unix_ms` tells the time that people read. `policies` replaces the known ones. `shares`: other replicas
-    are told of bookings. `keeps_hashes`: ended decisions come back as Records. `max_wait_s`: how long a producer's
-    request that states no deadline may have to wait; `max_producer_priority`: the highest priority it has.
-    `phantoms`: how much counts of what no worker has accepted. `rules`, `models` and `by_ordinal` are the autoscaler's.
+    `chance()` is uniform in [0, 1), `unix_ms` tells the time that people read. `policies` replaces the known ones.
     """
 
     def __init__(
@@ -99,67 +94,37 @@ class PlacementCore:
         placement: str,
         inbox_prefix: str,
         chance: Callable[[], float],
+        config: PlacementConfig = PlacementConfig(),
         *,
         prompts: PromptHasher,
         unix_ms: Callable[[], int],
-        policy: str = DEFAULT_POLICY,
         policies: Mapping[str, Policy] | None = None,
-        indexer: KvIndexer | None = None,
-        max_forwarded: int = MAX_FORWARDED,
-        shares: bool = True,
-        keeps_hashes: bool = False,
-        max_wait_s: float | None = None,
-        max_producer_priority: int = 0,
-        phantoms: PhantomLimits = PhantomLimits(),
-        region_summaries: RegionSummaries | None = None,
-        rules: Rules | None = None,
-        models: Iterable[str] = (),
-        by_ordinal: bool = False,
     ) -> None:
         self.placement = placement
-        self.region_summaries = region_summaries or RegionSummaries()
         self.undrained_total = 0  # workers that left without having drained
-        self._shares = shares
+        self._shares = config.shares
         self.workloads = Workloads()
         self.fleet = Fleet(self.workloads)
         self.vaults: dict[str, str] = {}  # living ones: id -> epoch
-        self.bookings = Bookings(self.workloads, limits=phantoms)
-        self.indexer = indexer or KvIndexer()
-        self.inflight = InflightBlocks(max_workers=max(MAX_WORKERS, self.indexer.max_workers))
+        self.bookings = Bookings(self.workloads, limits=config.phantoms)
+        self.indexer = KvIndexer(config.index_blocks, config.max_workers)
+        self.inflight = InflightBlocks(max_workers=max(MAX_WORKERS, config.max_workers))
         self.feedback = Feedback()
         self.metrics = MetricsAggregator(self.bookings.requests_at)
-        self.ledger = Ledger(kept_in_all=kept_in_all(self.indexer.max_workers), keeps_hashes=keeps_hashes)
+        self.ledger = Ledger(kept_in_all=kept_in_all(config.max_workers), keeps_hashes=config.keeps_hashes)
         self.repeats = Repeats()
-        self.accounts = Accounts(
-            placement, self.fleet, self.bookings, self.inflight, self.feedback, self.ledger, self.repeats
-        )
-        self.decider = Decider(
-            placement,
-            self.fleet,
-            self.bookings,
-            self.indexer,
-            self.inflight,
-            prompts,
-            self.ledger,
-            unix_ms,
-            policies or build_policies(chance),
-            policy,
+        self.region_summaries = RegionSummaries(config.region, config.spill_wait_s)
+        state = PlacementState(
+            placement, self.fleet, self.bookings, self.indexer, self.inflight, self.feedback, self.ledger, self.repeats,
             self.region_summaries,
-        )
-        self.abroad = BetweenRegions(self.region_summaries, self.decider, placement)
-        self.autoscaler = Autoscaler(self.fleet, rules, models, by_ordinal=by_ordinal)
+        )  # fmt: skip
+        self.accounts = Accounts(state)
+        self.decider = Decider(state, prompts, unix_ms, policies or build_policies(chance), config.policy)
+        self.between_regions = BetweenRegions(state, self.decider)
+        self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
         self.decider.leaving = self.autoscaler.leaving
-        self.forwarding = Forwarding(
-            placement,
-            inbox_prefix,
-            self.fleet,
-            self.accounts.give_up,
-            self.decider,
-            self.repeats,
-            limit=max_forwarded,
-            max_wait_s=max_wait_s,
-            max_priority=max_producer_priority,
-        )
+        self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.accounts.give_up)
+        self.forwarding = Forwarding(state, inbox_prefix, self.in_flight, self.decider, config)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self.workloads.now = max(self.workloads.now, now)
@@ -170,9 +135,9 @@ class PlacementCore:
                 self.repeats.place((one.tenant, one.request), worker.id, worker.epoch, one.attempt, now)
         refused = self.decider.take_refused()
         self.autoscaler.refuse(refused, now)
-        abroad = self.region_summaries.take_new()
-        if (booked or refused or abroad) and self._shares:
-            actions.append(ShareBookings(booked, refused, abroad))
+        referred = self.region_summaries.take_new()
+        if (booked or refused or referred) and self._shares:
+            actions.append(ShareBookings(booked, refused, referred))
         return actions
 
     def _handle(self, event: Event, now: float) -> list[Action]:
@@ -180,11 +145,8 @@ class PlacementCore:
             case PlaceAsked():
                 return [self._place(event, now)]
             case GenerateAsked():
-                passed_on = None if event.abroad else self._pass_on(event, now)
+                passed_on = None if event.from_other_region else self._pass_on(event, now)
                 return [passed_on] if passed_on is not None else self.forwarding.ask(event, now)
-            case RegionHeard(summary):
-                self.region_summaries.hear(summary, now)
-                return []
             case WorkerAnswered(frame, reader):
                 return self.forwarding.on_frame(reader or frame.request, frame, now)
             case NobodyListens(reader, attempt):
@@ -199,7 +161,7 @@ class PlacementCore:
             case MilestonesHeard(milestones):
                 return self._hear(milestones, now)
             case HeartbeatHeard(beat):
-                self.forwarding.watching.on_beat(beat.worker, beat.epoch, now)
+                self.in_flight.accepted.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.inflight.break_off(key)
@@ -222,15 +184,13 @@ class PlacementCore:
             case SnapshotRefused(worker, pull):
                 self.indexer.on_snapshot_refused(worker, pull, now)
                 return []
-            case ExplainAsked(reply, request, tenant):
-                return [Explain(reply, self.ledger.explain(request, tenant))]
-            case Tick(deaf):
-                return self._tick(now, deaf=deaf)
+            case Tick(disconnected):
+                return self._tick(now, disconnected=disconnected)
             case WorkerJoined(record, heartbeat):
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
                 self._follow(record)
-                return self.forwarding.watching.on_joined(record.id, record.epoch, now)
+                return self.in_flight.accepted.on_joined(record.id, record.epoch, now)
             case WorkerUpdated(record):
                 if self.fleet.update(record, now):
                     self._forget(record.id)
@@ -240,7 +200,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, None, now)
                 self._follow(record)
-                self.forwarding.watching.on_new_epoch(record.id, record.epoch, now)
+                self.in_flight.accepted.on_new_epoch(record.id, record.epoch, now)
                 return []
             case WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
@@ -264,10 +224,10 @@ class PlacementCore:
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
-                self.forwarding.watching.suspect(worker, known.heard_at, now)
+                self.in_flight.accepted.suspect(worker, known.heard_at, now)
                 return [DropMember(worker)]
 
-    def _tick(self, now: float, *, deaf: bool) -> list[Action]:
+    def _tick(self, now: float, *, disconnected: bool) -> list[Action]:
         self.fleet.build_rings()
         self.autoscaler.tick(now)
         for key in self.bookings.expire(now):
@@ -277,7 +237,8 @@ class PlacementCore:
         self.region_summaries.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self.accounts.trust(worker, credit)
-        return [*self.indexer.tick(now), *self._ping_silent(now), *self.forwarding.tick(now, deaf=deaf)]
+        actions: list[Action] = [*self.indexer.tick(now), *self._ping_silent(now)]
+        return actions + self.forwarding.tick(now, disconnected=disconnected)
 
     def _follow(self, record: WorkerRecord) -> None:
         self.vaults.pop(record.id, None)  # of that name there is a worker now
@@ -305,25 +266,26 @@ class PlacementCore:
                 there = Placement(ask.request, known.worker, known.attempt, why=why, placement=self.placement)
                 return Answer(event.reply, replace(there, attached=True))
             ask = replace(ask, attempt=known.attempt + 1)
-        if event.abroad and ask.seeks_source:
-            return AnswerAbroad(event.reply, self.abroad.source_of(event.tenant, ask))
-        if not event.abroad and (referral := self.abroad.refer(event.tenant, ask, now)) is not None:
-            return AnswerAbroad(event.reply, referral)
+        is_own = not event.from_other_region
+        if not is_own and ask.seeks_source:
+            return AnswerOtherRegion(event.reply, self.between_regions.source_of(event.tenant, ask))
+        if is_own and (referral := self.between_regions.refer(event.tenant, ask, now)) is not None:
+            return AnswerOtherRegion(event.reply, referral)
         try:
             placement = self.decider.decide(event.tenant, ask, now)
         except KvfleetError as error:
-            refused = not event.abroad and isinstance(error, CANNOT_SERVE)
-            if refused and (referral := self.abroad.refer(event.tenant, ask, now, refused=True)) is not None:
-                return AnswerAbroad(event.reply, referral)
+            refused = is_own and isinstance(error, CANNOT_SERVE)
+            if refused and (referral := self.between_regions.refer(event.tenant, ask, now, refused=True)) is not None:
+                return AnswerOtherRegion(event.reply, referral)
             return Fail(event.reply, failed_frame(error, ask.request, ask.attempt))
-        return Answer(event.reply, replace(placement, elsewhere="") if event.abroad else placement)
+        return Answer(event.reply, placement if is_own else replace(placement, elsewhere=""))
 
     def _pass_on(self, event: GenerateAsked, now: float) -> Action | None:
         """A bare producer's request that nobody here can serve soon, and another region can."""
         model = event.ask.model or self.fleet.name_of(event.model_token) or event.model_token
         if self.repeats.find((event.tenant, event.request)) is not None:
             return None
-        region = self.abroad.region_for(event, model, self.forwarding.max_wait_of(event.ask), now)
+        region = self.between_regions.region_for(event, model, self.forwarding.max_wait_of(event.ask), now)
         return None if region is None else PassOn(region, model, event)
 
     def _hear(self, milestones: Milestones, now: float) -> list[Action]:
@@ -334,8 +296,8 @@ class PlacementCore:
         actions: list[Action] = []
         for one in milestones.items:
             if one.passed is Passed.ENDED:
-                keys = self.forwarding.keys_of(one.request)
-                actions += self.forwarding.watching.on_ended(worker.id, one, keys)
+                keys = self.in_flight.keys_of(one.request)
+                actions += self.in_flight.accepted.on_ended(worker.id, one, keys)
             elif one.passed is not Passed.ACCEPTED:
                 actions += self.forwarding.on_started(worker.id, one)
         return actions + self.accounts.hear(milestones, now)
@@ -365,7 +327,7 @@ class PlacementCore:
 
     def wake_at(self) -> float | None:
         """When a Tick is needed at the latest to keep the promises made; None: no hurry."""
-        return self.forwarding.wake_at()
+        return self.in_flight.due()
 
     def followers(self) -> dict[Follows, int]:
         """How many workers' blocks are known how well."""
@@ -403,7 +365,7 @@ class PlacementCore:
         self.inflight.check_integrity()
         self.repeats.check_integrity()
         self.ledger.check_integrity()
-        self.forwarding.check_integrity()
+        self.in_flight.check_integrity()
         self.decider.heat.check_integrity()
         self.region_summaries.check_integrity()
         assert not self.vaults.keys() & self.fleet.workers.keys()

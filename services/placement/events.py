@@ -23,7 +23,6 @@ from kvproto.messages import (
     Milestones,
     PlaceRequest,
     ProducerRequest,
-    RegionSummary,
     Snapshot,
     Watches,
     WorkerRecord,
@@ -37,7 +36,7 @@ class PlaceAsked:
     reply: str
     tenant: str
     ask: PlaceRequest
-    abroad: bool = False  # of another region, which has nobody for it
+    from_other_region: bool = False  # which has nobody for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class GenerateAsked:
     seed: int
     unix_ms: int
     ask: ProducerRequest
-    abroad: bool = False
+    from_other_region: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,26 +196,11 @@ class WatchesHeard:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionHeard:
-    """What another region can do now."""
-
-    summary: RegionSummary
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainAsked:
-    """Somebody wants to know why a request was placed as it was; `tenant`: only if it is this one's."""
-
-    reply: str
-    request: str
-    tenant: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. `deaf`: this process is cut off from NATS or just back, so that silence says nothing of others."""
+    """Time passed. `disconnected`: this process is cut off from NATS or just back, so that silence says nothing of
+    others."""
 
-    deaf: bool = False
+    disconnected: bool = False
 
 
 Event = (
@@ -240,7 +224,5 @@ Event = (
     | BookingsShared
     | CapsuleHeard
     | WatchesHeard
-    | RegionHeard
-    | ExplainAsked
     | Tick
 )

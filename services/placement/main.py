@@ -7,12 +7,10 @@ import logging
 import random
 import sys
 
-from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvfleet.placement.placement_metrics import readings
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.settings import PlacementSettings
-from kvfleet.placement.workers.bookings import PhantomLimits
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import Role
@@ -72,21 +70,11 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
         connection,
         subjects,
         record,
+        settings.config(),
         chance=random.random,
         fleet_key=settings.fleet_key.encode(),
-        policy=settings.policy,
-        indexer=KvIndexer(settings.index_blocks, settings.max_workers),
-        ledger_file=ledger_file,
-        system=system,
-        max_wait_s=settings.max_wait_s,
-        max_producer_priority=settings.max_producer_priority,
-        phantoms=PhantomLimits(settings.max_unaccepted, settings.max_unaccepted_s),
-        spill_s=settings.spill_wait_s,
-        rules=settings.rules(),
-        models=settings.model_names,
-        by_ordinal=settings.scale_down == "ordinal",
+        parts=PlacementParts(ledger_file, system, tracer),
         on_fenced=lambda error: life.fatal(str(error)),
-        tracer=tracer,
     )
     await loop.start()
     life.closing("placement", loop.stop)

@@ -49,7 +49,7 @@ def readings(
 def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
     core = loop.core
     return [
-        Reading("kvfleet_placement_decisions_total", "requests placed", lambda: loop.decisions_total),
+        Reading("kvfleet_placement_decisions_total", "requests placed", lambda: core.decider.decisions_total),
         Reading(
             "kvfleet_placement_sourced_decisions_total",
             "requests placed with the name of a worker to pull from",
@@ -58,25 +58,27 @@ def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
         Reading(
             "kvfleet_placement_preload_answers_total",
             "new workers told what to preload",
-            lambda: loop.long_questions.preload_answers_total,
+            lambda: loop.question_desk.preload_answers_total,
         ),
         Reading(
-            "kvfleet_placement_unplaced_requests_total", "requests nobody could serve", lambda: loop.no_worker_total
+            "kvfleet_placement_unplaced_requests_total",
+            "requests nobody could serve",
+            lambda: core.decider.no_worker_total,
         ),
         Reading(
             "kvfleet_placement_forwarded_requests_total",
             "bare requests a worker accepted",
-            lambda: loop.forwarded_total,
+            lambda: core.forwarding.forwarded_total,
         ),
         Reading(
             "kvfleet_placement_producer_failures_total",
             "terminal failures sent to bare producers",
-            lambda: loop.producer_failures_total,
+            lambda: core.forwarding.producer_failures_total,
         ),
         Reading(
             "kvfleet_placement_lost_requests_total",
             "bare requests whose worker was lost after it accepted",
-            lambda: core.forwarding.watching.lost_total,
+            lambda: core.in_flight.accepted.lost_total,
         ),
         Reading(
             "kvfleet_placement_undrained_workers_total",
@@ -124,7 +126,7 @@ def _of_the_loop(loop: PlacementLoop) -> list[Reading]:
             lambda: core.bookings.phantoms_total,
         ),
         Reading("kvfleet_placement_internal_errors_total", "faults of ours", lambda: loop.internal_errors_total),
-        Reading("kvfleet_placement_booked_requests", "requests booked at workers", lambda: loop.booked),
+        Reading("kvfleet_placement_booked_requests", "requests booked at workers", lambda: len(core.bookings)),
         Reading(
             "kvfleet_placement_running_requests",
             "booked requests that a worker accepted and that have not ended",

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfleet.placement.actions import Fail
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Event, Tick, WorkerAnswered
 from kvfleet.placement.index.changes import read_changes
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.workers.prompts import HashedPrompts
@@ -110,8 +110,9 @@ class Placement:
 
     def __init__(self) -> None:
         self.core = PlacementCore(
-            "p1", "_plc.p1", lambda: 0.5, prompts=HashedPrompts(b"key"), unix_ms=lambda: 1_000_000,
-            policy="bounded_ring", indexer=KvIndexer(64), max_forwarded=10, shares=True,
+            "p1", "_plc.p1", lambda: 0.5,
+            PlacementConfig(policy="bounded_ring", index_blocks=64, max_wait_s=None, max_forwarded=10),
+            prompts=HashedPrompts(b"key"), unix_ms=lambda: 1_000_000,
         )  # fmt: skip
         self.now = 0.0
         self.numbers = itertools.count(1)

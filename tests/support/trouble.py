@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvproto.buckets import ensure_buckets
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
@@ -87,7 +87,7 @@ class Fleet:
         view = self.client.members.view
         return (
             len(list(view.ready())) == ready
-            and len(list(self.placement.members.view.ready())) == ready
+            and len(list(self.placement.subscriptions.members.view.ready())) == ready
             and any(role is Role.PLACEMENT for role, _ in view.members)
         )
 
@@ -128,7 +128,8 @@ async def fleet_over(
         prefix = inbox_prefix(PLACEMENT_INBOX, f"sys-{member}")
         system = await Connection.open(url, name=f"placement-sys-{member}", inbox_prefix=prefix, **credentials)
     record = member_record(Role.PLACEMENT, member)
-    placement = PlacementLoop(connection, subjects, record, chance=random.random, system=system)
+    parts = PlacementParts(system=system)
+    placement = PlacementLoop(connection, subjects, record, chance=random.random, parts=parts)
     client = None
     try:
         for number in range(workers):

@@ -16,8 +16,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("auth", "sessions"), ("parts",), ("fleet",), ("dashboard",),
     ),
     "kvfleet.placement": (
-        ("index",), ("events", "workers"), ("actions", "advice", "policies"), ("record", "settings"), ("decide",),
-        ("producers",), ("core",), ("io", "simulate"),
+        ("index",), ("events", "workers"), ("actions", "advice", "policies"), ("config", "record"),
+        ("decide", "settings"), ("producers",), ("core",), ("io", "simulate"),
     ),
     "kvfleet.worker": (
         ("eviction", "settings", "text"), ("blocks",), ("schedule",), ("model",), ("tiers",), ("engine",),

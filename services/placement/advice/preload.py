@@ -92,8 +92,8 @@ class Preload:
         names = self._names.setdefault(space, tuple(worker.id for worker in givers))
         held = self._indexer.depths(hot.prefix.hashes, names)[HOST].tolist()
         most = max(held, default=0)
-        if self._indexer.pooled > most:
-            return "", self._indexer.pooled
+        if self._indexer.index.pooled > most:
+            return "", self._indexer.index.pooled
         if not most:
             return "", 0
         best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
@@ -105,7 +105,7 @@ class Preload:
             return "", 0
         others = [worker.id for worker in self._staying if worker.space == hot.prefix.space]
         held = self._indexer.depths(hot.prefix.hashes, (self._leaving.id, *others))[HOST].tolist()
-        most = max([*held[1:], self._indexer.pooled])
+        most = max([*held[1:], self._indexer.index.pooled])
         return (self._leaving.id, held[0]) if held[0] > most else ("", 0)
 
 

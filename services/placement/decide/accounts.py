@@ -5,13 +5,9 @@ they found, and where they can be had again. Pure.
 from __future__ import annotations
 
 from kvfleet.placement.actions import Action, RecordDecision
-from kvfleet.placement.decide.repeats import Repeats
+from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.index.prefix_index import unpack
-from kvfleet.placement.record.ledger import Ledger
-from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, Bookings
-from kvfleet.placement.workers.feedback import Feedback
-from kvfleet.placement.workers.fleet import Fleet
-from kvfleet.placement.workers.inflight_blocks import InflightBlocks
+from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S
 from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestone, Milestones, Passed, Tier
 
@@ -19,25 +15,16 @@ OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 
 
 class Accounts:
-    """Owned by the core, which owns the books too."""
+    """Owned by the core; keeps nothing of its own."""
 
-    def __init__(
-        self,
-        placement: str,
-        fleet: Fleet,
-        bookings: Bookings,
-        inflight: InflightBlocks,
-        feedback: Feedback,
-        ledger: Ledger,
-        repeats: Repeats,
-    ) -> None:
-        self._placement = placement
-        self._fleet = fleet
-        self._bookings = bookings
-        self._inflight = inflight
-        self._feedback = feedback
-        self._ledger = ledger
-        self._repeats = repeats
+    def __init__(self, state: PlacementState) -> None:
+        self._placement = state.placement
+        self._fleet = state.fleet
+        self._bookings = state.bookings
+        self._inflight = state.inflight
+        self._feedback = state.feedback
+        self._ledger = state.ledger
+        self._repeats = state.repeats
 
     def hear(self, milestones: Milestones, now: float) -> list[Action]:
         """Of a worker's present life."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvfleet.placement.decide.admission import limit_of
 from kvfleet.placement.decide.decider import Decider
-from kvfleet.placement.decide.region_summaries import RegionSummaries
+from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.events import GenerateAsked
 from kvfleet.placement.policies import DIRECT
 from kvproto.errors import ModelNotFound, NoWorkers, Overloaded
@@ -16,15 +16,15 @@ CANNOT_SERVE = (NoWorkers, Overloaded, ModelNotFound)
 class BetweenRegions:
     """Owned by the core; keeps nothing of its own."""
 
-    def __init__(self, region_summaries: RegionSummaries, decider: Decider, placement: str) -> None:
-        self._region_summaries = region_summaries
+    def __init__(self, state: PlacementState, decider: Decider) -> None:
+        self._region_summaries = state.region_summaries
+        self._placement = state.placement
         self._decider = decider
-        self._placement = placement
 
     def refer(self, tenant: str, ask: PlaceRequest, now: float, *, refused: bool = False) -> Placement | None:
         """The region that should have the request, and who here has blocks for it; None: it stays. `refused`: nobody
         here may take it."""
-        if not self._region_summaries.own or ask.policy == DIRECT or ask.worker:
+        if not self._region_summaries.regions.own or ask.policy == DIRECT or ask.worker:
             return None
         wait_s = None if refused else self._decider.least_wait_s(ask, now)
         if wait_s is None and not refused:
@@ -52,7 +52,7 @@ class BetweenRegions:
 
     def region_for(self, event: GenerateAsked, model: str, max_wait_s: float | None, now: float) -> str | None:
         """Where a bare producer's request should go, if not to a worker here."""
-        if not self._region_summaries.own:
+        if not self._region_summaries.regions.own:
             return None
         ask = event.ask
         asked = PlaceRequest(event.request, model, ask.prompt_ids, ask.prompt, priority=min(ask.priority, 0))

@@ -13,19 +13,17 @@ import numpy as np
 
 from kvfleet.placement.decide.admission import TurnedAway, limit_of
 from kvfleet.placement.decide.recent_refusals import RecentRefusals
-from kvfleet.placement.decide.region_summaries import RegionSummaries
-from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.index.prefix_index import Depths, Hashes
 from kvfleet.placement.policies import DIRECT, Choice, Policy, Question
-from kvfleet.placement.record.ledger import Ledger, LedgerEntry, consider
-from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, WORD_S, Bookings
-from kvfleet.placement.workers.fleet import Fleet, Ready, Space, Worker
+from kvfleet.placement.record.ledger import LedgerEntry, consider
+from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, WORD_S
+from kvfleet.placement.workers.fleet import Ready, Space, Worker
 from kvfleet.placement.workers.heat import Heat, SharedPrefix
-from kvfleet.placement.workers.inflight_blocks import InflightBlocks
 from kvfleet.placement.workers.match_kernel import fill
 from kvfleet.placement.workers.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
 from kvfleet.placement.workers.prompts import NO_HASHES, PromptHasher
-from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats, Workloads
+from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
 from kvproto.messages import Booked, Placement, PlaceRequest, Refused, Tier
@@ -47,41 +45,36 @@ class Matched:
 
 
 class Decider:
-    """Owned by the core."""
+    """Owned by the core. `default` names the policy of requests that name none; raises InvalidRequest if it is unknown.
+    `unix_ms` tells the time that people read."""
 
     def __init__(
         self,
-        placement: str,
-        fleet: Fleet,
-        bookings: Bookings,
-        indexer: KvIndexer,
-        inflight: InflightBlocks,
+        state: PlacementState,
         prompts: PromptHasher,
-        ledger: Ledger,
         unix_ms: Callable[[], int],
         policies: Mapping[str, Policy],
         default: str,
-        region_summaries: RegionSummaries,
     ) -> None:
         self.default = default
         self.decisions_total = 0
         self.no_worker_total = 0
         self.sourced_total = 0  # decisions that name a worker to pull from
-        self._placement = placement
-        self._fleet = fleet
-        self._bookings = bookings
-        self._indexer = indexer
-        self._inflight = inflight
+        self._placement = state.placement
+        self._fleet = state.fleet
+        self._workloads = state.fleet.workloads
+        self._bookings = state.bookings
+        self._indexer = state.indexer
+        self._inflight = state.inflight
+        self._ledger = state.ledger
+        self._region_summaries = state.region_summaries
         self._prompts = prompts
-        self._ledger = ledger
         self._unix_ms = unix_ms
         self._policies = policies
-        self._workloads: Workloads = fleet.workloads
         self.heat = Heat()
         self.turned_away = TurnedAway()
         self.leaving: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
         self._booked: list[Booked] = []
-        self._region_summaries = region_summaries
         self._refused = RecentRefusals()
         self._policy(default)
 
@@ -266,7 +259,7 @@ class Decider:
             size = float(space.address.block_size)
             depths = self._indexer.depths(hashes, space.names)
             asked.append((space, depths))
-            credit, pooled = self._workloads.credits_of(space.columns), self._indexer.pooled
+            credit, pooled = self._workloads.credits_of(space.columns), self._indexer.index.pooled
             alone = len(among.spaces) == 1
             here = (
                 (indexed, believed) if alone else (np.zeros((len(PRICED_TIERS), len(space.numbers))) for _ in range(2))

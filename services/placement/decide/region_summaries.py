@@ -4,9 +4,9 @@ A request stays in its region while that can serve it: while a worker of its mod
 `max_wait_s`, and not so late that another region begins far sooner. Which of that region's workers has it is decided
 there; what is known here of other regions is one summary a second.
 
-    own wait <= SPILL_S                        stays
-    own wait >  SPILL_S, other wait * 2 < own  goes
-    nobody ready here, or refused here         goes to the region that waits least
+    own wait <= spill wait                        stays
+    own wait >  spill wait, other wait * 2 < own  goes
+    nobody ready here, or refused here            goes to the region that waits least
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import heapq
 from collections import Counter, OrderedDict
 
 from kvfleet.placement.index.prefix_index import Hashes
-from kvproto.messages import RegionSummary, WentAbroad
+from kvproto.messages import WentAbroad
 from kvproto.regions import Regions
 
-SPILL_S = 2.0
 FAR_SOONER = 2.0  # times; a wait there is a second old, and K and V may have to travel
 MAX_TRACES = 65_536
 TRACE_S = 3600.0
@@ -29,7 +28,7 @@ WORTH_S = 0.1  # of prefill that blocks from another region could save, before t
 class RegionSummaries:
     """Owned by the core. `own` "" is a fleet without other regions: nothing is ever referred."""
 
-    def __init__(self, own: str = "", spill_s: float = SPILL_S) -> None:
+    def __init__(self, own: str, spill_s: float) -> None:
         self.regions = Regions(own)
         self.referred_total = 0
         self.hinted_total = 0  # placements that named another region as one that may have more of the prompt
@@ -38,13 +37,6 @@ class RegionSummaries:
         self._lengths: Counter[int] = Counter()  # of the traces, in blocks
         self._new: list[WentAbroad] = []
 
-    @property
-    def own(self) -> str:
-        return self.regions.own
-
-    def hear(self, summary: RegionSummary, now: float) -> None:
-        self.regions.hear(summary, now)
-
     def tick(self, now: float) -> None:
         self.regions.forget_silent(now)
         while self._traces and now - next(iter(self._traces.values()))[1] > TRACE_S:
@@ -52,7 +44,7 @@ class RegionSummaries:
 
     def refer(self, model: str, own_wait_s: float | None, excluded: tuple[str, ...], now: float) -> str | None:
         """The region to ask; None to stay. `own_wait_s` None: it cannot be served here."""
-        if not self.own or (own_wait_s is not None and own_wait_s <= self._spill_s):
+        if not self.regions.own or (own_wait_s is not None and own_wait_s <= self._spill_s):
             return None
         waits = self.regions.ready(model, now, excluded)
         if not waits:

@@ -23,8 +23,14 @@ that are looked for, and of those that many hold only the wide one.
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
-from kvfleet.placement.index.compiled import inlined, kernel
+# How all of placement's kernels are compiled: `kernel`, and `inlined` for what is called within their loops. Neither
+# counts references. Numba counts those to arrays at each call of one compiled function by another, with locked
+# instructions, and a look-up of a prompt took twice as long for it as it does now. So what makes an array is no
+# `kernel` but plain `njit`, and should call few.
+kernel = njit(_nrt=False)
+inlined = njit(_nrt=False, forceinline=True)
 
 NONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # an empty slot
 NOBODY = -1  # has the block: no entry

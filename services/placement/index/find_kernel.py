@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvfleet.placement.index.compiled import inlined, kernel
 from kvfleet.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,
@@ -28,7 +27,9 @@ from kvfleet.placement.index.entry_kernels import (
     bits_at,
     fetch,
     holder_in,
+    inlined,
     is_of,
+    kernel,
     note_at,
     place_of,
     tier_in,

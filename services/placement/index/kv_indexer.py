@@ -154,11 +154,6 @@ class KvIndexer:
             depths[-1, holders < 0] = self.index.pooled
         return depths
 
-    @property
-    def pooled(self) -> int:
-        """Blocks from the start of the chain last asked for that vaults have."""
-        return self.index.pooled
-
     def holder_of(self, member: str) -> int | None:
         """Its number in the index; another one after each snapshot."""
         follower = self._followers.get(member)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfleet.placement.index.compiled import inlined, kernel
 from kvfleet.placement.index.entry_kernels import (
     AT_ONCE,
     BITS,
@@ -21,6 +20,8 @@ from kvfleet.placement.index.entry_kernels import (
     entry_at,
     fetch,
     holder_in,
+    inlined,
+    kernel,
     note_at,
     place_of,
     wide_of,

@@ -12,12 +12,11 @@ from typing import Any
 from kvfleet.placement.actions import (
     Action,
     Answer,
-    AnswerAbroad,
+    AnswerOtherRegion,
     AskStillRunning,
     Cancel,
     CarryOn,
     DropMember,
-    Explain,
     Fail,
     Forward,
     PassOn,
@@ -41,7 +40,6 @@ from kvproto.messages import (
     CancelRequest,
     Capsule,
     Encoding,
-    Explanation,
     Failed,
     GenerateRequest,
     Placement,
@@ -98,7 +96,7 @@ class Executor:
         self._pinger = Pinger(connection, subjects, subscriptions.members.view)
         self._booked: deque[Booked] = deque(maxlen=MAX_SHARED)  # to be shared
         self._refused: deque[Refused] = deque(maxlen=MAX_SHARED)
-        self._abroad: deque[WentAbroad] = deque(maxlen=MAX_SHARED)
+        self._referred: deque[WentAbroad] = deque(maxlen=MAX_SHARED)
         self.passing = 0  # requests that another region is being asked to take
         self._handing: list[asyncio.Task[None]] = []
         self._hands = asyncio.Semaphore(HANDED_AT_ONCE)
@@ -112,7 +110,7 @@ class Executor:
                 match action:
                     case Answer(reply, placement):
                         await publish(reply, codec.encode(placement))
-                    case AnswerAbroad(reply, placement):
+                    case AnswerOtherRegion(reply, placement):
                         await publish(reply, codec.encode(self._with_addresses(placement)))
                     case PassOn():
                         self._spawn(self._pass_on(action))
@@ -132,12 +130,10 @@ class Executor:
                         self._handing.append(asyncio.create_task(self._carry_on(capsule)))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
-                    case ShareBookings(booked, refused, abroad):
-                        self._share(booked, refused, abroad)
+                    case ShareBookings(booked, refused, referred):
+                        self._share(booked, refused, referred)
                     case PullSnapshot(worker, _, pull):
                         await self._subscriptions.pull(worker, pull)
-                    case Explain(reply, decisions):
-                        await publish(reply, codec.encode(Explanation(self._placement, decisions)))
                     case RecordDecision():
                         if self._ledger_file is not None:
                             self._ledger_file.write(action)
@@ -186,20 +182,22 @@ class Executor:
             role is Role.PLACEMENT and member != own for role, member in self._subscriptions.members.view.members
         )
 
-    def _share(self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], abroad: tuple[WentAbroad, ...]) -> None:
+    def _share(
+        self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], referred: tuple[WentAbroad, ...]
+    ) -> None:
         """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
         is what a replica that is only just starting was not told."""
         if not self.has_others():  # NATS would bring it back to nobody but us
             return
-        if not (self._booked or self._refused or self._abroad):
+        if not (self._booked or self._refused or self._referred):
             asyncio.get_running_loop().call_later(SHARE_S, lambda: self._spawn(self._publish_booked()))
         self._booked += booked
         self._refused += refused
-        self._abroad += abroad
+        self._referred += referred
 
     async def _publish_booked(self) -> None:
-        batch = BookedBatch(self._placement, tuple(self._booked), tuple(self._refused), tuple(self._abroad))
-        self._abroad.clear()
+        batch = BookedBatch(self._placement, tuple(self._booked), tuple(self._refused), tuple(self._referred))
+        self._referred.clear()
         self._booked.clear()
         self._refused.clear()
         first, *more = (
@@ -229,7 +227,7 @@ class Executor:
         finally:
             self.passing -= 1
         if not taken:
-            await self.carry_out(self._handle(replace(event, abroad=True)))
+            await self.carry_out(self._handle(replace(event, from_other_region=True)))
 
     async def _carry_on(self, capsule: Capsule) -> None:
         """Another replica has it, or its producer hears that nobody has."""

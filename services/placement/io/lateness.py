@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 SHARE = 0.75  # of what it may take: the rest is for the decision and the way back
-PATIENT_S = 1.0  # at most; and of a request that does not say: those that do go first
+LONGEST_S = 1.0  # at most; and of a request that does not say: those that do go first
 DRIFT = 2e-4  # of a second per second, between two clocks
 JUMP_S = 5.0
 MAX_ASKERS = 4096
@@ -37,9 +37,9 @@ class Lateness:
     def due(self, asker: str, deadline_ms: object, expires_unix_ms: object, arrived: float) -> float:
         """Until when a request should be decided, or not at all; both fields as they came, unchecked."""
         if type(deadline_ms) is not int or type(expires_unix_ms) is not int:
-            return arrived + SHARE * PATIENT_S
+            return arrived + SHARE * LONGEST_S
         sent = (expires_unix_ms - deadline_ms) / 1000
-        limit_s = SHARE * min(deadline_ms / 1000, PATIENT_S)
+        limit_s = SHARE * min(deadline_ms / 1000, LONGEST_S)
         return arrived + limit_s - self._on_way_s(asker, sent, limit_s, arrived)
 
     def _on_way_s(self, asker: str, sent: float, limit_s: float, arrived: float) -> float:

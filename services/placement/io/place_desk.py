@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 8192
 MAX_PRIORITY = 100
 LATE_IN_A_ROW = 64  # before others have a turn
-BEHIND_S = 0.025  # of work that waits, half of a Client's patience; but never more than 256 requests, nor fewer than 12
+BEHIND_S = 0.025  # of work that waits, half of what a Client waits; but never more than 256 requests, nor fewer than 12
 MOST, FEWEST, FEW = 256, 12, 4
 NEWEST = 0.05  # weight of a decision in how long one takes
 LOOK_S, DRAIN_S = 0.001, 1.0
@@ -74,7 +74,7 @@ class PlaceDesk:
         self._max_priority = max_priority
         self._lateness = Lateness()
         self._usual_s = 0.0  # a decision
-        self._waiting: list[tuple[float, int, Message, bool]] = []  # a heap: until when, the how-manieth, from abroad
+        self._waiting: list[tuple[float, int, Message, bool]] = []  # a heap: until when, number, from another region
         self._numbers = count()
         self._came = asyncio.Event()
 
@@ -83,17 +83,17 @@ class PlaceDesk:
         return len(self._waiting)
 
     async def on_place(self, message: Message) -> None:
-        self._take(message, abroad=False)
+        self._take(message, from_other_region=False)
 
-    async def on_place_abroad(self, message: Message) -> None:
-        self._take(message, abroad=True)
+    async def on_place_from_region(self, message: Message) -> None:
+        self._take(message, from_other_region=True)
 
-    def _take(self, message: Message, *, abroad: bool) -> None:
+    def _take(self, message: Message, *, from_other_region: bool) -> None:
         if len(self._waiting) >= MAX_WAITING:
             self.late_total += 1
             return
         now = asyncio.get_running_loop().time()
-        heapq.heappush(self._waiting, (self._due(message, now), next(self._numbers), message, abroad))
+        heapq.heappush(self._waiting, (self._due(message, now), next(self._numbers), message, from_other_region))
         self._came.set()
 
     async def start(self, listen: Callable[[], Awaitable[list[Subscription]]]) -> None:
@@ -133,7 +133,7 @@ class PlaceDesk:
             if len(self._waiting) * max(self._usual_s, BEHIND_S / MOST) > BEHIND_S and not self._is_behind:
                 self._is_behind = True
                 self._spawn(self._stand_back())
-            due, _, message, abroad = heapq.heappop(self._waiting)
+            due, _, message, from_other_region = heapq.heappop(self._waiting)
             now = asyncio.get_running_loop().time()
             if due < now:
                 self.late_total += 1
@@ -141,7 +141,8 @@ class PlaceDesk:
                 if late_in_a_row < LATE_IN_A_ROW:
                     continue
             else:
-                await self._guard(self._answer_abroad if abroad else self._answer)(message)
+                answer = self._answer_from_region if from_other_region else self._answer
+                await self._guard(answer)(message)
                 took_s = asyncio.get_running_loop().time() - now
                 self._usual_s += NEWEST * (min(took_s, BEHIND_S / FEWEST) - self._usual_s)
             late_in_a_row = 0
@@ -155,10 +156,10 @@ class PlaceDesk:
         asker = message.reply.rpartition(".")[0]
         return self._lateness.due(asker, fields.get("deadline_ms"), fields.get("expires_unix_ms"), arrived)
 
-    async def _answer_abroad(self, message: Message) -> None:
-        await self._answer(message, abroad=True)
+    async def _answer_from_region(self, message: Message) -> None:
+        await self._answer(message, from_other_region=True)
 
-    async def _answer(self, message: Message, *, abroad: bool = False) -> None:
+    async def _answer(self, message: Message, *, from_other_region: bool = False) -> None:
         began = time.perf_counter()
         if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
             self.ignored_total += 1
@@ -169,7 +170,9 @@ class PlaceDesk:
             self.refused_total += 1
             await self._carry_out([read])
             return
-        actions = self._decide(replace(read, abroad=abroad) if abroad else read, message.headers)
+        if from_other_region:
+            read = replace(read, from_other_region=True)
+        actions = self._decide(read, message.headers)
         self.decisions_total += 1
         self.decision_seconds_total += time.perf_counter() - began
         if log.isEnabledFor(logging.DEBUG):

@@ -1,7 +1,7 @@
 """Loop: what placement says to other regions and hears from them. Owns those subscriptions and the one timer.
 
 kvf.region.<own>.summary                       ◀── once a second: which models, how long a wait
-kvf.region.*.summary                           ──▶ RegionHeard
+kvf.region.*.summary                           ──▶ the core's `region_summaries`
 kvf.region.<own>.{place,generate}.<tenant>.*   ──▶ as `kvf.place` and `kvf.generate`, but never referred again
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Event, RegionHeard
 from kvfleet.placement.io.subscriptions import Guard
 from kvproto import codec
 from kvproto.connection import Connection
@@ -31,7 +29,7 @@ MAX_WORKERS = 4096  # of a model that are named
 
 
 class RegionDesk:
-    """Of one placement replica in a region. `tell` takes an event."""
+    """Of one placement replica in a region."""
 
     def __init__(
         self,
@@ -40,7 +38,6 @@ class RegionDesk:
         subjects: Subjects,
         core: PlacementCore,
         members: Members,
-        tell: Callable[[Event], None],
         fleet_key: bytes | None,
     ) -> None:
         self.malformed_total = 0
@@ -49,7 +46,6 @@ class RegionDesk:
         self._subjects = subjects
         self._core = core
         self._members = members
-        self._tell = tell
         self._fleet_key = fleet_key
 
     async def start(self, guard: Guard) -> list[Subscription]:
@@ -112,4 +108,4 @@ class RegionDesk:
             log.debug("placement: a summary on %s is unreadable: %s", message.subject, error)
             return
         if message.subject.split(".")[-2] == summary.region:
-            self._tell(RegionHeard(summary))
+            self._core.region_summaries.regions.hear(summary, asyncio.get_running_loop().time())

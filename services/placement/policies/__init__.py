@@ -1,4 +1,4 @@
-"""Policies: how one of the candidates is chosen."""
+"""Policies: how one of the candidates is chosen. A new one is a file here, its import and its line below."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Callable
 
 from kvfleet.placement.policies.base import Choice, Policy, Question
 from kvfleet.placement.policies.cost import Cost
-from kvfleet.placement.policies.direct import Direct
-from kvfleet.placement.policies.kv_load import KvLoad
-from kvfleet.placement.policies.random_choice import RandomChoice
 from kvfleet.placement.policies.ring import BoundedRing, Ring
-from kvfleet.placement.policies.round_robin import RoundRobin
+from kvfleet.placement.policies.simple import Direct, KvLoad, RandomChoice, RoundRobin
 
 DEFAULT_POLICY = Cost.name
 DIRECT = Direct.name
@@ -19,9 +16,17 @@ DIRECT = Direct.name
 def build_policies(chance: Callable[[], float]) -> dict[str, Policy]:
     """A fresh set for one core; `chance()` is uniform in [0, 1)."""
     policies: tuple[Policy, ...] = (
-        Cost(), KvLoad(), Ring(), BoundedRing(), RandomChoice(chance), RoundRobin(), Direct(),
-    )  # fmt: skip
+        Cost(),
+        KvLoad(),
+        Ring(),
+        BoundedRing(),
+        RandomChoice(chance),
+        RoundRobin(),
+        Direct(),
+    )
     return {policy.name: policy for policy in policies}
 
 
-__all__ = ["DEFAULT_POLICY", "DIRECT", "Choice", "Policy", "Question", "build_policies"]
+POLICY_NAMES = tuple(build_policies(lambda: 0.0))
+
+__all__ = ["DEFAULT_POLICY", "DIRECT", "POLICY_NAMES", "Choice", "Policy", "Question", "build_policies"]

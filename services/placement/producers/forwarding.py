@@ -8,31 +8,29 @@
       │        │   └──0.2 s, for up to 10 s── parked ◀── nobody is ready for what a draining worker handed over
       │    Accepted
       │        ▼
-      │     watched (`watching`) ──▶ ended by its worker, or Failed(worker_lost)
+      │     watched (`accepted_requests`) ──▶ ended by its worker, or Failed(worker_lost)
       │
       └── an id that is known (`repeats`) ──▶ offered to the worker that has it, as one more reader of that attempt
 
 The 50 ms grow with a long text, which the worker tokenises before it accepts, and while workers answer late
-(`patience`). Every end of a request is one here, so
-the producer gets at most one terminal frame from placement, and none once the worker's own was seen. Each offer is one
-attempt; a worker that accepts an attempt nobody waits for any more is told to cancel it. The worker that handed a
-request over may let go of it when its successor has started: it has the blocks by then.
+(`OfferTimeout`). Every end of a request is one here, so the producer gets at most one terminal frame from placement,
+and none once the worker's own was seen. Each offer is one attempt; a worker that accepts an attempt nobody waits for
+any more is told to cancel it. The worker that handed a request over may let go of it when its successor has started: it
+has the blocks by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 
 from kvfleet.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import Decider
-from kvfleet.placement.decide.repeats import KnownRequest, Repeats
+from kvfleet.placement.decide.repeats import KnownRequest
+from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.events import GenerateAsked
-from kvfleet.placement.producers.accepted_requests import AcceptedRequests
 from kvfleet.placement.producers.forwarded import Forwarded, body_of, question_of
-from kvfleet.placement.producers.offer_timeout import OfferTimeout
-from kvfleet.placement.workers.fleet import Fleet
+from kvfleet.placement.producers.in_flight import OfferTimeout, RequestsInFlight
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
 from kvproto.messages import (
     TERMINAL,
@@ -48,12 +46,11 @@ from kvproto.messages import (
 
 ATTACH_S = 1.0  # one to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
-DEAF_S = 0.1  # until it is asked again whether silence says anything
+DISCONNECTED_S = 0.1  # until it is asked again whether silence says anything
 CARRY_S = 10.0
 PARKED_S = 0.2
 LAST_CHANCE_S = 1.5  # of the last worker that can be asked; its end is told within 4 s of a loss all the same
 UNHEARD_RETRY_S = 1.0  # if nobody who refused has said when
-NO_KEYS: tuple[str, ...] = ()
 
 
 class Forwarding:
@@ -61,15 +58,11 @@ class Forwarding:
 
     def __init__(
         self,
-        placement: str,
+        state: PlacementState,
         inbox_prefix: str,
-        fleet: Fleet,
-        give_up: Callable[[tuple[str, str], int, bool], None],
+        in_flight: RequestsInFlight,
         decider: Decider,
-        repeats: Repeats,
-        limit: int,
-        max_wait_s: float | None,
-        max_priority: int,
+        config: PlacementConfig,
     ) -> None:
         self.forwarded_total = 0  # accepted by a worker
         self.retried_offers_total = 0
@@ -77,48 +70,25 @@ class Forwarding:
         self.attached_total = 0  # offers of a repeated request to the worker that has it
         self.carried_total = 0  # requests that a draining worker handed over
         self._failures = 0
-        self._placement = placement
+        self._placement = state.placement
+        self._fleet = state.fleet
+        self._repeats = state.repeats
         self._inbox_prefix = inbox_prefix
-        self._fleet = fleet
-        self._give_up = give_up  # what an attempt had booked
+        self._in_flight = in_flight
         self._decider = decider
-        self._repeats = repeats
-        self._limit = limit
-        self._max_wait_s = max_wait_s  # of a producer that states no deadline
-        self._max_priority = max_priority
-        self._offered: dict[str, Forwarded] = {}
-        self._parked: dict[str, Forwarded] = {}
-        self._keys: dict[str, list[str]] = {}  # of each request in flight; no empty entries
-        self._numbers = count(1)
-        self._patience = OfferTimeout()
-        self.watching = AcceptedRequests(inbox_prefix, fleet, self._over)
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._offered) + len(self._parked) + len(self.watching)
+        self._config = config
+        self._offer_timeout = OfferTimeout()
 
     @property
     def producer_failures_total(self) -> int:
         """Terminal failures sent to producers."""
-        return self._failures + self.watching.lost_total + self.watching.cancelled_total
-
-    def is_in_flight(self, request: str) -> bool:
-        return request in self._keys
-
-    def keys_of(self, request: str) -> tuple[str, ...] | list[str]:
-        return self._keys.get(request, NO_KEYS)
-
-    def wake_at(self) -> float | None:
-        """When the earliest offer or grace is due."""
-        due = [offered.due for offered in self._offered.values()]
-        if (lost := self.watching.due()) is not None:
-            due.append(lost)
-        return min(due, default=None)
+        accepted = self._in_flight.accepted
+        return self._failures + accepted.lost_total + accepted.cancelled_total
 
     # ------------------------------------------------------------------ a request comes
 
     def max_wait_of(self, ask: ProducerRequest) -> float | None:
-        return self._max_wait_s if ask.deadline_ms is None else ask.deadline_ms / 1000
+        return self._config.max_wait_s if ask.deadline_ms is None else ask.deadline_ms / 1000
 
     def ask(self, event: GenerateAsked, now: float) -> list[Action]:
         known = self._repeats.find((event.tenant, event.request))
@@ -127,15 +97,15 @@ class Forwarding:
         before = -1 if known is None else known.attempt
         forwarded = Forwarded(
             "", event.tenant, event.request, event.inbox, event.encoding, before,
-            body_of(event, model, self._placement, self._max_priority), now, max_wait_s,
+            body_of(event, model, self._placement, self._config.max_producer_priority), now, max_wait_s,
         )  # fmt: skip
-        if self.in_flight >= self._limit:
-            return [self._failure(forwarded, Unavailable(f"placement watches {self._limit} requests already"))]
+        if self._is_full():
+            return [self._failure(forwarded, self._no_room())]
         if known is not None and known.is_there and self._fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
-        if self._reads(event.request, event.inbox):
+        if self._in_flight.is_read_at(event.request, event.inbox):
             return []  # asked twice: it is being told, and would see two answers
-        self._enter(forwarded)
+        self._in_flight.enter(forwarded)
         return self._offer(forwarded, now)
 
     def _attach(self, forwarded: Forwarded, known: KnownRequest, now: float) -> list[Action]:
@@ -143,17 +113,20 @@ class Forwarding:
         self.attached_total += 1
         assert forwarded.body is not None
         body = replace(forwarded.body, attempt=known.attempt)
-        if self._reads(forwarded.request, forwarded.inbox):
+        if self._in_flight.is_read_at(forwarded.request, forwarded.inbox):
             # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
-            forwarded.key = f"{forwarded.request}~{next(self._numbers)}"
+            forwarded.key = self._in_flight.further_key(forwarded.request)
             return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
-        self._enter(forwarded)
+        self._in_flight.enter(forwarded)
         forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
-        self._offered[forwarded.key] = forwarded
+        self._in_flight.offered[forwarded.key] = forwarded
         return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
 
-    def _reads(self, request: str, inbox: str) -> bool:
-        return any((reader := self._find(key)) and reader.inbox == inbox for key in self.keys_of(request))
+    def _is_full(self) -> bool:
+        return len(self._in_flight) >= self._config.max_forwarded
+
+    def _no_room(self) -> Unavailable:
+        return Unavailable(f"placement watches {self._config.max_forwarded} requests already")
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
         """Take over what a draining worker lets go of, or a replica that goes. Without room for it here there is no
@@ -167,41 +140,40 @@ class Forwarding:
             tried=[source], carried_until=now + CARRY_S,
             let_go=Cancel(source, CancelRequest(body.request, held_attempt)),
         )  # fmt: skip
-        if self.in_flight >= self._limit:
-            full = Unavailable(f"placement watches {self._limit} requests already")
-            return [] if reply else [self._failure(forwarded, full), *forwarded.release_source()]
-        for key in list(self.keys_of(body.request)):
-            held = self.watching.get(key)
+        if self._is_full():
+            return [] if reply else [self._failure(forwarded, self._no_room()), *forwarded.release_source()]
+        for key in list(self._in_flight.keys_of(body.request)):
+            held = self._in_flight.accepted.get(key)
             if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
-                actions += self.watching.release(held)
+                actions += self._in_flight.accepted.release(held)
         self.carried_total += 1
-        self._enter(forwarded)
+        self._in_flight.enter(forwarded)
         return [*actions, *self._offer(forwarded, now)]
 
     def adopt(self, watch: Watch, now: float) -> list[Action]:
         """Go on watching what another replica watched."""
-        known = (self.watching.get(key) for key in self.keys_of(watch.request))
-        if self.in_flight >= self._limit or any(one.watch() == watch for one in known if one is not None):
+        known = (self._in_flight.accepted.get(key) for key in self._in_flight.keys_of(watch.request))
+        if self._is_full() or any(one.watch() == watch for one in known if one is not None):
             return []  # no room, or told twice: the answer to the first was late
         forwarded = Forwarded(
             "", watch.tenant, watch.request, watch.inbox, watch.encoding, watch.attempt,
             worker=watch.worker, epoch=watch.epoch,
         )  # fmt: skip
-        self._enter(forwarded)
-        return self.watching.adopt(forwarded, now)
+        self._in_flight.enter(forwarded)
+        return self._in_flight.accepted.adopt(forwarded, now)
 
     def leave(self, now: float) -> list[Action]:
         """This replica goes: what no worker has accepted is for another one, or its producer hears of it now."""
-        actions: list[Action] = [offered.take_back() for offered in self._offered.values()]
-        for held in [*self._offered.values(), *self._parked.values()]:
-            self._parked.pop(held.key, None)
+        actions: list[Action] = [offered.take_back() for offered in self._in_flight.offered.values()]
+        for held in [*self._in_flight.offered.values(), *self._in_flight.parked.values()]:
+            self._in_flight.parked.pop(held.key, None)
             capsule = held.capsule(now)
             if capsule is None:
                 actions += self._fail(held, Unavailable("this placement goes: ask again"))
             else:
-                self._end(held)
+                self._in_flight.end(held)
                 actions.append(CarryOn(capsule))
-        return actions + self.watching.release_sources()
+        return actions + self._in_flight.accepted.release_sources()
 
     def _offer(self, forwarded: Forwarded, now: float) -> list[Action]:
         """Offer to the next worker, park, or fail. `forwarded` is in no table."""
@@ -225,8 +197,8 @@ class Forwarding:
         forwarded.tried.append(placement.worker)
         forwarded.worker, forwarded.attempt = placement.worker, attempt
         forwarded.offered_at, tokenising_s = now, TOKENISE_S * len(body.prompt or "")
-        forwarded.due = now + self._patience.seconds + tokenising_s
-        self._offered[forwarded.key] = forwarded
+        forwarded.due = now + self._offer_timeout.seconds + tokenising_s
+        self._in_flight.offered[forwarded.key] = forwarded
         self.retried_offers_total += not is_first and forwarded.carried_until is None
         offer = replace(body, attempt=attempt, deadline_ms=left_ms)
         if not body.handed_over:
@@ -239,15 +211,15 @@ class Forwarding:
         assert unheard.offer is not None
         tokenising_s = TOKENISE_S * len(unheard.offer.prompt or "")
         unheard.unheard, unheard.offered_at = False, now
-        unheard.due = now + self._patience.seconds + tokenising_s
-        self._offered[unheard.key] = unheard
+        unheard.due = now + self._offer_timeout.seconds + tokenising_s
+        self._in_flight.offered[unheard.key] = unheard
         offer = replace(unheard.offer, deadline_ms=unheard.left_ms(now), again=True)
         return [Forward(unheard.worker, unheard.tenant, offer, unheard.reply(self._inbox_prefix))]
 
     def _park(self, forwarded: Forwarded, now: float) -> list[Action]:
         """The worker that refused it is asked again."""
         forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
-        self._parked[forwarded.key] = forwarded
+        self._in_flight.parked[forwarded.key] = forwarded
         return []
 
     # ------------------------------------------------------------------ workers answer
@@ -255,48 +227,48 @@ class Forwarding:
     def on_frame(self, key: str, frame: Frame, now: float) -> list[Action]:
         if isinstance(frame, Accepted):
             return self._on_accepted(key, frame, now)
-        offered = self._offered.get(key)
+        offered = self._in_flight.offered.get(key)
         if offered is None or offered.attempt != frame.attempt:
-            return self.watching.on_frame(key, frame, now)
+            return self._in_flight.accepted.on_frame(key, frame, now)
         if isinstance(frame, Failed):
             return self._on_refused(offered, frame, now)
         if isinstance(frame, TERMINAL):
-            self._end(offered)
+            self._in_flight.end(offered)
             return [*offered.release_source()]
         return []
 
     def on_started(self, worker: str, one: Milestone) -> list[Action]:
         """It has the blocks of what was handed over: from here on nothing is needed of the worker that did."""
         actions: list[Action] = []
-        for key in self.keys_of(one.request):
-            held = self._find(key)
+        for key in self._in_flight.keys_of(one.request):
+            held = self._in_flight.find(key)
             if held is not None and (held.tenant, held.worker, held.attempt) == (one.tenant, worker, one.attempt):
                 actions += held.release_source()
         return actions
 
     def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
-        held = self._find(key)
-        is_awaited = held is not None and key not in self._parked  # what is parked was passed over, and told so
-        if held is not None and is_awaited and (held.attempt, held.worker) == (frame.attempt, frame.worker):
-            if self._offered.pop(key, None) is None:
+        held = self._in_flight.find(key)
+        is_parked = key in self._in_flight.parked  # what is parked was passed over, and told so
+        if held is not None and not is_parked and (held.attempt, held.worker) == (frame.attempt, frame.worker):
+            if self._in_flight.offered.pop(key, None) is None:
                 return []  # said twice
             if not held.attached:
-                self._patience.answered(now - held.offered_at)
+                self._offer_timeout.answered(now - held.offered_at)
             self.forwarded_total += 1
             held.epoch = frame.epoch
-            self.watching.watch(held, now)
+            self._in_flight.accepted.watch(held, now)
             return []
         if held is None and key != frame.request:
             return []  # asked twice, or one more reader, who has left: what it read goes on
         self.late_acceptances_total += 1
-        self._patience.was_late()
+        self._offer_timeout.was_late()
         if key != frame.request:
             return []
         inbox = held.inbox if held is not None else ""
         return [Cancel(frame.worker, CancelRequest(frame.request, frame.attempt, inbox))]
 
     def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
-        del self._offered[offered.key]
+        del self._in_flight.offered[offered.key]
         if refusal.retryable and offered.attached:
             return self._offer_anew(offered, now)
         if refusal.retryable:
@@ -308,7 +280,7 @@ class Forwarding:
                 offered.body = replace(offered.body, expires_unix_ms=None)
                 offered.tried.remove(offered.worker)
             return self._offer(offered, now)
-        self._end(offered, failed=True)
+        self._in_flight.end(offered, failed=True)
         self._failures += 1
         return [offered.fail(refusal), *offered.release_source()]
 
@@ -321,36 +293,36 @@ class Forwarding:
         return self._offer(attached, now)
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
-        """The next worker at once; and one that is deaf to this request may be dead to all."""
-        offered = self._offered.get(key)
+        """The next worker at once; and one that does not listen for this request may be dead."""
+        offered = self._in_flight.offered.get(key)
         if offered is None or offered.attempt != attempt:
             return []
-        del self._offered[key]
+        del self._in_flight.offered[key]
         return [*self._ping(offered.worker, now), *self._next(offered, now)]
 
     def on_left(self, worker: str, heard_at: float, now: float) -> list[Action]:
         """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
-        self.watching.suspect(worker, heard_at, now)
+        self._in_flight.accepted.suspect(worker, heard_at, now)
         actions: list[Action] = []
-        for offered in [f for f in self._offered.values() if f.worker == worker]:
-            del self._offered[offered.key]
+        for offered in [f for f in self._in_flight.offered.values() if f.worker == worker]:
+            del self._in_flight.offered[offered.key]
             actions += self._next(offered, now)
         return actions
 
     # ------------------------------------------------------------------ time passes
 
-    def tick(self, now: float, *, deaf: bool = False) -> list[Action]:
-        """`deaf`: a worker that did not answer may have, and be at work; a second one would stream to the producer
-        too."""
+    def tick(self, now: float, *, disconnected: bool = False) -> list[Action]:
+        """`disconnected`: a worker whose answer did not arrive may be at work; a second one would stream to the
+        producer too."""
         actions: list[Action] = []
-        for table, do in ((self._offered, self._pass_over), (self._parked, self._offer)):
+        for table, do in ((self._in_flight.offered, self._pass_over), (self._in_flight.parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
-                if deaf:
-                    due.due, due.unheard = now + DEAF_S, True
+                if disconnected:
+                    due.due, due.unheard = now + DISCONNECTED_S, True
                     continue
                 del table[due.key]
                 actions += do(due, now)
-        return actions + self.watching.tick(now)
+        return actions + self._in_flight.accepted.tick(now)
 
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
         """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
@@ -359,7 +331,7 @@ class Forwarding:
             return self._offer_again(silent, now)
         if (until := self._last_chance(silent)) > now:
             silent.due = until
-            self._offered[silent.key] = silent
+            self._in_flight.offered[silent.key] = silent
             return []
         return [silent.take_back(), *self._next(silent, now)]
 
@@ -392,48 +364,12 @@ class Forwarding:
             return []
         return [PingWorker(worker)]
 
-    # ------------------------------------------------------------------ states
-
-    def _find(self, key: str) -> Forwarded | None:
-        return self._offered.get(key) or self._parked.get(key) or self.watching.get(key)
-
-    def _enter(self, forwarded: Forwarded) -> None:
-        keys = self._keys.setdefault(forwarded.request, [])
-        is_free = forwarded.request not in keys
-        forwarded.key = forwarded.request if is_free else f"{forwarded.request}~{next(self._numbers)}"
-        keys.append(forwarded.key)
+    # ------------------------------------------------------------------ ends
 
     def _fail(self, forwarded: Forwarded, error: KvfleetError) -> list[Action]:
-        self._end(forwarded, failed=True)
+        self._in_flight.end(forwarded, failed=True)
         return [self._failure(forwarded, error), *forwarded.release_source()]
 
     def _failure(self, forwarded: Forwarded, error: KvfleetError) -> Fail:
         self._failures += 1
         return forwarded.fail(failed_frame(error, forwarded.request, max(forwarded.attempt, 0)))
-
-    def _end(self, forwarded: Forwarded, *, failed: bool = False) -> None:
-        """It is in no table any more, or among the offers."""
-        self._offered.pop(forwarded.key, None)
-        self._over(forwarded, failed)
-
-    def _over(self, forwarded: Forwarded, failed: bool) -> None:
-        """`failed`: nobody has the request."""
-        keys = self._keys[forwarded.request]
-        keys.remove(forwarded.key)
-        if not keys:
-            del self._keys[forwarded.request]
-        if not forwarded.attached:
-            self._give_up((forwarded.tenant, forwarded.request), forwarded.attempt, failed)
-
-    def check_integrity(self) -> None:
-        """Every reader is in one state, offered to nobody twice. Raises AssertionError."""
-        self.watching.check_integrity()
-        keys = [key for listed in self._keys.values() for key in listed]
-        assert len(keys) == len(set(keys)) == self.in_flight
-        for key in keys:
-            found = self._find(key)
-            assert found is not None
-            assert key == found.key
-        assert all(f.tried or f.attached for f in self._offered.values())
-        assert all(len(set(f.tried)) == len(f.tried) for f in (*self._offered.values(), *self._parked.values()))
-        assert all(f.carried_until is not None for f in self._parked.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvfleet.placement.index.compiled import kernel
+from kvfleet.placement.index.entry_kernels import kernel
 
 
 @kernel

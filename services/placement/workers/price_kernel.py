@@ -12,26 +12,32 @@ import math
 
 import numpy as np
 
-from kvfleet.placement.index.compiled import kernel
+from kvfleet.placement.index.entry_kernels import kernel
 from kvfleet.placement.workers.heat import COOLS_S
-from kvfleet.placement.workers.load_rows import (
-    AHEAD,
-    AHEAD_REQUESTS,
-    AT,
-    BLOCK_TOKENS,
-    BLOCKS,
-    BLOCKS_USED,
-    OUTPUT,
-    RATE,
-    RATE_AT,
-    RECENT,
-    REQUESTS,
+
+# What is kept of a worker's load: the rows of `Workloads`, one number per worker each.
+(
+    RATE,  # prefill tokens/s, as reported; 0: not measured
+    RATE_AT,  # when it was last another one
+    BACKLOG,  # prompt tokens queued, as of AT
+    AT,  # when the fluid rows (BACKLOG, RECENT) were last set
+    REQUESTS,  # waiting, running and booked
     SLOTS,
-    STAY,
-    STEP_S,
-    TOKEN_BYTES,
-    TOKEN_S,
-)
+    STAY,  # seconds from start to end of a request
+    RECENT,  # prompt tokens given lately, as of AT
+    CREDIT,  # what share of the blocks that it is said to hold is believed
+    TOKEN_BYTES,  # of K and V, as restored
+    BLOCKS_USED,
+    BLOCKS,
+    BLOCK_TOKENS,
+    TOKEN_S,  # seconds per decoded token, all its sequences together; 0: not measured
+    STEP_S,  # seconds per decode step; 0: not measured
+    OUTPUT,  # tokens that a request generates
+    AHEAD,  # of BACKLOG, what comes before a request of the priority in question; set in views
+    AHEAD_REQUESTS,  # the same of REQUESTS
+) = range(18)
+LOAD_ROWS = 18
+NEVER_NEGATIVE = [RATE, BACKLOG, REQUESTS, SLOTS, STAY, RECENT, CREDIT, STEP_S, OUTPUT]
 
 TERMS = ("queue", "slot", "step", "fetch", "prefill", "copy", "harm")
 QUEUE, SLOT, STEP, FETCH, PREFILL, COPY, HARM = range(7)
@@ -160,8 +166,9 @@ def waits(values, now, out):
 def price(values, restore, matched, tokens, heat, now, others, busy, out):
     """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where.
 
-    `values` `[18, workers]` (load_rows), `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each tier's
-    with those of faster ones. A peer's blocks begin with the chain's first, a vault's where the worker's own end.
+    `values` `[18, workers]`, rows as above, `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each
+    tier's with those of faster ones. A peer's blocks begin with the chain's first, a vault's where the worker's own
+    end.
     """
     mean, token_s, mean_stay = _mean_rate(values), _least_token_s(values), _mean_stay(values)
     least = np.inf

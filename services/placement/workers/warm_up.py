@@ -17,7 +17,7 @@ from kvfleet.placement.index import entry_kernels, find_kernel, hash_kernel, rea
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.hashing import chain
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
-from kvfleet.placement.workers import count_kernel, heat, load_rows, match_kernel, price_kernel
+from kvfleet.placement.workers import count_kernel, heat, match_kernel, price_kernel
 from kvfleet.placement.workers.inflight_blocks import BlockCounts
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Workloads
 from kvproto import codec
@@ -32,7 +32,6 @@ MODULES = (
     hash_kernel,
     match_kernel,
     price_kernel,
-    load_rows,
     heat,
     count_kernel,
 )

@@ -15,10 +15,32 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfleet.placement.index.changes import TIERS
-from kvfleet.placement.workers import load_rows as rows
 from kvfleet.placement.workers import price_kernel
 from kvfleet.placement.workers.levels import Levels
-from kvfleet.placement.workers.price_kernel import RECENT_S, UNMEASURED_RATE
+from kvfleet.placement.workers.price_kernel import (
+    AHEAD,
+    AHEAD_REQUESTS,
+    AT,
+    BACKLOG,
+    BLOCK_TOKENS,
+    BLOCKS,
+    BLOCKS_USED,
+    CREDIT,
+    LOAD_ROWS,
+    NEVER_NEGATIVE,
+    OUTPUT,
+    RATE,
+    RATE_AT,
+    RECENT,
+    RECENT_S,
+    REQUESTS,
+    SLOTS,
+    STAY,
+    STEP_S,
+    TOKEN_BYTES,
+    TOKEN_S,
+    UNMEASURED_RATE,
+)
 from kvproto.messages import Load, PriorityLoad, Rates, Tier
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -72,26 +94,26 @@ class View:
     def turn_s(self, tokens: int) -> float:
         """How long all of them together are busy with one request of so many prompt tokens."""
         values = self._values
-        rates = values[rows.RATE][values[rows.RATE] > 0]
-        stays = values[rows.STAY] / np.maximum(values[rows.SLOTS], 1.0)
+        rates = values[RATE][values[RATE] > 0]
+        stays = values[STAY] / np.maximum(values[SLOTS], 1.0)
         prefill = tokens / float(rates.mean()) if len(rates) else 0.0
         return (prefill + float(stays.mean())) / max(len(stays), 1)
 
     @property
     def requests(self) -> Floats:
-        requests: Floats = self._values[rows.REQUESTS]
+        requests: Floats = self._values[REQUESTS]
         return requests
 
     @property
     def cache_usage(self) -> Floats:
         """Share of KV blocks that running sequences hold; 0 where that is not known."""
-        usage: Floats = self._values[rows.BLOCKS_USED] / np.maximum(self._values[rows.BLOCKS], 1.0)
+        usage: Floats = self._values[BLOCKS_USED] / np.maximum(self._values[BLOCKS], 1.0)
         return usage
 
     @property
     def slot_usage(self) -> Floats:
         """Requests, waiting ones too, as a share of slots."""
-        usage: Floats = self.requests / np.maximum(self._values[rows.SLOTS], 1.0)
+        usage: Floats = self.requests / np.maximum(self._values[SLOTS], 1.0)
         return usage
 
 
@@ -102,7 +124,7 @@ class Workloads:
         self.now = 0.0  # the latest time heard of
         self._size = 0
         self._free: list[int] = []
-        self._values: Floats = np.zeros((rows.COUNT, FIRST_COLUMNS))
+        self._values: Floats = np.zeros((LOAD_ROWS, FIRST_COLUMNS))
         self._restore: Floats = np.zeros((len(PRICED_TIERS), FIRST_COLUMNS))
         self._levels: dict[int, tuple[Levels, Levels]] = {}  # backlog and requests, where not all is of priority 0
 
@@ -119,16 +141,16 @@ class Workloads:
                 self._restore = np.concatenate([self._restore, np.zeros_like(self._restore)], axis=1)
         self._values[:, column] = 0.0
         self._restore[:, column] = 0.0
-        self._values[rows.AT, column] = now
-        self._values[rows.CREDIT, column] = 1.0
-        self._values[rows.TOKEN_BYTES, column] = token_bytes
-        self._values[rows.BLOCK_TOKENS, column] = block_tokens
+        self._values[AT, column] = now
+        self._values[CREDIT, column] = 1.0
+        self._values[TOKEN_BYTES, column] = token_bytes
+        self._values[BLOCK_TOKENS, column] = block_tokens
         self._levels.pop(column, None)
         return column
 
     def weigh(self, column: int, token_bytes: float) -> None:
         """What a token's K and V have turned out to take."""
-        self._values[rows.TOKEN_BYTES, column] = token_bytes
+        self._values[TOKEN_BYTES, column] = token_bytes
 
     def drop(self, column: int) -> None:
         self._free.append(column)
@@ -142,17 +164,17 @@ class Workloads:
         self._drain(column, now)
         self._report_levels(column, load, unseen)
         rate = rates.prefill_tokens_per_s if rates.prefill_tokens_per_s >= LEAST_RATE else 0.0
-        if rate != values[rows.RATE, column]:
-            values[rows.RATE, column], values[rows.RATE_AT, column] = rate, now
-        values[rows.BACKLOG, column] = load.queued_prefill_tokens + sum(tokens for _, tokens in unseen)
-        values[rows.REQUESTS, column] = load.waiting + load.running + len(unseen)
-        values[rows.SLOTS, column] = load.slots
+        if rate != values[RATE, column]:
+            values[RATE, column], values[RATE_AT, column] = rate, now
+        values[BACKLOG, column] = load.queued_prefill_tokens + sum(tokens for _, tokens in unseen)
+        values[REQUESTS, column] = load.waiting + load.running + len(unseen)
+        values[SLOTS, column] = load.slots
         if rates.decode_tokens_per_s >= LEAST_RATE:
-            values[rows.TOKEN_S, column] = 1 / rates.decode_tokens_per_s
+            values[TOKEN_S, column] = 1 / rates.decode_tokens_per_s
         if rates.decode_steps_per_s >= LEAST_RATE:
-            values[rows.STEP_S, column] = 1 / rates.decode_steps_per_s
-        values[rows.BLOCKS_USED, column] = load.blocks_used
-        values[rows.BLOCKS, column] = load.blocks_total
+            values[STEP_S, column] = 1 / rates.decode_steps_per_s
+        values[BLOCKS_USED, column] = load.blocks_used
+        values[BLOCKS, column] = load.blocks_total
         for tier, rate in rates.restore_bytes_per_s.items():
             if tier in _TIER_NUMBER and math.isfinite(rate) and rate >= 0:
                 self._restore[_TIER_NUMBER[tier], column] = rate
@@ -164,16 +186,16 @@ class Workloads:
             backlog, requests = self._levels_of(column)
             backlog.add(priority, tokens)
             requests.add(priority, 1)
-        self._values[rows.REQUESTS, column] += 1
-        self._values[rows.BACKLOG, column] += tokens
-        self._values[rows.RECENT, column] += tokens
+        self._values[REQUESTS, column] += 1
+        self._values[BACKLOG, column] += tokens
+        self._values[RECENT, column] += tokens
 
     def correct(self, column: int, tokens: float, now: float, *, queued: bool = True, priority: int = 0) -> None:
         """The tokens to prefill turned out to be more, or fewer. Not `queued`: the worker's own figure has that."""
         self._drain(column, now)
         if queued and column in self._levels:
             self._levels[column][0].add(priority, tokens)
-        for row in (rows.BACKLOG, rows.RECENT) if queued else (rows.RECENT,):
+        for row in (BACKLOG, RECENT) if queued else (RECENT,):
             self._values[row, column] = max(0.0, self._values[row, column] + tokens)
 
     def take(self, column: int, tokens: float, now: float, *, queued: bool = True, priority: int = 0) -> None:
@@ -181,19 +203,19 @@ class Workloads:
         self.correct(column, -tokens, now, queued=queued, priority=priority)
         if column in self._levels:
             self._levels[column][1].add(priority, -1)
-        self._values[rows.REQUESTS, column] = max(0.0, self._values[rows.REQUESTS, column] - 1)
+        self._values[REQUESTS, column] = max(0.0, self._values[REQUESTS, column] - 1)
 
     def stayed(self, column: int, seconds: float) -> None:
         """A request left, so long after it had started."""
-        self._learn(rows.STAY, column, seconds)
+        self._learn(STAY, column, seconds)
 
     def generated(self, column: int, tokens: int) -> None:
         """A request ended that had generated so many."""
-        self._learn(rows.OUTPUT, column, float(tokens))
+        self._learn(OUTPUT, column, float(tokens))
 
     def trust(self, column: int, credit: float) -> None:
         """What share of the blocks that the worker is said to hold is believed."""
-        self._values[rows.CREDIT, column] = credit
+        self._values[CREDIT, column] = credit
 
     # ------------------------------------------------------------------ questions
 
@@ -201,42 +223,42 @@ class Workloads:
         """These workers as a request of this priority finds them now, in the order of `columns`."""
         values = self._values.take(columns, axis=1)
         if priority <= 0:  # else nothing is ahead, but of whom more is known
-            values[rows.AHEAD], values[rows.AHEAD_REQUESTS] = values[rows.BACKLOG], values[rows.REQUESTS]
+            values[AHEAD], values[AHEAD_REQUESTS] = values[BACKLOG], values[REQUESTS]
         if self._levels:
             for number, column in enumerate(columns.tolist()):
                 if column in self._levels:
                     backlog, requests = self._levels[column]
-                    values[rows.AHEAD, number] = min(values[rows.BACKLOG, number], backlog.ahead(priority))
-                    values[rows.AHEAD_REQUESTS, number] = min(values[rows.REQUESTS, number], requests.ahead(priority))
+                    values[AHEAD, number] = min(values[BACKLOG, number], backlog.ahead(priority))
+                    values[AHEAD_REQUESTS, number] = min(values[REQUESTS, number], requests.ahead(priority))
         return View(values, self._restore.take(columns, axis=1), now)
 
     def credits_of(self, columns: Columns) -> Floats:
         """What share of the blocks that each is said to hold is believed."""
-        credits: Floats = self._values[rows.CREDIT].take(columns)
+        credits: Floats = self._values[CREDIT].take(columns)
         return credits
 
     def requests_of(self, columns: Columns) -> Floats:
         """Waiting, running and booked."""
-        requests: Floats = self._values[rows.REQUESTS].take(columns)
+        requests: Floats = self._values[REQUESTS].take(columns)
         return requests
 
     def of(self, column: int, now: float) -> Workload:
         values = self._values[:, column].tolist()
-        backlog = values[rows.BACKLOG] - (now - values[rows.AT]) * (values[rows.RATE] or UNMEASURED_RATE)
-        return Workload(values[rows.REQUESTS], max(backlog, 0.0), values[rows.RATE])
+        backlog = values[BACKLOG] - (now - values[AT]) * (values[RATE] or UNMEASURED_RATE)
+        return Workload(values[REQUESTS], max(backlog, 0.0), values[RATE])
 
     # ------------------------------------------------------------------ inside
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values
         now = max(now, self.now)  # a milestone that came before its booking is counted with its own time
-        waited = now - values[rows.AT, column]
-        values[rows.AT, column] = self.now = now
-        rate = values[rows.RATE, column] or UNMEASURED_RATE
-        values[rows.BACKLOG, column] = max(0.0, values[rows.BACKLOG, column] - waited * rate)
+        waited = now - values[AT, column]
+        values[AT, column] = self.now = now
+        rate = values[RATE, column] or UNMEASURED_RATE
+        values[BACKLOG, column] = max(0.0, values[BACKLOG, column] - waited * rate)
         if column in self._levels:
             self._levels[column][0].drain(waited * rate)
-        values[rows.RECENT, column] *= math.exp(-waited / RECENT_S)
+        values[RECENT, column] *= math.exp(-waited / RECENT_S)
 
     def _learn(self, row: int, column: int, value: float) -> None:
         old = self._values[row, column]
@@ -246,7 +268,7 @@ class Workloads:
         """Until now all was of priority 0."""
         levels = self._levels.get(column)
         if levels is None:
-            backlog, requests = self._values[rows.BACKLOG, column], self._values[rows.REQUESTS, column]
+            backlog, requests = self._values[BACKLOG, column], self._values[REQUESTS, column]
             levels = self._levels[column] = Levels({0: float(backlog)}), Levels({0: float(requests)})
         return levels
 
@@ -266,7 +288,7 @@ class Workloads:
         """Raises AssertionError."""
         assert len(set(self._free)) == len(self._free) <= self._size
         assert np.isfinite(self._values).all()
-        assert (self._values[rows.NEVER_NEGATIVE] >= 0).all()
+        assert (self._values[NEVER_NEGATIVE] >= 0).all()
 
 
 _TIER_NUMBER = {tier.value: number for number, tier in enumerate(PRICED_TIERS)}

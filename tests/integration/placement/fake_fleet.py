@@ -14,7 +14,8 @@ from typing import Any
 import msgpack
 import nats
 
-from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.config import PlacementConfig
+from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvproto import codec
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.connection import Connection
@@ -195,10 +196,10 @@ async def open_placement(
         connection,
         subjects,
         record,
+        PlacementConfig(policy=policy),
         chance=random.Random(1).random,
         fleet_key=fleet_key,
-        policy=policy,
-        system=system,
+        parts=PlacementParts(system=system),
     )
     return loop, connection
 

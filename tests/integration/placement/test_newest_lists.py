@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from fake_fleet import StartPlacement
 
-from kvfleet.placement.io import long_questions
-from kvfleet.placement.io.long_questions import MAX_WAITING
+from kvfleet.placement.io import question_desk
+from kvfleet.placement.io.question_desk import MAX_WAITING
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.record.ledger import CANDIDATES_KEPT, Considered, LedgerEntry
 from kvfleet.placement.workers.price_kernel import COST
@@ -48,7 +48,7 @@ class Asker:
         )
 
     async def all_are_done(self) -> None:
-        questions, loop = self.loop.long_questions, self.loop
+        questions, loop = self.loop.question_desk, self.loop
         await until(lambda: len(self.answered) + questions.dropped_total > ASKED and loop.tasks <= 1)
 
 
@@ -75,16 +75,16 @@ async def asker(
 async def test_a_question_about_one_request_waits_for_no_list_and_too_many_lists_are_not_answered(
     asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lists stop at their first piece until all have been asked for: only room decides how many are answered."""
-    monkeypatch.setattr(long_questions, "EXPLAIN_TIMEOUT_S", LIMIT_S)
-    questions, go_on = asker.loop.long_questions, asyncio.Event()
-    answer = questions._answer
+    """The lists wait for their first piece until all have been asked for: only room decides how many are answered."""
+    monkeypatch.setattr(question_desk, "EXPLAIN_TIMEOUT_S", LIMIT_S)
+    questions, go_on = asker.loop.question_desk, asyncio.Event()
+    tell_newest = questions._tell_newest
 
-    async def held_up(reply: str, piece: Explanation) -> bool:
+    async def held_up(ask: ExplainRequest, reply: str, until_s: float) -> None:
         await go_on.wait()
-        return await answer(reply, piece)
+        await tell_newest(ask, reply, until_s)
 
-    monkeypatch.setattr(questions, "_answer", held_up)
+    monkeypatch.setattr(questions, "_tell_newest", held_up)
     for number in range(ASKED):
         await asker.ask(f"list{number}", ExplainRequest("", "acme", 200 - number % 2))
     await asker.ask("one", ExplainRequest("r7", "other"))
@@ -101,11 +101,11 @@ async def test_a_question_about_one_request_waits_for_no_list_and_too_many_lists
 
 
 async def test_what_nobody_waits_for_any_more_is_not_answered(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_questions, "EXPLAIN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(question_desk, "EXPLAIN_TIMEOUT_S", 0.0)
     for number in range(ASKED):
         await asker.ask(f"list{number}", ExplainRequest("", None, 200))
     await asker.ask("one", ExplainRequest("r7"))
     await asker.all_are_done()
     assert asker.answered == ["one"]
     assert asker.decisions == {"one": 1}
-    assert asker.loop.long_questions.dropped_total == ASKED
+    assert asker.loop.question_desk.dropped_total == ASKED

@@ -58,7 +58,7 @@ async def test_no_answer_goes_where_a_stream_is_read(
     await until(lambda: loop.desk.ignored_total == 6)
     await requester.synced()
     assert heard == []
-    assert (loop.booked, loop.decisions_total) == (0, 0)
+    assert (len(loop.core.bookings), loop.core.decider.decisions_total) == (0, 0)
 
 
 async def test_a_priority_is_believed_of_the_fleets_own_alone(
@@ -103,9 +103,9 @@ async def test_what_comes_late_is_not_decided_and_not_booked(
     await ask("next")
     await until(lambda: "next" in answered)
     assert answered == {"first", "patient", "next"}
-    assert (loop.desk.late_total, loop.decisions_total) == (20, 3)
+    assert (loop.desk.late_total, loop.core.decider.decisions_total) == (20, 3)
     assert not any(loop.core.ledger.explain(f"late{number}") for number in range(20))
-    assert loop.booked <= 3
+    assert len(loop.core.bookings) <= 3
 
 
 async def test_no_more_wait_than_there_is_room_for(
@@ -113,7 +113,7 @@ async def test_no_more_wait_than_there_is_room_for(
 ) -> None:
     loop = await a_placement(start_placement, start_worker)
     for _ in range(MAX_WAITING + 10):
-        loop.desk._take(Asked("w1"), abroad=False)
+        loop.desk._take(Asked("w1"), from_other_region=False)
     assert (loop.desk.waiting, loop.desk.late_total) == (MAX_WAITING, 10)
     loop.desk._waiting.clear()
 
@@ -142,7 +142,7 @@ async def test_who_is_behind_stands_back_and_listens_again(
     may_go_on.set()
     await until(lambda: loop.desk.stood_back_total >= 1)
     await until(lambda: not loop.desk.waiting and not loop.desk._is_behind)
-    assert loop.decisions_total + loop.desk.late_total == MOST + 10
+    assert loop.core.decider.decisions_total + loop.desk.late_total == MOST + 10
     await requester.synced()
     reply = await requester.request(subject, codec.encode(PlaceRequest("next", MODEL, (1, 2, 3))), 5.0)
     assert read_placement(reply.data).worker == "w1"
@@ -178,6 +178,6 @@ async def test_who_has_the_least_time_left_goes_first(start_placement: StartPlac
         ("hasty", {"deadline_ms": 300, "expires_unix_ms": now + 300}),
         ("hasty too", {"deadline_ms": 400, "expires_unix_ms": now + 400}),
     ):
-        loop.desk._take(Asked(name, **fields), abroad=False)
+        loop.desk._take(Asked(name, **fields), from_other_region=False)
     await until(lambda: len(order) == 4)
     assert order == ["hasty", "hasty too", "patient", "silent"]

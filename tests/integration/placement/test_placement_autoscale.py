@@ -12,6 +12,7 @@ from fake_fleet import MODEL, FakeWorker, StartWorker
 
 from kvfleet.cli.embedded.autoscaler import ask_all
 from kvfleet.placement.advice.autoscale import Rules
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
@@ -51,10 +52,9 @@ async def start_scaler(nats_url: str, fleet_buckets: Subjects):  # type: ignore[
             connection,
             fleet_buckets,
             record,
+            PlacementConfig(rules=rules, models=models),
             chance=random.Random(1).random,
             fleet_key=b"k",
-            rules=rules,
-            models=models,
         )
         started.append((loop, connection))
         await loop.start()

@@ -157,7 +157,7 @@ async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_r
     for loop in loops:
         await all_ready(loop)
     async with asyncio.timeout(LIMIT_S):
-        while not all(loop.decisions_total for loop in loops):  # the queue group shares the work, by chance
+        while not all(loop.core.decider.decisions_total for loop in loops):  # the queue group shares them, by chance
             async with client.generate(generation((1, 2, 3))) as short:
                 _ = [event async for event in short]
     for loop in loops:

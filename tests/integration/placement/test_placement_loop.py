@@ -15,7 +15,7 @@ from fake_fleet import MODEL, BareProducer, StartPlacement, StartWorker, fleet_o
 from kvfleet.placement.actions import Action
 from kvfleet.placement.events import Event, Tick
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.producers import offer_timeout as patience
+from kvfleet.placement.producers import in_flight
 from kvproto import codec
 from kvproto.affinity import ring_key
 from kvproto.buckets import Bucket
@@ -48,11 +48,11 @@ class TestPlace:
         for i in range(20):
             placement = await place(requester, fleet_buckets, request=f"r{i}", prompt_ids=(i,), tenant="acme")
             key = ring_key("acme", session=None, prompt_ids=(i,))  # the tenant of the subject
-            assert placement.worker == loop.members.ring(MODEL).owner(key)
+            assert placement.worker == loop.subscriptions.members.ring(MODEL).owner(key)
             assert (placement.policy, placement.placement) == ("ring", loop.core.placement)
-        assert (loop.decisions_total, loop.booked) == (20, 20)
+        assert (loop.core.decider.decisions_total, len(loop.core.bookings)) == (20, 20)
         assert loop.desk.decision_seconds_total / loop.desk.decisions_total < 0.005  # 50 us on an idle machine
-        await until(lambda: loop.booked == 0)  # heartbeats take over
+        await until(lambda: len(loop.core.bookings) == 0)  # heartbeats take over
 
     async def test_errors_come_back_as_errors(
         self, start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
@@ -82,8 +82,8 @@ class TestPlace:
         loops = [await start_placement(), await start_placement()]
         for i in range(40):
             await place(requester, fleet_buckets, request=f"r{i}")
-        assert sum(loop.decisions_total for loop in loops) == 40
-        assert all(loop.decisions_total for loop in loops)
+        assert sum(loop.core.decider.decisions_total for loop in loops) == 40
+        assert all(loop.core.decider.decisions_total for loop in loops)
         told: list[PlacementStats] = []
 
         async def hear(message: Any) -> None:
@@ -122,8 +122,9 @@ class TestGenerate:
         assert tenant == "acme"
         assert (request.prompt, request.watcher, request.attempt) == ("hi", loop.core.placement, 0)
         assert reply.startswith(f"{loop.inbox_prefix}.r.{request.request}.")
-        await until(lambda: loop.in_flight == 0)
-        assert (loop.forwarded_total, loop.producer_failures_total, loop.booked) == (1, 0, 0)
+        await until(lambda: len(loop.core.in_flight) == 0)
+        forwarding = loop.core.forwarding
+        assert (forwarding.forwarded_total, forwarding.producer_failures_total, len(loop.core.bookings)) == (1, 0, 0)
 
     async def test_a_bad_field_is_named_in_kind(
         self, as_json: bool, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
@@ -138,7 +139,7 @@ class TestGenerate:
         assert frame["field"] == "max_tokens"
         (frame,) = await producer.generate(as_json=as_json, prompt="x")  # the worker's own refusal
         assert (frame["code"], frame.get("retryable", False)) == ("context_length_exceeded", False)
-        assert loop.in_flight == loop.booked == 0
+        assert len(loop.core.in_flight) == len(loop.core.bookings) == 0
 
 
 class TestLostWorker:
@@ -150,15 +151,15 @@ class TestLostWorker:
         worker = await start_worker("w1", "hold")
         await knows(loop, "w1")
         inboxes = [(as_json, await producer.ask(as_json=as_json, prompt="hi")) for as_json in (True, False)]
-        await until(lambda: loop.forwarded_total == 2)
+        await until(lambda: loop.core.forwarding.forwarded_total == 2)
         await worker.kill()
         killed = time.monotonic()
-        await until(lambda: loop.in_flight == 0)
+        await until(lambda: len(loop.core.in_flight) == 0)
         assert time.monotonic() - killed < 4.0
         for as_json, inbox in inboxes:
             (frame,) = await producer.frames(inbox, as_json=as_json)
             assert (frame["type"], frame["code"], frame["retryable"]) == ("failed", "worker_lost", True)
-        assert (loop.booked, loop.producer_failures_total) == (0, 2)
+        assert (len(loop.core.bookings), loop.core.forwarding.producer_failures_total) == (0, 2)
 
     async def test_with_a_system_account_at_once(
         self, nats_process: ProcessFactory, tmp_path: Path, namespace: str
@@ -180,21 +181,21 @@ class TestLostWorker:
             worker = await fleet.start_worker("w1", "hold")
             await knows(fleet.loop, "w1")
             inbox = await fleet.producer.ask(as_json=True, prompt="hi")
-            await until(lambda: fleet.loop.forwarded_total == 1)
+            await until(lambda: fleet.loop.core.forwarding.forwarded_total == 1)
             await worker.kill()
             killed = time.monotonic()
-            await until(lambda: fleet.loop.in_flight == 0 and not fleet.loop.core.fleet.workers)
+            await until(lambda: len(fleet.loop.core.in_flight) == 0 and not fleet.loop.core.fleet.workers)
             assert time.monotonic() - killed < 2.0  # without the system account it takes as long to be noticed
             (frame,) = await fleet.producer.frames(inbox, as_json=True)
             assert frame["code"] == "worker_lost"
             cut = await fleet.start_worker("w2", "hold")
             await knows(fleet.loop, "w2")
             inbox = await fleet.producer.ask(as_json=True, prompt="hi")
-            await until(lambda: fleet.loop.forwarded_total == 2)
+            await until(lambda: fleet.loop.core.forwarding.forwarded_total == 2)
             cut.connection._nc._transport.close()  # its connection alone: it comes back by itself
             await until(lambda: cut.connection.reconnects_total == 1)
             await asyncio.sleep(1.5)  # longer than the grace
-            assert fleet.loop.in_flight == 1
+            assert len(fleet.loop.core.in_flight) == 1
             ((_, request, reply),) = cut.seen
             await cut.finish(request, reply)
             assert [f["type"] for f in await fleet.producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
@@ -207,24 +208,24 @@ class TestLostWorker:
             worker = await fleet.start_worker("w1", "hold")
             await knows(fleet.loop, "w1")
             inbox = await fleet.producer.ask(as_json=True, prompt="hi")
-            await until(lambda: fleet.loop.forwarded_total == 1)
+            await until(lambda: fleet.loop.core.forwarding.forwarded_total == 1)
             await asyncio.to_thread(server.kill)
             await asyncio.sleep(3.6)  # longer than any sign of life stays fresh
             await asyncio.to_thread(server.start)
-            await until(lambda: worker.connection.is_connected and fleet.loop.members._connection.is_connected)
+            await until(lambda: worker.connection.is_connected and fleet.loop._connection.is_connected)
             await asyncio.sleep(0.5)
-            assert fleet.loop.in_flight == 1
+            assert len(fleet.loop.core.in_flight) == 1
             ((_, request, reply),) = worker.seen
             await worker.finish(request, reply)
-            await until(lambda: fleet.loop.in_flight == 0)
+            await until(lambda: len(fleet.loop.core.in_flight) == 0)
             assert [f["type"] for f in await fleet.producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
-            assert fleet.loop.producer_failures_total == 0
+            assert fleet.loop.core.forwarding.producer_failures_total == 0
 
     async def test_an_outage_while_a_worker_was_asked_does_not_have_another_asked(
         self, nats_process: ProcessFactory, namespace: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Both would stream to the producer, and it would see two ends."""
-        monkeypatch.setattr(patience, "ACKNOWLEDGE_S", 1.0)
+        monkeypatch.setattr(in_flight, "ACKNOWLEDGE_S", 1.0)
         server = nats_process()
         async with fleet_on(server.url, Subjects(namespace)) as fleet:
             first, second = [await fleet.start_worker(worker, "silent") for worker in ("w1", "w2")]
@@ -240,8 +241,8 @@ class TestLostWorker:
             await until(lambda: len(asked.seen) == 2)  # what it answered may be lost
             assert asked.seen[1] == (asked.seen[0][0], replace(request, again=True), reply)
             await asked.accept(request, reply)
-            await until(lambda: fleet.loop.forwarded_total == 1)
-            assert (other.seen, asked.cancelled, fleet.loop.in_flight) == ([], [], 1)
+            await until(lambda: fleet.loop.core.forwarding.forwarded_total == 1)
+            assert (other.seen, asked.cancelled, len(fleet.loop.core.in_flight)) == ([], [], 1)
 
     async def test_a_server_that_hangs_says_nothing_of_workers(
         self, nats_process: ProcessFactory, namespace: str, monkeypatch: pytest.MonkeyPatch
@@ -257,11 +258,11 @@ class TestLostWorker:
 
             monkeypatch.setattr(fleet.loop.core, "handle", listen)
             await until(lambda: bool(heard))
-            assert not any(tick.deaf for tick in heard)
+            assert not any(tick.disconnected for tick in heard)
             server.hang()
-            await until(lambda: heard[-1].deaf)
+            await until(lambda: heard[-1].disconnected)
             server.wake()
-            await until(lambda: not heard[-1].deaf)
+            await until(lambda: not heard[-1].disconnected)
 
 
 class TestNextWorker:
@@ -287,7 +288,7 @@ class TestNextWorker:
             await first.accept(request, reply)
             await until(lambda: bool(first.cancelled))
             assert (first.cancelled[0].request, first.cancelled[0].attempt) == (request.request, 0)
-        assert loop.in_flight == 0
+        assert len(loop.core.in_flight) == 0
 
     async def test_nobody_takes_it(
         self, start_placement: StartPlacement, start_worker: StartWorker, producer: BareProducer
@@ -298,7 +299,7 @@ class TestNextWorker:
         await knows(loop, "w1", "w2")
         (frame,) = await producer.generate(as_json=True, prompt="hi")
         assert (frame["code"], frame["retryable"]) == ("no_workers", True)
-        assert loop.in_flight == loop.booked == 0
+        assert len(loop.core.in_flight) == len(loop.core.bookings) == 0
 
 
 class TestRestart:
@@ -309,7 +310,7 @@ class TestRestart:
         worker = await start_worker("w1", "hold")
         await knows(loop, "w1")
         inbox = await producer.ask(as_json=True, prompt="hi")
-        await until(lambda: loop.forwarded_total == 1)
+        await until(lambda: loop.core.forwarding.forwarded_total == 1)
         await worker.kill()
         await asyncio.sleep(0.01)  # epochs of two lives differ by a millisecond at least
         await start_worker("w1")
@@ -367,9 +368,10 @@ class TestGarbage:
         assert [f["type"] for f in await producer.generate(as_json=True, prompt="hi")] == ["tokens", "finished"]
         assert (await place(requester, fleet_buckets)).worker == "w1"
         await until(lambda: loop.tasks == 1)
-        assert loop.in_flight == 0
+        assert len(loop.core.in_flight) == 0
         assert loop.malformed_total > 0
-        assert loop.ignored_total + loop.desk.ignored_total >= 2 * 2 * len(bodies)
+        desks = (loop.desk, loop.producer_desk, loop.question_desk)
+        assert sum(one.ignored_total for one in desks) >= 2 * 2 * len(bodies)
         assert loop.internal_errors_total == 0
 
     async def test_a_prompt_that_nats_cannot_carry_on_is_refused(
@@ -381,7 +383,7 @@ class TestGarbage:
         (frame,) = await producer.generate(as_json=True, prompt="x" * (1024 * 1024 - 150))
         assert (frame["code"], frame["field"]) == ("payload_too_large", "prompt")
         assert not worker.seen
-        assert loop.in_flight == 0
+        assert len(loop.core.in_flight) == 0
 
 
 class TestStop:
@@ -399,7 +401,7 @@ class TestStop:
         bucket = await Bucket.open(requester, fleet_buckets.members_bucket)
         assert (await bucket.get(f"placement.{loop.core.placement}")).value is not None
         inbox = await producer.ask(as_json=True, prompt="hi")
-        await until(lambda: loop.forwarded_total == 1)
+        await until(lambda: loop.core.forwarding.forwarded_total == 1)
         stopping = asyncio.create_task(loop.stop(grace_s=3.0))
         await asyncio.sleep(0.3)
         assert not stopping.done()

@@ -51,11 +51,11 @@ async def test_a_repeat_finds_the_request_whichever_replica_hears_of_it(
     await knows(loops[1], *workers)
     await say(has, fleet_buckets, "mine", Passed.ACCEPTED)
     await until(lambda: len(loops[1].core.repeats) == 1)
-    while not all(loop.core.forwarding.in_flight for loop in loops):  # NATS chooses who hears of it
+    while not all(len(loop.core.in_flight) for loop in loops):  # NATS chooses who hears of it
         assert len(inboxes) < 40
         inboxes.append(await producer.ask(as_json=True, prompt="hi", request="mine"))
         await until(lambda: len(has.seen) == len(inboxes))
-        await until(lambda: sum(loop.in_flight for loop in loops) == len(inboxes))
+        await until(lambda: sum(len(loop.core.in_flight) for loop in loops) == len(inboxes))
     assert {(request.attempt, request.sampling.seed) for _, request, _ in has.seen} == {
         (0, has.seen[0][1].sampling.seed)
     }
@@ -76,7 +76,7 @@ async def test_what_a_draining_worker_hands_over_goes_on_and_the_producer_sees_o
         await knows(loop, "w1")
     inbox = await producer.ask(as_json=True, prompt="hi", request="mine")
     await until(lambda: bool(drained.seen))
-    await until(lambda: sum(loop.in_flight for loop in loops) == 1)
+    await until(lambda: sum(len(loop.core.in_flight) for loop in loops) == 1)
     ((_, request, reply),) = drained.seen
     successor = await start_worker("w2", "hold")
     drained.lease.record = replace(drained.lease.record, state=State.DRAINING)
@@ -85,7 +85,7 @@ async def test_what_a_draining_worker_hands_over_goes_on_and_the_producer_sees_o
     capsule = Capsule("public", "w1", request)
     assert await drained.connection.request(fleet_buckets.placement_capsules(), codec.encode(capsule), LIMIT_S)
     await drained.answer(reply, Moved("mine", 0, 0))
-    await until(lambda: sum(loop.forwarded_total for loop in loops) == 2)
+    await until(lambda: sum(loop.core.forwarding.forwarded_total for loop in loops) == 2)
     assert not drained.cancelled
     await say(successor, fleet_buckets, "mine", Passed.ACCEPTED, Passed.STARTED, attempt=1)
     await until(lambda: bool(drained.cancelled))
@@ -93,11 +93,11 @@ async def test_what_a_draining_worker_hands_over_goes_on_and_the_producer_sees_o
     ((_, carried, answer),) = successor.seen
     assert (carried.attempt, carried.source, carried.handed_over, carried.inbox) == (1, "w1", True, request.inbox)
     assert (carried.encoding, carried.sampling) == (Encoding.JSON, request.sampling)
-    await until(lambda: sum(loop.in_flight for loop in loops) == 1)
+    await until(lambda: sum(len(loop.core.in_flight) for loop in loops) == 1)
     await successor.finish(carried, answer)
     frames = await producer.frames(inbox, as_json=True)
     assert [(f["type"], f["attempt"]) for f in frames] == [("tokens", 1), ("finished", 1)]
-    await until(lambda: not any(loop.in_flight for loop in loops))
+    await until(lambda: not any(len(loop.core.in_flight) for loop in loops))
 
 
 async def test_a_replica_that_goes_hands_its_watches_to_another(
@@ -214,8 +214,8 @@ async def test_garbage_is_neither_taken_over_nor_answered(
     for subject in (fleet_buckets.placement_capsules(), fleet_buckets.placement_watches()):
         for body in (b"", b"\x01\x80", b"\x81\xa6prompt\xc0", b"{}"):
             await requester.publish(subject, body, reply="_wrk.x.y")
-    await until(lambda: loop.refused_total == 8)
-    assert loop.in_flight == 0
+    await until(lambda: loop.producer_desk.refused_total == 8)
+    assert len(loop.core.in_flight) == 0
 
 
 async def test_an_overloaded_fleet_says_when_to_come_back(

@@ -240,13 +240,13 @@ async def test_a_new_worker_is_told_what_is_in_demand(fleet: Tiered, requester: 
         reply = await asker.request(subject, codec.encode(ask), LIMIT_S)
         (hot,) = codec.decode(PreloadPlan, reply.data).chains
         assert (hot.hashes, hot.source) == (b"".join(BLOCKS[:40]), "w0")
-        assert fleet.loop.long_questions.preload_answers_total == 1
+        assert fleet.loop.question_desk.preload_answers_total == 1
         for garbage in (b"", b"\xff" * 9, codec.encode(VictimRequest("m"))[:-1]):
             with pytest.raises(TimeoutError):
                 await asker.request(subject, garbage, 0.1)
         await asker.publish(subject, codec.encode(ask), reply=fleet.subjects.worker_cancel("w0"))
-        await until(lambda: fleet.loop.long_questions.refused_total == 3)
-        await until(lambda: fleet.loop.long_questions.ignored_total == 1)
+        await until(lambda: fleet.loop.question_desk.refused_total == 3)
+        await until(lambda: fleet.loop.question_desk.ignored_total == 1)
     finally:
         await asker.close()
 
@@ -263,7 +263,7 @@ async def test_the_victim_is_asked_for_and_garbage_is_not_answered(fleet: Tiered
     assert {one.worker: one.unique_blocks for one in report.workers} == {"w0": 5, "w1": 0}
     with pytest.raises(TimeoutError):
         await requester.request(subject, b"\x00garbage", 0.1)
-    assert fleet.loop.long_questions.victim_answers_total == 1
+    assert fleet.loop.question_desk.victim_answers_total == 1
 
 
 # ---------------------------------------------------------------------------------------------- kvfleet drain

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client
@@ -57,9 +58,9 @@ class Region:
             connection,
             self.subjects,
             record,
+            PlacementConfig(spill_wait_s=spill_s),
             chance=random.Random(1).random,
             fleet_key=FLEET_KEY.encode(),
-            spill_s=spill_s,
         )
         await loop.start()
         self.placements.append((loop, connection))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import GenerateAsked, WorkerJoined
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import (
     Accepted,
@@ -61,13 +61,16 @@ def a_core(
         "p1",
         PREFIX,
         lambda: chance,
+        PlacementConfig(
+            policy=policy,
+            index_blocks=4096,
+            max_wait_s=None,
+            max_producer_priority=max_producer_priority,
+            max_forwarded=limit,
+            shares=shares,
+        ),
         prompts=HashedPrompts(FLEET_KEY),
         unix_ms=lambda: 1_000_000,
-        policy=policy,
-        indexer=KvIndexer(4096),
-        max_forwarded=limit,
-        shares=shares,
-        max_producer_priority=max_producer_priority,
     )
     for worker in workers:
         core.handle(WorkerJoined(a_record(worker)), 0.0)

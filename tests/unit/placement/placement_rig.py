@@ -10,6 +10,7 @@ from dataclasses import replace
 from placement_build import a_beat, a_record, an_ask
 
 from kvfleet.placement.actions import Answer, ShareBookings
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
@@ -22,7 +23,6 @@ from kvfleet.placement.events import (
     WorkerJoined,
 )
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space
 from kvproto.messages import (
@@ -64,10 +64,9 @@ class Rig:
                 f"p{number}",
                 f"_plc.p{number}",
                 lambda: 0.5,
+                PlacementConfig(policy=policy, index_blocks=blocks),
                 prompts=self.prompts,
                 unix_ms=lambda: int(self.now * 1000),
-                policy=policy,
-                indexer=KvIndexer(blocks),
             )
             for number in range(replicas)
         ]

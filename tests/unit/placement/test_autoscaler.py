@@ -11,9 +11,9 @@ from placement_rig import Rig, tokens
 from kvfleet.placement.actions import Fail, ShareBookings
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.advice.autoscale_demand import HeardDemand
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerJoined
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.settings import PlacementSettings
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import NoWorkers
@@ -27,12 +27,9 @@ def a_scaled_core(name: str = "p0", *, by_ordinal: bool = False, rules: Rules | 
         name,
         f"_plc.{name}",
         lambda: 0.5,
+        PlacementConfig(index_blocks=4096, rules=rules or Rules(minimum=0), models=(MODEL,), by_ordinal=by_ordinal),
         prompts=HashedPrompts(b"key"),
         unix_ms=lambda: 0,
-        indexer=KvIndexer(4096),
-        rules=rules or Rules(minimum=0),
-        models=[MODEL],
-        by_ordinal=by_ordinal,
     )
 
 
@@ -209,6 +206,11 @@ def test_settings_become_rules() -> None:
     settings = PlacementSettings(models=" a, b,,a ", min_replicas=2, max_replicas=5, target_ttft_s=1.5)
     assert settings.model_names == ("a", "b")
     assert settings.rules() == replace(Rules(), minimum=2, maximum=5, target_ttft_s=1.5, aim=pytest.approx(0.6))
+    assert (settings.config().rules, settings.config().models) == (settings.rules(), settings.model_names)
+
+
+def test_settings_that_say_nothing_are_the_defaults() -> None:
+    assert replace(PlacementSettings().config(), rules=Rules()) == PlacementConfig()
 
 
 @pytest.mark.parametrize(

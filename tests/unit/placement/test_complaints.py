@@ -8,6 +8,7 @@ from placement_build import a_record
 from placement_rig import RATE, Rig, spread, tokens
 
 from kvfleet.placement.actions import PullSnapshot
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
@@ -19,7 +20,6 @@ from kvfleet.placement.events import (
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.follower import Follows
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Passed, Snapshot, Tier
 
@@ -193,7 +193,12 @@ def test_10_a_worker_restarted_in_place_holds_nothing() -> None:
 
 def a_fresh_core(*workers: str) -> PlacementCore:
     core = PlacementCore(
-        "p9", "_plc.p9", lambda: 0.5, prompts=HashedPrompts(b"key"), unix_ms=lambda: 0, indexer=KvIndexer(65_536)
+        "p9",
+        "_plc.p9",
+        lambda: 0.5,
+        PlacementConfig(index_blocks=65_536),
+        prompts=HashedPrompts(b"key"),
+        unix_ms=lambda: 0,
     )
     for worker in workers:
         core.handle(WorkerJoined(a_record(worker)), 0.0)
@@ -373,9 +378,9 @@ def test_a_worker_that_was_left_out_is_followed_once_there_is_room() -> None:
             "p0",
             "_plc.p0",
             lambda: 0.5,
+            PlacementConfig(index_blocks=4096, max_workers=2),
             prompts=rig.prompts,
             unix_ms=lambda: 0,
-            indexer=KvIndexer(4096, max_workers=2),
         )
     ]
     for worker in ("old0", "old1", "new0", "new1"):

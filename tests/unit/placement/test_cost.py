@@ -15,7 +15,7 @@ from kvfleet.placement.events import BlocksChanged, WorkerJoined
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import DEFAULT_POLICY, Question
 from kvfleet.placement.policies.cost import Cost
-from kvfleet.placement.policies.kv_load import KvLoad
+from kvfleet.placement.policies.simple import KvLoad
 from kvfleet.placement.workers.fleet import Fleet, Ready
 from kvfleet.placement.workers.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, RESTORED, SLOT, STEP
 from kvfleet.placement.workers.prompts import NO_HASHES, address_space

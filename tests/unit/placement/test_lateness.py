@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.placement.io.lateness import JUMP_S, MAX_ASKERS, PATIENT_S, SHARE, Lateness
+from kvfleet.placement.io.lateness import JUMP_S, LONGEST_S, MAX_ASKERS, SHARE, Lateness
 
 DEADLINE_MS = 50  # as of Clients
 
@@ -34,7 +34,7 @@ def test_what_was_on_its_way_for_longer_than_usual_is_late(ahead_s: float) -> No
 
 def test_who_waited_here_is_late_however_patient_and_whatever_it_says() -> None:
     for fields in ((None, None), (50, None), ("50", 10**20), (60_000, 10**14), (True, True), (2**53, 0)):
-        assert Lateness().due("a", *fields, 10.0) == pytest.approx(10.0 + SHARE * PATIENT_S)
+        assert Lateness().due("a", *fields, 10.0) == pytest.approx(10.0 + SHARE * LONGEST_S)
     asker = Asker(Lateness())
     assert not asker.late(10.0, waits_s=0.036)
     assert asker.late(10.0, waits_s=0.039)

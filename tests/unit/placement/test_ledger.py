@@ -10,10 +10,10 @@ import pytest
 from placement_build import a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import Explain, RecordDecision
+from kvfleet.placement.actions import RecordDecision
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import ExplainAsked, MilestonesHeard, PlaceAsked, WorkerJoined
-from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
 from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, LedgerEntry
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts
@@ -22,9 +22,7 @@ from kvproto.messages import Decision, Explanation, Milestone, Milestones, Passe
 
 
 def explained(rig: Rig, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
-    (action,) = rig.core.handle(ExplainAsked("_INBOX.x", request, tenant), rig.now)
-    assert isinstance(action, Explain)
-    return action.decisions
+    return rig.core.ledger.explain(request, tenant)
 
 
 def test_a_decision_shows_candidates_terms_in_milliseconds_and_what_happened() -> None:
@@ -134,11 +132,9 @@ def recording() -> PlacementCore:
         "p1",
         "_plc.p1",
         lambda: 0.5,
+        PlacementConfig(index_blocks=4096, keeps_hashes=True, shares=False),
         prompts=HashedPrompts(b"key"),
         unix_ms=lambda: 5_000,
-        indexer=KvIndexer(4096),
-        keeps_hashes=True,
-        shares=False,
     )
     core.handle(WorkerJoined(a_record("w0")), 0.0)
     return core

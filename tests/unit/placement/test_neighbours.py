@@ -23,7 +23,7 @@ def summary(region: str, wait_s: float = 0.0, ready: int = 1, placement: str = "
 def region_summaries(*heard: RegionSummary, now: float = 0.0) -> RegionSummaries:
     made = RegionSummaries("us", spill_s=2.0)
     for one in heard:
-        made.hear(one, now)
+        made.regions.hear(one, now)
     return made
 
 
@@ -47,7 +47,7 @@ def test_it_goes_to_whoever_waits_least_and_only_where_that_is_far_sooner() -> N
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_two_regions_never_send_requests_to_each_other_at_once(us: float, eu: float) -> None:
     here, there = region_summaries(summary("eu", eu)), RegionSummaries("eu", spill_s=2.0)
-    there.hear(summary("us", us), 0.0)
+    there.regions.hear(summary("us", us), 0.0)
     assert not (here.refer("m", us, (), 0.0) and there.refer("m", eu, (), 0.0))
     assert FAR_SOONER > 1
 
@@ -55,7 +55,7 @@ def test_two_regions_never_send_requests_to_each_other_at_once(us: float, eu: fl
 def test_a_region_that_says_nothing_or_has_nobody_is_not_counted_on() -> None:
     made = region_summaries(summary("eu", ready=0))
     assert made.refer("m", None, (), 0.0) is None
-    made.hear(summary("eu"), 1.0)
+    made.regions.hear(summary("eu"), 1.0)
     assert made.refer("m", None, (), 1.0 + FRESH_S) == "eu"
     assert made.refer("m", None, (), 1.1 + FRESH_S) is None
     made.tick(1.1 + FRESH_S)
@@ -68,8 +68,8 @@ def test_the_most_pessimistic_replica_of_a_region_is_believed() -> None:
 
 
 def test_a_fleet_without_a_region_hears_nobody() -> None:
-    made = RegionSummaries("")
-    made.hear(summary("eu"), 0.0)
+    made = RegionSummaries("", spill_s=2.0)
+    made.regions.hear(summary("eu"), 0.0)
     assert made.refer("m", None, (), 0.0) is None
     own = region_summaries(summary("us"))
     assert own.refer("m", None, (), 0.0) is None, "its own summary is not another region's"
@@ -97,7 +97,7 @@ def test_what_continues_a_prompt_that_went_away_asks_there_if_it_is_worth_it() -
     assert other.elsewhere(chain, 16, 0, 1000.0) == "", "it did not take it"
     made.regions.forget_silent(FRESH_S + 1)
     assert made.elsewhere(chain, 16, 0, 1000.0) == "", "a region that is gone is not asked"
-    made.hear(summary("eu"), TRACE_S)
+    made.regions.hear(summary("eu"), TRACE_S)
     assert made.elsewhere(chain, 16, 0, 1000.0) == "eu"
     made.tick(TRACE_S + 1)
     made.check_integrity()

@@ -30,7 +30,7 @@ from kvfleet.placement.producers.accepted_requests import (
     SILENT_GRACE_S,
 )
 from kvfleet.placement.producers.forwarding import LAST_CHANCE_S, TOKENISE_S
-from kvfleet.placement.producers.offer_timeout import ACKNOWLEDGE_S, MOST_S, OfferTimeout
+from kvfleet.placement.producers.in_flight import ACKNOWLEDGE_S, MOST_S, OfferTimeout
 from kvfleet.placement.workers.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from kvproto.ids import model_token
 from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
@@ -38,7 +38,7 @@ from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, 
 REPLY = f"{PREFIX}.r.r1"
 
 
-A_LITTLE = 0.0005  # what a short text adds to the patience
+A_LITTLE = 0.0005  # what a short text adds to the timeout
 
 
 def the_forward(actions: list[Action]) -> Forward:
@@ -62,7 +62,7 @@ def offered_and_accepted(core: PlacementCore, now: float = 1.0) -> Forward:
 
 def is_over(core: PlacementCore) -> bool:
     core.check_integrity()
-    return core.forwarding.in_flight == 0 and len(core.bookings) == 0
+    return len(core.in_flight) == 0 and len(core.bookings) == 0
 
 
 class TestOffer:
@@ -144,7 +144,7 @@ class TestNextWorker:
         core = a_core("w1", "w2")
         first = offer(core)
         for now in (1.1, 1.3, 2.0):
-            assert not any(isinstance(one, Forward | Cancel) for one in core.handle(Tick(deaf=True), now))
+            assert not any(isinstance(one, Forward | Cancel) for one in core.handle(Tick(disconnected=True), now))
             wake_at = core.wake_at()
             assert wake_at is not None
             assert wake_at > now, "nobody spins"
@@ -156,7 +156,7 @@ class TestNextWorker:
     def test_and_after_silence_that_goes_on_when_it_says_something(self) -> None:
         core = a_core("w1", "w2")
         first = offer(core)
-        core.handle(Tick(deaf=True), 1.2)
+        core.handle(Tick(disconnected=True), 1.2)
         again = the_forward(core.handle(Tick(), 1.4))
         assert (again.worker, again.reply) == (first.worker, first.reply), "it, or its answer, may have been lost"
         assert again.request == replace(first.request, again=True)
@@ -167,7 +167,7 @@ class TestNextWorker:
     def test_nor_is_it_offered_again_past_its_deadline(self) -> None:
         core = a_core("w1", "w2")
         offer(core, deadline_ms=300)
-        core.handle(Tick(deaf=True), 1.2)
+        core.handle(Tick(disconnected=True), 1.2)
         (fail,) = failures(core.handle(Tick(), 1.4))
         assert fail.failed.code == "deadline_exceeded"
 
@@ -292,13 +292,13 @@ class TestAcceptance:
         core.handle(WorkerAnswered(accepted("r1", 0, "w1", new)), 1.02)
         core.handle(WorkerNewEpoch(a_record("w1", epoch=new)), 1.3)
         assert failures(core.handle(Tick(), 1.02 + 2 * LOST_GRACE_S)) == []
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     def test_frames_of_the_stream_itself_change_nothing(self) -> None:
         core = a_core("w1")
         offered_and_accepted(core)
         assert core.handle(WorkerAnswered(Tokens("r1", 0, 0, 0, (1,), ("a",))), 1.1) == []
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
 
 class TestEnd:
@@ -317,7 +317,7 @@ class TestEnd:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerAnswered(finished("r1", 3)), 1.5)
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     def test_without_an_acknowledgement_the_end_is_still_the_end(self) -> None:
         core = a_core("w1")
@@ -366,7 +366,7 @@ class TestCancelled:
         assert core.handle(WorkerAnswered(self.CANCELLED), 1.08) == []
         assert core.handle(self.milestone(), 1.09) == []
         assert first.worker != second.worker
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     @pytest.mark.parametrize("who", ["an older worker", "a reader of batches"])
     def test_nor_anybody_whom_the_worker_tells(self, who: str) -> None:
@@ -412,7 +412,7 @@ class TestLoss:
         core.handle(WorkerLeft("w1"), 2.0)
         core.handle(WorkerJoined(a_record("w1")), 2.4)  # its connection was cut, and it came back
         assert core.handle(Tick(), 3.0) == []
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     def test_heartbeats_say_that_it_is_back_before_its_record_does(self) -> None:
         core = a_core("w1")
@@ -427,7 +427,7 @@ class TestLoss:
             if tenth == 16:
                 core.handle(WorkerJoined(a_record("w1")), now)
             assert core.handle(Tick(), now) == []
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
         core.check_integrity()
 
     def test_heartbeats_that_cease_again_were_the_last(self) -> None:
@@ -445,7 +445,7 @@ class TestLoss:
         core.handle(PingUnanswered("w1", True), 2.0)
         core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
         assert core.handle(Tick(), 3.0) == []
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     def test_after_a_long_silence_there_is_little_grace(self) -> None:
         """Four seconds after a loss the producer knows, however it was noticed."""
@@ -521,7 +521,7 @@ class TestLostNotices:
         assert isinstance(ask, AskStillRunning)
         assert (ask.question.request, ask.question.inbox) == ("r1", f"{REPLY}.0")
         core.handle(WorkerAnswered(Progress("r1", 0, 17)), 2.5 + ASK_AGAIN_S)
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     def test_a_worker_that_forgot_it_ends_it(self) -> None:
         core = a_core("w1")
@@ -537,31 +537,31 @@ class TestLostNotices:
         actions = self.beats_until(core, 1.5, 5 + (ASKS_LIMIT + 1) * ASK_AGAIN_S)
         assert [type(a) for a in actions] == [AskStillRunning] * ASKS_LIMIT
         assert is_over(core)
-        assert core.forwarding.watching.abandoned_total == 1
+        assert core.in_flight.accepted.abandoned_total == 1
 
 
 def test_a_draining_worker_finishes_what_it_accepted() -> None:
     core = a_core("w1")
     offered_and_accepted(core)
     core.handle(HeartbeatHeard(a_beat("w1", state=State.DRAINING)), 1.2)
-    assert core.forwarding.in_flight == 1
+    assert len(core.in_flight) == 1
     (fail,) = failures(core.handle(a_generate("r2"), 1.3))
     assert fail.failed.code == "no_workers"
 
 
-class TestPatience:
+class TestOfferTimeout:
     def test_grows_while_workers_answer_late_and_shrinks_again(self) -> None:
-        patience = OfferTimeout()
-        assert patience.seconds == ACKNOWLEDGE_S
+        timeout = OfferTimeout()
+        assert timeout.seconds == ACKNOWLEDGE_S
         for _ in range(20):
-            patience.was_late()
-        assert patience.seconds == MOST_S
+            timeout.was_late()
+        assert timeout.seconds == MOST_S
         for _ in range(100):
-            patience.answered(0.002)
-        assert patience.seconds == ACKNOWLEDGE_S
+            timeout.answered(0.002)
+        assert timeout.seconds == ACKNOWLEDGE_S
         for _ in range(100):
-            patience.answered(0.1)  # within it: nobody was passed over
-        assert patience.seconds == pytest.approx(0.4, rel=0.01)
+            timeout.answered(0.1)  # within it: nobody was passed over
+        assert timeout.seconds == pytest.approx(0.4, rel=0.01)
 
     def test_one_who_was_late_is_given_more_time_with_the_next_request(self) -> None:
         core = a_core("w1", "w2")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from placement_build import FLEET_KEY, a_beat, a_core, a_record, an_ask
 
-from kvfleet.placement.actions import Answer, Explain
+from kvfleet.placement.actions import Answer
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
-    ExplainAsked,
     HeartbeatHeard,
     MilestonesHeard,
     PlaceAsked,
@@ -51,9 +50,7 @@ def place(core: PlacementCore, request: str = "r1", **fields: object) -> str:
 
 
 def explained(core: PlacementCore, request: str = "r1", tenant: str | None = None) -> tuple[Decision, ...]:
-    (action,) = core.handle(ExplainAsked("_ing.x", request, tenant), 3.0)
-    assert isinstance(action, Explain)
-    return action.decisions
+    return core.ledger.explain(request, tenant)
 
 
 def pass_(core: PlacementCore, worker: str, passed: Passed, attempt: int = 0, **fields: object) -> None:

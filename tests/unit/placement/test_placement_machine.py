@@ -90,8 +90,7 @@ class Placement(RuleBasedStateMachine):
         return actions
 
     def in_flight(self) -> set[str]:
-        forwarding = self.core.forwarding
-        found = [forwarding._find(key) for keys in forwarding._keys.values() for key in keys]
+        found = [self.core.in_flight.find(key) for key in self.core.in_flight]
         return {one.inbox for one in found if one is not None}
 
     def epoch(self, worker: str) -> str:
@@ -185,7 +184,7 @@ class Placement(RuleBasedStateMachine):
     def hand_over(self, data: st.DataObject) -> None:
         """A draining worker lets go of what it has accepted, as far as this replica knows."""
         offer = data.draw(st.sampled_from(self.offers[-8:]))
-        watched = self.core.forwarding.watching._watched.values()
+        watched = self.core.in_flight.accepted._watched.values()
         if any(
             (w.inbox, w.attempt, w.worker) == (offer.request.inbox, offer.request.attempt, offer.worker)
             for w in watched
@@ -202,8 +201,8 @@ class Placement(RuleBasedStateMachine):
         actions = self.core.forwarding.leave(self.now)
         told = {action.inbox for action in actions if isinstance(action, Fail)}
         self.ended_by_placement.update(told)
-        assert not self.core.forwarding._offered
-        assert not self.core.forwarding._parked
+        assert not self.core.in_flight.offered
+        assert not self.core.in_flight.parked
         carried = [action.capsule for action in actions if isinstance(action, CarryOn)]
         self.ended_otherwise.update(before - self.in_flight() - told - {one.request.inbox for one in carried})
         for capsule in carried:
@@ -212,10 +211,10 @@ class Placement(RuleBasedStateMachine):
     @rule(worker=WORKERS, request=st.integers(0, 3), life=st.sampled_from(["e0000", "e0001"]))
     def adopt(self, worker: str, request: int, life: str) -> None:
         inbox = f"_INBOX.{len(self.readers)}"
-        before = self.core.forwarding.in_flight
+        before = len(self.core.in_flight)
         watch = Watch("public", f"g{request}", 0, worker, life, inbox)
         self.tell(WatchesHeard(Watches("p2", (watch,))))
-        if self.core.forwarding.in_flight > before:
+        if len(self.core.in_flight) > before:
             self.readers[inbox] = watch.request
 
     @precondition(lambda self: self.offers)
@@ -337,7 +336,7 @@ class Placement(RuleBasedStateMachine):
             self.tell(Tick())
         self.books_balance()
         self.every_reader_is_in_flight_or_was_told_once()
-        assert self.core.forwarding.in_flight == 0
+        assert len(self.core.in_flight) == 0
         assert self.core.stats().booked == 0
         assert self.core.bookings.running == 0
         assert len(self.core.inflight) == 0

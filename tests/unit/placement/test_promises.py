@@ -13,9 +13,9 @@ from placement_build import a_core, a_generate, failed
 from placement_rig import Rig, tokens
 
 from kvfleet.placement.actions import Forward
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BookingsShared, WorkerAnswered
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.workers.inflight_blocks import EVENTS_S, LIMIT_S, BlockCounts, InflightBlocks
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Booked, BookedBatch, Passed
@@ -112,7 +112,12 @@ def test_a_worker_takes_its_promises_along() -> None:
 
 def test_there_is_room_for_every_worker_that_the_index_follows() -> None:
     core = PlacementCore(
-        "p1", "_plc.p1", lambda: 0.0, prompts=HashedPrompts(b"key"), unix_ms=lambda: 0, indexer=KvIndexer(4096, 300)
+        "p1",
+        "_plc.p1",
+        lambda: 0.0,
+        PlacementConfig(index_blocks=4096, max_workers=300),
+        prompts=HashedPrompts(b"key"),
+        unix_ms=lambda: 0,
     )
     rig = Rig("w0")
     for number in range(300):

@@ -23,7 +23,7 @@ from kvfleet.placement.events import (
 from kvfleet.placement.io import intake
 from kvfleet.placement.producers.accepted_requests import LOST_GRACE_S
 from kvfleet.placement.producers.forwarding import CARRY_S, PARKED_S
-from kvfleet.placement.producers.offer_timeout import ACKNOWLEDGE_S
+from kvfleet.placement.producers.in_flight import ACKNOWLEDGE_S
 from kvproto import codec
 from kvproto.errors import InvalidRequest
 from kvproto.messages import (
@@ -104,7 +104,7 @@ class TestCapsule:
         assert (cancel.worker, cancel.cancel.request, cancel.cancel.attempt) == ("w1", "r1", 0)
         assert tell(core, "w2", Passed.FIRST_TOKEN) == []  # once
         core.handle(WorkerAnswered(finished("r1", 1)), 2.0)
-        assert core.forwarding.in_flight == 0
+        assert len(core.in_flight) == 0
         core.check_integrity()
 
     @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "milestone", "lost", "handed over again"])
@@ -131,7 +131,7 @@ class TestCapsule:
         (forward,) = of(Forward, core.handle(a_generate(tenant="acme"), 1.0))
         core.handle(WorkerAnswered(accepted("r1", 0, forward.worker)), 1.1)
         core.handle(WorkerAnswered(Moved("r1", 0, 2)), 1.2)
-        assert core.forwarding.in_flight == 0
+        assert len(core.in_flight) == 0
 
     def test_the_same_replica_goes_on_watching_though_moved_comes_later(self) -> None:
         core = a_core("w1")
@@ -142,7 +142,7 @@ class TestCapsule:
         core.handle(a_capsule(), 1.2)
         core.handle(WorkerAnswered(Moved("r1", 0, 2)), 1.21)
         core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.25)
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
         actions = core.handle(WorkerLeft("w2"), 2.0) + core.handle(Tick(), 2.0 + LOST_GRACE_S)
         assert [fail.inbox for fail in of(Fail, actions)] == [PRODUCER]
         core.check_integrity()
@@ -167,7 +167,7 @@ class TestCapsule:
             PRODUCER, Encoding.JSON, "no_workers", True,
         )  # fmt: skip
         assert [cancel.worker for cancel in of(Cancel, actions)] == ["w1"]
-        assert core.forwarding.in_flight == 0
+        assert len(core.in_flight) == 0
         assert CARRY_S == 10.0
 
     @pytest.mark.parametrize("how", ["refuses", "silent", "deaf", "leaves"])
@@ -189,7 +189,7 @@ class TestCapsule:
         core.handle(a_capsule(), 1.0)
         (leave,) = core.handle(Tick(), 1.0 + ACKNOWLEDGE_S)  # silent
         assert (leave.worker, leave.cancel.attempt) == ("w2", 1)
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
         (leave,) = core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.1)
         assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w2", 1, PRODUCER)
         (again,) = of(Forward, core.handle(Tick(), 2.0))
@@ -209,7 +209,7 @@ class TestCapsule:
         core.handle(a_capsule(), 1.0)
         (second,) = of(Forward, core.handle(a_capsule(inbox="_INBOX.q"), 1.0))
         assert (second.worker, second.request.inbox) == ("w2", "_INBOX.q")
-        assert core.forwarding.in_flight == 2
+        assert len(core.in_flight) == 2
         core.check_integrity()
 
 
@@ -228,7 +228,7 @@ class TestLeaving:
             [("w2", 1, PRODUCER)] if state == "offered" else []
         )
         assert of(Fail, actions) == []
-        assert going.forwarding.in_flight == len(going.bookings) == 0
+        assert len(going.in_flight) == len(going.bookings) == 0
         going.check_integrity()
         staying = draining(a_core("w1", "w2"))
         capsule = codec.decode(Capsule, codec.encode(carry.capsule))
@@ -248,7 +248,7 @@ class TestLeaving:
         assert isinstance(fail, Fail)
         assert (leave.worker, leave.cancel.attempt, leave.cancel.inbox) == ("w1", 0, PRODUCER)
         assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (PRODUCER, "unavailable", True)
-        assert core.forwarding.in_flight == len(core.bookings) == 0
+        assert len(core.in_flight) == len(core.bookings) == 0
 
     def test_a_source_waits_no_longer_for_what_is_watched(self) -> None:
         core = draining(a_core("w1", "w2"))
@@ -256,7 +256,7 @@ class TestLeaving:
         core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
         (let_go,) = core.forwarding.leave(2.0)
         assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
-        assert len(core.forwarding.watching.watches()) == 1
+        assert len(core.in_flight.accepted.watches()) == 1
 
     def test_who_takes_over_and_is_full_tells_the_producer(self) -> None:
         core = draining(a_core("w1", "w2", limit=1))
@@ -264,7 +264,7 @@ class TestLeaving:
         actions = core.handle(CapsuleHeard("", a_capsule().capsule), 1.0)
         assert [(f.inbox, f.failed.code) for f in of(Fail, actions)] == [(PRODUCER, "unavailable")]
         assert [c.worker for c in of(Cancel, actions)] == ["w1"]
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
 
 class TestWatches:
@@ -276,7 +276,7 @@ class TestWatches:
         left = a_core("w1")
         left.handle(a_generate(tenant="acme", inbox=PRODUCER, encoding=Encoding.JSON), 1.0)
         left.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.1)
-        (watch,) = left.forwarding.watching.watches()
+        (watch,) = left.in_flight.accepted.watches()
         assert watch == Watch("acme", "r1", 0, "w1", "e1", PRODUCER, Encoding.JSON)
         core = a_core("w1")
         (ask,) = core.handle(WatchesHeard(Watches("p9", (watch,))), 2.0)
@@ -295,14 +295,14 @@ class TestWatches:
             core.handle(WorkerAnswered(finished("r1", 2)), 2.1)
         else:
             core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 2.1)
-        assert core.forwarding.in_flight == 0
+        assert len(core.in_flight) == 0
 
     def test_who_is_told_twice_answers_twice_and_watches_once(self) -> None:
         core = a_core("w1")
         heard = WatchesHeard(self.watch().watches, "_plc.p9.x")
         for now in (2.0, 2.1):
             assert core.handle(heard, now)[0] == TakenOver("_plc.p9.x")
-        assert core.forwarding.in_flight == 1
+        assert len(core.in_flight) == 1
 
     def test_what_is_known_to_have_ended_is_not_watched(self) -> None:
         core = a_core("w1")

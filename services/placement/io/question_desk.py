@@ -1,11 +1,15 @@
-"""Loop: answers questions that take longer than a decision may, a piece at a time, so that decisions come in between.
+"""Loop: answers questions about what this replica has seen and decided. It reads the core and changes nothing.
 
+    kvf.placement.stats     what has this replica seen?      ──▶ PlacementStats
+    kvf.placement.explain   why was it decided so?           ──▶ an Explanation
+                            what was decided last?           ──▶ Explanations, one for each piece
     kvf.placement.preload   what should a new worker have?   ──▶ a PreloadPlan
     kvf.placement.victim    who is the cheapest to lose?     ──▶ a VictimReport
-    kvf.placement.explain   what was decided last?           ──▶ Explanations, one for each piece
 
-One of each at a time; the first two in a queue group, as replicas share requests evenly and each knows only of its own
-decisions. Of the last a few wait, and one too many gets no answer, nor does one whose asker has gone meanwhile.
+The last three take longer than a decision may: they are answered a piece at a time, so that decisions come in between,
+and one of each at a time. The last two are in a queue group, as replicas share requests evenly and each knows only of
+its own decisions. Of lists of the newest a few wait, and one too many gets no answer, nor does one whose asker has gone
+meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
@@ -22,7 +26,15 @@ from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.explanations import EXPLAIN_TIMEOUT_S, MAX_NEWEST
-from kvproto.messages import ExplainRequest, Explanation, PreloadPlan, PreloadRequest, VictimReport, VictimRequest
+from kvproto.messages import (
+    ExplainRequest,
+    Explanation,
+    PlacementStats,
+    PreloadPlan,
+    PreloadRequest,
+    VictimReport,
+    VictimRequest,
+)
 from kvproto.nats_message import Message
 
 log = logging.getLogger(__name__)
@@ -30,12 +42,12 @@ log = logging.getLogger(__name__)
 OF_A_MESSAGE = 0.75  # of the largest that NATS carries
 MAX_WAITING = 8  # lists of the newest: the longest takes some 14 ms
 
-Question = TypeVar("Question", PreloadRequest, VictimRequest)
+AnyAnswer: TypeAlias = Explanation | PlacementStats | PreloadPlan | VictimReport
+Asked = TypeVar("Asked", ExplainRequest, PreloadRequest, VictimRequest)
 
 
-class LongQuestions:
-    """Owned by the placement loop, which subscribes and guards the callbacks, and ends what it is given to `spawn`; the
-    core is only read."""
+class QuestionDesk:
+    """Owned by the placement loop, which subscribes and guards the callbacks, and ends what it is given to `spawn`."""
 
     def __init__(
         self, connection: Connection, core: PlacementCore, spawn: Callable[[Coroutine[Any, Any, None]], object]
@@ -44,12 +56,29 @@ class LongQuestions:
         self.ignored_total = 0  # without an inbox to answer to
         self.preload_answers_total = 0
         self.victim_answers_total = 0
+        self.unsent_total = 0  # answers that NATS did not take
         self.dropped_total = 0  # lists of the newest that are not answered
         self._connection = connection
         self._core = core
         self._spawn = spawn
         self._waiting: deque[tuple[ExplainRequest, str, float]] = deque()  # with the reply, and when its asker has gone
         self._is_listing = False
+
+    async def on_stats(self, message: Message) -> None:
+        if not intake.is_inbox(message.reply):
+            self.ignored_total += 1
+            return
+        await self._answer(message.reply, self._core.stats())
+
+    async def on_explain(self, message: Message) -> None:
+        ask = self._read(ExplainRequest, message)
+        if ask is None:
+            return
+        if ask.newest:
+            self._on_newest(ask, message.reply)
+            return
+        decisions = self._core.ledger.explain(ask.request, ask.tenant)
+        await self._answer(message.reply, Explanation(self._core.placement, decisions))
 
     async def on_preload(self, message: Message) -> None:
         ask = self._read(PreloadRequest, message, of_worker=True)
@@ -69,7 +98,7 @@ class LongQuestions:
         if await self._answer(message.reply, VictimReport(self._core.placement, survey.costs())):
             self.victim_answers_total += 1
 
-    def on_newest(self, ask: ExplainRequest, reply: str) -> None:
+    def _on_newest(self, ask: ExplainRequest, reply: str) -> None:
         """It is answered in its turn, by a task of its own: what else is asked does not wait for it."""
         if len(self._waiting) >= MAX_WAITING:
             self.dropped_total += 1
@@ -100,7 +129,7 @@ class LongQuestions:
                 return
             await asyncio.sleep(0)
 
-    def _read(self, kind: type[Question], message: Message, *, of_worker: bool = False) -> Question | None:
+    def _read(self, kind: type[Asked], message: Message, *, of_worker: bool = False) -> Asked | None:
         if not intake.is_inbox(message.reply, of_worker=of_worker):
             self.ignored_total += 1
             return None
@@ -111,10 +140,11 @@ class LongQuestions:
             log.debug("placement: a question on %s is unreadable: %s", message.subject, error)
             return None
 
-    async def _answer(self, reply: str, answer: PreloadPlan | VictimReport | Explanation) -> bool:
+    async def _answer(self, reply: str, answer: AnyAnswer) -> bool:
         try:
             await self._connection.publish(reply, codec.encode(answer))
         except KvfleetError as error:
+            self.unsent_total += 1
             log.warning("placement: %s not sent: %s", type(answer).__name__, error)
             return False
         return True

@@ -1,0 +1,86 @@
+"""Policies of a few lines: baselines that any other has to beat, and what a request asks for by name. Pure: chance is
+passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvfleet.placement.policies.base import Choice, Question
+from kvproto.errors import InvalidRequest, NotFound, Unavailable
+from kvproto.messages import State
+
+
+class KvLoad:
+    """Highest match minus load, as shares; equals go to the first on the ring.
+
+    The rule of NVIDIA Dynamo's first KV router: of three workers with matches of 15, 50 and 75 % and loads of 30, 50
+    and 80 %, the second is chosen, at 0. Kept to compare with; `cost` reckons in seconds instead of adding unlike
+    shares.
+    """
+
+    name = "kv_load"
+
+    def choose(self, question: Question) -> Choice | None:
+        if not question.candidates:
+            return None
+        match = question.held / max(question.prompt_tokens, 1)
+        load = np.maximum(question.loads.slot_usage, question.loads.cache_usage)
+        score = match - load
+        best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}
+        worker = next(name for name in question.ring.walk(question.demand_keeper) if name in best)
+        number = best[worker]
+        return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")
+
+
+class RandomChoice:
+    """Uniform over the candidates; `chance()` is uniform in [0, 1)."""
+
+    name = "random"
+
+    def __init__(self, chance: Callable[[], float]) -> None:
+        self._chance = chance
+
+    def choose(self, question: Question) -> Choice | None:
+        if not question.candidates:
+            return None
+        index = min(int(self._chance() * len(question.candidates)), len(question.candidates) - 1)
+        return Choice(question.candidates[index].id, "drawn at random")
+
+
+class RoundRobin:
+    """Turn by turn: goes on after the worker chosen last, in order of ids, so joins and leaves shift nobody's turn."""
+
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}  # model -> worker; a model has an entry once a worker of it was chosen
+
+    def choose(self, question: Question) -> Choice | None:
+        if not question.candidates:
+            return None
+        last = self._last.get(question.ask.model, "")
+        chosen = next((w.id for w in question.candidates if w.id > last), question.candidates[0].id)
+        self._last[question.ask.model] = chosen
+        return Choice(chosen, "its turn")
+
+
+class Direct:
+    """The worker that the request names, or an error, even if the request excludes it: naming it is the later word."""
+
+    name = "direct"
+
+    def choose(self, question: Question) -> Choice | None:
+        named = question.ask.worker
+        if not named:
+            raise InvalidRequest("the policy direct needs a worker", field="worker")
+        worker = question.alive.get(named)
+        if worker is None:
+            raise NotFound(f"no worker {named[:64]!r} is alive", field="worker")
+        if worker.model != question.ask.model:
+            raise NotFound(f"worker {named} serves {worker.model}, not {question.ask.model[:64]}", field="worker")
+        if worker.state is not State.READY:
+            raise Unavailable(f"worker {named} is {worker.state.value}", field="worker")
+        return Choice(named, "named by the request")
