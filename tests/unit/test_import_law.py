@@ -59,8 +59,9 @@ THIRD_PARTY = {
                   "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
-                         "pydantic_settings", "prometheus_client", "jwt", "httpx"},
-    "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson"},
+                         "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},
+    "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
+                          "matplotlib"},
     "kvfleet.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                         "msgpack", "pynvml", "tqdm"},

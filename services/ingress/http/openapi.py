@@ -1,7 +1,7 @@
 """What the ingress serves at /openapi.json: every route, what it takes and what it answers, as OpenAPI 3.1. Pure.
 
-Bodies are described by the tables that read them (`fields`), headers by the patterns that do; a test compares the paths
-with those of `app`.
+Bodies are described by the forms that read them (`requests`), headers by the patterns that do; a test compares the
+paths with those of `app`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvfleet.ingress.http.openapi_answers import (
     events_of,
     json_content,
 )
-from kvfleet.ingress.requests.fields import Schema, object_schema
-from kvfleet.ingress.requests.native_schema import GenerateFields
-from kvfleet.ingress.requests.openai_schema import ChatFields, CompletionFields
+from kvfleet.ingress.requests.fields import BodyForm, Schema
+from kvfleet.ingress.requests.native_schema import GENERATE
+from kvfleet.ingress.requests.openai_schema import CHAT, COMPLETION
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from kvproto.explanations import MAX_NEWEST
@@ -111,14 +111,14 @@ _KNOWN = (401, 403, 421, 503)  # 503: of a signed token, while its issuer does n
 _GENERATING = (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 501, 503, 504)
 
 
-def _generating(path: str, summary: str, table: type, answer: str | None, *events: Schema) -> Operation:
+def _generating(path: str, summary: str, form: BodyForm[Any], answer: str | None, *events: Schema) -> Operation:
     content = {**(json_content(answer) if answer else {}), **events_of(*events, ids=answer is None)}
     about = EVENTS + (ID_LINES if answer is None else ID_LINES_WHERE_ASKED_FOR)
     answers: dict[int, dict[str, Any]] = {
         200: {"description": about, "headers": _LEFT, "content": content},
         204: {"description": "The client has had all events of this request."},
     }
-    return Operation("post", path, summary, answers, _GENERATING, object_schema(table), _REPEATS)
+    return Operation("post", path, summary, answers, _GENERATING, form.schema, _REPEATS)
 
 
 def _reading(path: str, summary: str, answer: str, *errors: int, **more: Any) -> Operation:
@@ -137,18 +137,16 @@ def _file(*kinds: str) -> dict[str, Any]:
 
 
 OPERATIONS = (
-    _generating(
-        "/v1/chat/completions", "A chat's next message, as OpenAI's.", ChatFields, "ChatAnswer", CHAT_CHUNK, ERROR
-    ),
+    _generating("/v1/chat/completions", "A chat's next message, as OpenAI's.", CHAT, "ChatAnswer", CHAT_CHUNK, ERROR),
     _generating(
         "/v1/completions",
         "A text's continuation, as OpenAI's.",
-        CompletionFields,
+        COMPLETION,
         "CompletionAnswer",
         COMPLETION_CHUNK,
         ERROR,
     ),
-    _generating("/generate", "A turn of a session, streamed.", GenerateFields, None, *NATIVE_EVENTS),
+    _generating("/generate", "A turn of a session, streamed.", GENERATE, None, *NATIVE_EVENTS),
     _reading("/v1/models", "What the fleet serves.", "Models", *_KNOWN),
     _reading(
         "/v1/models/{model}",
@@ -253,7 +251,7 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
         "info": {"title": "kvfleet", "version": "1", "description": "A fleet of language model workers."},
         "paths": paths,
         "components": {
-            "schemas": COMPONENTS,
+            "schemas": COMPONENTS | CHAT.components | COMPLETION.components | GENERATE.components,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a token of the issuer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},

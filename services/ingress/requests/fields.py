@@ -1,18 +1,20 @@
-"""Fields of a JSON body: how each is read, and its JSON Schema, in one object. Pure.
+"""Fields of a JSON body: pydantic reads them into frozen dataclasses, and describes them. Pure.
 
-Tables of fields are classes whose attributes they are: `openapi` describes what `read` takes, and nothing else can be
-read. Every error names the field and the limit; `null` counts as absent, so a schema allows it wherever a field may be.
+A `BodyForm` is one route's: its schema has every name that `read` takes, and nothing else can be read. Ours, since
+pydantic promises none of it: the limit of nesting; `null` counts as absent wherever a field may be; one fault is told,
+under the name that the caller gave the field; what is not served is taken where it asks for nothing special.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 import orjson
+from pydantic import GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema as core
 
 from kvproto.errors import InvalidRequest
 
@@ -21,9 +23,10 @@ MAX_DEPTH = 64  # of what a field holds, in lists and objects: less than what or
 Body = dict[str, Any]
 Schema = dict[str, Any]
 T = TypeVar("T")
-D = TypeVar("D")
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
+_BE = "Input should be"  # how pydantic begins most of its messages
+_KINDS = dict.fromkeys(("dataclass_type", "dict_type"), f"{_BE} an object") | {"tuple_type": f"{_BE} a list"}
 
 
 def parse_body(data: bytes) -> Body:
@@ -34,7 +37,7 @@ def parse_body(data: bytes) -> Body:
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"not JSON: {error}", field="body") from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"must be a JSON object, got {kind_of(value)}", field="body")
+        raise InvalidRequest(f"must be a JSON object, got {_kind_of(value)}", field="body")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     return value
@@ -55,145 +58,130 @@ def _inside(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
-def kind_of(value: object) -> str:
-    """How JSON calls a value's type, for error messages."""
+def _kind_of(value: object) -> str:
+    """How JSON calls a value's type."""
     return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
 
 
-def expected(what: str, value: object, field: str) -> InvalidRequest:
-    return InvalidRequest(f"must be {what}, got {kind_of(value)}", field=field)
+# ---------------------------------------------------------------------------------------------- types of fields
+
+Flag = Annotated[bool, Strict()]
+Number = Annotated[float, Strict()]
 
 
-@dataclass(frozen=True, slots=True)
-class BodyField(Generic[T]):
-    """`schema` is that of a value that is there; `read_value` raises InvalidRequest with the name it is given."""
+@dataclass(frozen=True)
+class Whole:
+    """An integer within these bounds. JSON knows one kind of number: 7.0 is one."""
 
-    name: str
-    schema: Schema
-    read_value: Callable[[Any, str], T]
-    required: bool = False
+    low: int
+    high: int
 
-    @overload
-    def read(self, body: Body) -> T | None: ...
-    @overload
-    def read(self, body: Body, default: D) -> T | D: ...
-    def read(self, body: Body, default: Any = None) -> Any:
-        """The field's value, `default` where it is absent. Raises InvalidRequest naming it."""
-        value = body.get(self.name)
-        if value is None:
-            if self.required:
-                raise InvalidRequest("missing", field=self.name)
-            return default
-        return self.read_value(value, self.name)
-
-    def need(self, body: Body) -> T:
-        """The value of one that is `required`."""
-        value = self.read(body)
-        assert value is not None
-        return value
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core.CoreSchema:
+        integer = core.int_schema(strict=True, ge=self.low, le=self.high)
+        return core.no_info_before_validator_function(_whole, integer)
 
 
-@cache
-def fields_of(table: type) -> dict[str, BodyField[Any]]:
-    """The fields of a table and of those it extends, by name."""
-    members = (one for base in reversed(table.__mro__) for one in vars(base).values())
-    return {one.name: one for one in members if isinstance(one, BodyField)}
+@dataclass(frozen=True)
+class Made:
+    """A value of another type than what the caller says, which `by` makes of it."""
+
+    said: Any
+    by: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core.CoreSchema:
+        return core.no_info_after_validator_function(self.by, handler.generate_schema(self.said))
 
 
-def object_schema(table: type) -> Schema:
-    """What a body of a table's fields looks like; any other field must be absent."""
-    known = fields_of(table)
-    return {
-        "type": "object",
-        "required": sorted(name for name, one in known.items() if one.required),
-        "properties": {
-            name: one.schema if one.required else {"anyOf": [one.schema, {"type": "null"}]}
-            for name, one in sorted(known.items())
-        },
-        "additionalProperties": {"type": "null"},
-    }
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < 2**63 else value
 
 
-# ---------------------------------------------------------------------------------------------- kinds of fields
+# ---------------------------------------------------------------------------------------------- forms
 
 
-def integer(name: str, low: int, high: int) -> BodyField[int]:
-    def read(value: Any, field: str) -> int:
-        if type(value) is float and value.is_integer() and abs(value) < 2**63:
-            value = int(value)  # JSON knows one kind of number
-        if type(value) is not int:
-            raise expected("an integer", value, field)
-        if not low <= value <= high:
-            raise InvalidRequest(f"must be within [{low}, {high}], got {value}", field=field)
-        return value
+class BodyForm(Generic[T]):
+    """What a route's body may hold: the fields of the dataclass `kind`, and beside them those of the dataclasses in it,
+    its parts. `others` are fields that are known and not read: the values that they may have, None for any.
 
-    return BodyField(name, {"type": "integer", "minimum": low, "maximum": high}, read)
+    `schema` describes it; the types that it refers to are `components` of the OpenAPI document.
+    """
 
+    def __init__(self, kind: type[T], others: Mapping[str, tuple[Any, ...] | None]) -> None:
+        self._adapter = TypeAdapter(kind)
+        self._others = others
+        hints: dict[str, type] = get_type_hints(kind)
+        self._parts = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        said = self._adapter.json_schema(ref_template="#/components/schemas/{model}", schema_generator=_BodySchema)
+        self.components: dict[str, Schema] = said.pop("$defs", {})
+        own: dict[str, Schema] = said["properties"]
+        fields: dict[str, Schema] = {}
+        self._part_of: dict[str, str] = {}
+        for part, its in self._parts.items():
+            del own[part]
+            fields |= self.components.pop(its.__name__)["properties"]
+            self._part_of |= dict.fromkeys(fields.keys() - self._part_of.keys(), part)
+        self._part_of |= dict.fromkeys(own, "")
+        fields |= own | {name: {} if taken is None else {"enum": [*taken, None]} for name, taken in others.items()}
+        self.schema: Schema = {
+            "type": "object",
+            "required": [name for name in said["required"] if name not in self._parts],
+            "properties": dict(sorted(fields.items())),
+            "additionalProperties": {"type": "null"},
+        }
 
-def number(name: str, low: float, high: float) -> BodyField[float]:
-    def read(value: Any, field: str) -> float:
-        if type(value) not in (int, float):
-            raise expected("a number", value, field)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise InvalidRequest(f"must be within [{low:g}, {high:g}], got {value}", field=field)
-        return float(value)
-
-    return BodyField(name, {"type": "number", "minimum": low, "maximum": high}, read)
-
-
-def boolean(name: str) -> BodyField[bool]:
-    def read(value: Any, field: str) -> bool:
-        if type(value) is not bool:
-            raise expected("a boolean", value, field)
-        return value
-
-    return BodyField(name, {"type": "boolean"}, read)
-
-
-def text(name: str, max_chars: int, *, empty: bool = False, required: bool = False) -> BodyField[str]:
-    def read(value: Any, field: str) -> str:
-        if type(value) is not str:
-            raise expected("a string", value, field)
-        if len(value) > max_chars:
-            raise InvalidRequest(f"at most {max_chars} characters, got {len(value)}", field=field)
-        if not value and not empty:
-            raise InvalidRequest("must not be empty", field=field)
-        return value
-
-    schema = {"type": "string", "maxLength": max_chars, "minLength": 0 if empty else 1}
-    return BodyField(name, schema, read, required)
-
-
-class Unserved(BodyField[None]):
-    """A field that would change the answer and is not served: only what asks for nothing special is taken."""
-
-
-def unserved(name: str, *defaults: Any) -> Unserved:
-
-    def read(value: Any, field: str) -> None:
-        if not any(value == one and type(value) in _alike(one) for one in defaults):
-            raise InvalidRequest("not supported by this server", field=field)
-
-    return Unserved(name, {"enum": list(defaults)} if defaults else {"type": "null"}, read)
+    def read(self, body: Body) -> T:
+        """Raises InvalidRequest naming the field."""
+        parts: dict[str, Body] = {name: {} for name in self._parts}
+        own: Body = {**parts}
+        parts[""] = own
+        for name, value in body.items():
+            if value is None:
+                continue
+            part = self._part_of.get(name)
+            if part is not None:
+                parts[part][name] = value
+            elif name not in self._others:
+                raise InvalidRequest("unrecognized request argument", field=name[:80])
+            elif not _is_taken(value, self._others[name]):
+                raise InvalidRequest("not supported by this server", field=name)
+        try:
+            return self._adapter.validate_python(own)
+        except ValidationError as error:
+            raise _refusal(error, body) from None
 
 
-def ignored(name: str) -> BodyField[None]:
-    """A field that changes nothing in an answer, whatever it holds."""
-    return BodyField(name, {}, lambda value, field: None)
+class _BodySchema(GenerateJsonSchema):
+    """Null counts as absent, and no titles, which would say the names again."""
+
+    def default_schema(self, schema: core.WithDefaultSchema) -> Schema:
+        return self.get_flattened_anyof([self.generate_inner(schema["schema"]), {"type": "null"}])
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
-def refuse_unserved(body: Body, table: type) -> None:
-    """Raises InvalidRequest naming the first field of a body that the table does not know, or that asks for what is not
-    served."""
-    known = fields_of(table)
-    for name, value in body.items():
-        one = known.get(name)
-        if one is None and value is not None:
-            raise InvalidRequest("unrecognized request argument", field=name[:80])
-        if isinstance(one, Unserved):
-            one.read(body)
+def _is_taken(value: Any, taken: tuple[Any, ...] | None) -> bool:
+    """0 and 0.0 are one value, but False is not 0."""
+    return taken is None or any(value == one and (type(value) is bool) == (type(one) is bool) for one in taken)
 
 
-def _alike(value: object) -> tuple[type, ...]:
-    """0 and 0.0 are one default, but False is not 0."""
-    return (int, float) if type(value) in (int, float) else (type(value),)
+def _refusal(error: ValidationError, body: Body) -> InvalidRequest:
+    """The fault that lies deepest: of all that a union finds it is nearest to what was meant."""
+    fault = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
+    text, said = _KINDS.get(fault["type"], fault["msg"]), fault["input"]
+    if text.startswith(_BE):
+        got = said if type(said) in (int, float) else _kind_of(said)
+        text = f"must be{text.removeprefix(_BE)}, got {got}"
+    return InvalidRequest(text, field=_name(fault["loc"], body))
+
+
+def _name(steps: tuple[int | str, ...], said: Any) -> str:
+    """Without what pydantic adds for parts and unions, which is not in the body, and keys of a field's own."""
+    name = ""
+    for step in steps[:-2] if steps[-1] == "[key]" else steps:
+        if isinstance(step, int):
+            if type(said) is list:
+                name, said = f"{name}[{step}]", said[step] if step < len(said) else None
+        elif type(said) is dict and step.isidentifier() and (step in said or step == steps[-1]):
+            name, said = f"{name}.{step}" if name else step, said.get(step)
+    return name

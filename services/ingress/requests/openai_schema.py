@@ -7,23 +7,26 @@ something about the caller, or ask for what is done anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from kvfleet.ingress.requests.fields import (
-    Body,
-    BodyField,
-    Schema,
-    boolean,
-    expected,
-    ignored,
-    integer,
-    refuse_unserved,
-    text,
-    unserved,
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    TypeAdapter,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
 )
-from kvfleet.ingress.requests.placement_ask import ANYWHERE, PlacementAsk, PlacementFields, read_placement_ask
-from kvfleet.ingress.requests.sampling_ask import ANY_COUNT, MAX_CHOICES, SamplingAsk, SamplingFields, read_sampling
+from pydantic_core import PydanticCustomError
+
+from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Made, Whole
+from kvfleet.ingress.requests.placement_ask import ANYWHERE, PlacementAsk
+from kvfleet.ingress.requests.sampling_ask import MAX_CHOICES, Count, SamplingAsk
 from kvproto.errors import InvalidRequest
 
 MAX_MODEL_CHARS = 256
@@ -31,15 +34,58 @@ MAX_SEQ_ID_CHARS = 1024
 MAX_MESSAGES = 16_384
 MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
-ROLES = ("system", "developer", "user", "assistant")
-UNSERVED_IN_MESSAGES = ("tool_calls", "function_call", "audio")
+
+SeqId = Annotated[str, Field(min_length=1, max_length=MAX_SEQ_ID_CHARS)]
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    include_usage: Flag | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    type: Literal["text"]
+    text: str
+
+
+_PARTS = TypeAdapter(Annotated[list[TextPart], Field(fail_fast=True)])
+
+
+def _read_content(said: Any, read_text: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    """Parts become one text. An assistant may have said none."""
+    if type(said) is list:
+        return "".join(part.text for part in _PARTS.validate_python(said))
+    return "" if said is None and info.data.get("role") == "assistant" else read_text(said)
+
+
+def _refuse(said: Any) -> None:
+    if said:
+        raise PydanticCustomError("unserved", "not supported by this server")
+
+
+Content = WrapValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
+Role = Literal["system", "developer", "user", "assistant"]
+Nothing = Annotated[None, Made(Annotated[Any, WithJsonSchema({"enum": [None, False, 0, "", [], {}]})], _refuse)]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: str
-    content: str
+    __pydantic_config__ = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"role": {"const": "assistant"}}},
+            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        }
+    )
+
+    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
+    content: Annotated[str, Content, Field(default_factory=lambda: None, validate_default=True)]
     name: str | None = None
+    tool_calls: Nothing = None
+    function_call: Nothing = None
+    audio: Nothing = None
 
     def as_template_value(self) -> dict[str, str]:
         value = {"role": self.role, "content": self.content}
@@ -48,281 +94,121 @@ class ChatMessage:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class ChatAsk:
-    model: str
-    messages: tuple[ChatMessage, ...]
-    sampling: SamplingAsk
-    stream: bool = False
-    include_usage: bool = False
-    seq_id: str | None = None
-    placement: PlacementAsk = ANYWHERE
-    exact: bool = False
+def _only_prompt(said: Any) -> Any:
+    if type(said) is not list or not said or type(said[0]) not in (str, list):
+        return said
+    if len(said) > 1:
+        raise PydanticCustomError("prompts", "at most 1 prompt per request, got {count}", {"count": len(said)})
+    return said[0]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionAsk:
-    """Either `prompt` or `prompt_ids`."""
-
-    model: str
-    prompt: str | None
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingAsk
-    stream: bool = False
-    include_usage: bool = False
-    placement: PlacementAsk = ANYWHERE
-    exact: bool = False
-
-
-# ---------------------------------------------------------------------------------------------- values
-
-
-def _read_stream_options(value: Any, name: str) -> bool:
-    """Whether usage is wanted."""
-    if type(value) is not dict:
-        raise expected("an object", value, name)
-    include = value.get("include_usage")
-    if include is not None and type(include) is not bool:
-        raise expected("a boolean", include, f"{name}.include_usage")
-    return bool(include)
-
-
-def _read_messages(messages: Any, name: str) -> tuple[ChatMessage, ...]:
-    if type(messages) is not list:
-        raise expected("a list", messages, name)
-    if not messages:
-        raise InvalidRequest("must hold at least 1 message", field=name)
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages, got {len(messages)}", field=name)
-    return tuple(_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages))
-
-
-def _read_message(message: Any, field: str) -> ChatMessage:
-    if type(message) is not dict:
-        raise expected("an object", message, field)
-    role = message.get("role")
-    if type(role) is not str or role not in ROLES:
-        raise InvalidRequest(f"must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}", field=f"{field}.role")
-    for refused in UNSERVED_IN_MESSAGES:
-        if message.get(refused):
-            raise InvalidRequest("not supported by this server", field=f"{field}.{refused}")
-    name = message.get("name")
-    if name is not None and type(name) is not str:
-        raise expected("a string", name, f"{field}.name")
-    content = _read_content(message.get("content"), f"{field}.content", optional=role == "assistant")
-    return ChatMessage("system" if role == "developer" else role, content, name)
-
-
-def _read_content(content: Any, field: str, *, optional: bool) -> str:
-    if type(content) is str:
-        return content
-    if content is None and optional:
-        return ""
-    if type(content) is not list:
-        raise expected("a string or a list of text parts", content, field)
-    pieces = []
-    for i, part in enumerate(content):
-        if type(part) is not dict:
-            raise expected("an object", part, f"{field}[{i}]")
-        if part.get("type") != "text":
-            raise InvalidRequest("only parts of type 'text' are supported", field=f"{field}[{i}].type")
-        piece = part.get("text")
-        if type(piece) is not str:
-            raise expected("a string", piece, f"{field}[{i}].text")
-        pieces.append(piece)
-    return "".join(pieces)
-
-
-def _read_prompt(prompt: Any, name: str) -> tuple[str | None, tuple[int, ...]]:
-    if type(prompt) is list and prompt and type(prompt[0]) in (str, list):
-        if len(prompt) > 1:
-            raise InvalidRequest(f"at most 1 prompt per request, got {len(prompt)}", field=name)
-        prompt = prompt[0]
-    if type(prompt) is str:
-        if not prompt:
-            raise InvalidRequest("must not be empty", field=name)
-        return prompt, ()
-    if type(prompt) is not list:
-        raise expected("a string or a list of token ids", prompt, name)
-    if not prompt:
-        raise InvalidRequest("must not be empty", field=name)
-    for i, token in enumerate(prompt):
-        if type(token) is not int:
-            raise expected("a token id", token, f"{name}[{i}]")
-    return None, tuple(prompt)
-
-
-# ---------------------------------------------------------------------------------------------- tables
-
-_PARTS: Schema = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    },
-}
-_NOTHING: Schema = {"enum": [None, False, 0, "", [], {}]}
-
-
-def _message_schema(roles: tuple[str, ...], *content: Schema) -> Schema:
-    return {
-        "type": "object",
-        "required": ["role"] if len(content) > 2 else ["role", "content"],
-        "properties": {
-            "role": {"enum": list(roles)},
-            "content": {"anyOf": list(content)},
-            "name": {"type": ["string", "null"]},
-            **dict.fromkeys(UNSERVED_IN_MESSAGES, _NOTHING),
-        },
-    }
-
-
-_OTHER_ROLES = tuple(role for role in ROLES if role != "assistant")
-_MESSAGE: Schema = {
-    "anyOf": [
-        _message_schema(_OTHER_ROLES, {"type": "string"}, _PARTS),
-        _message_schema(("assistant",), {"type": "string"}, _PARTS, {"type": "null"}),
-    ]
-}
-_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer"}}
-_TEXT: Schema = {"type": "string", "minLength": 1}
-_PROMPT: Schema = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": 1,
-                                           "items": {"anyOf": [_TEXT, _IDS]}}]}  # fmt: skip
-
-
-class OpenAiFields(SamplingFields, PlacementFields):
-    model = text("model", MAX_MODEL_CHARS, required=True)
-    stream = boolean("stream")
-    stream_options = BodyField(
-        "stream_options",
-        {"type": "object", "properties": {"include_usage": {"type": ["boolean", "null"]}}},
-        _read_stream_options,
-    )
-    exact = boolean("exact")
-    service_tier = unserved("service_tier", "auto", "default")
-    user = ignored("user")
-    safety_identifier = ignored("safety_identifier")
-    metadata = ignored("metadata")
-    store = ignored("store")
-    prompt_cache_key = ignored("prompt_cache_key")
-    # of vLLM's servers
-    skip_special_tokens = unserved("skip_special_tokens", True)
-    spaces_between_special_tokens = unserved("spaces_between_special_tokens", True)
-    include_stop_str_in_output = unserved("include_stop_str_in_output", False)
-    use_beam_search = unserved("use_beam_search", False)
-    length_penalty = unserved("length_penalty", 1.0)
-    bad_words = unserved("bad_words", [])
-    allowed_token_ids = unserved("allowed_token_ids")
-    truncate_prompt_tokens = unserved("truncate_prompt_tokens")
-    prompt_logprobs = unserved("prompt_logprobs")
-    structured_outputs = unserved("structured_outputs")
-    guided_json = unserved("guided_json")
-    guided_regex = unserved("guided_regex")
-    guided_choice = unserved("guided_choice")
-    guided_grammar = unserved("guided_grammar")
-
-
-class ChatFields(OpenAiFields):
-    messages = BodyField(
-        "messages", {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _read_messages, True
-    )
-    max_completion_tokens = integer("max_completion_tokens", 1, ANY_COUNT)
-    logprobs = boolean("logprobs")
-    top_logprobs = integer("top_logprobs", 0, MAX_CHAT_LOGPROBS)
-    seq_id = text("seq_id", MAX_SEQ_ID_CHARS)
-    tools = unserved("tools", [])
-    tool_choice = unserved("tool_choice", "none", "auto")
-    functions = unserved("functions", [])
-    function_call = unserved("function_call", "none", "auto")
-    response_format = unserved("response_format", {"type": "text"})
-    best_of = unserved("best_of", 1)
-    modalities = unserved("modalities", ["text"])
-    audio = unserved("audio")
-    prediction = unserved("prediction")
-    web_search_options = unserved("web_search_options")
-    reasoning_effort = unserved("reasoning_effort")
-    verbosity = unserved("verbosity")
-    parallel_tool_calls = ignored("parallel_tool_calls")
-    # of vLLM's servers
-    chat_template = unserved("chat_template")
-    chat_template_kwargs = unserved("chat_template_kwargs", {})
-    documents = unserved("documents", [])
-    add_generation_prompt = unserved("add_generation_prompt", True)
-    continue_final_message = unserved("continue_final_message", False)
-    add_special_tokens = unserved("add_special_tokens", False)
-    echo = unserved("echo", False)
-
-
-class CompletionFields(OpenAiFields):
-    prompt = BodyField("prompt", _PROMPT, _read_prompt, True)
-    logprobs = integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
-    best_of = integer("best_of", 1, MAX_CHOICES)
-    echo = unserved("echo", False)
-    suffix = unserved("suffix", "")
-    add_special_tokens = unserved("add_special_tokens", True)
-
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[tuple[StrictInt, ...], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[Text | Ids, Field(union_mode="left_to_right")]
+OnlyPrompt = BeforeValidator(
+    _only_prompt, json_schema_input_type=Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=1)]
+)
 
 # ---------------------------------------------------------------------------------------------- bodies
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenAiAsk:
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+    sampling: SamplingAsk
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    placement: PlacementAsk = ANYWHERE
+    exact: Flag = False
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("only allowed when stream is true", field="stream_options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAsk(_OpenAiAsk):
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, Whole(0, MAX_CHAT_LOGPROBS)] = 0
+    seq_id: SeqId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionAsk(_OpenAiAsk):
+    """Either `prompt` or `prompt_ids`."""
+
+    said: Annotated[Prompt, OnlyPrompt, Field(alias="prompt")]
+    logprobs: Annotated[int, Whole(0, MAX_COMPLETION_LOGPROBS)] | None = None
+    best_of: Annotated[int, Whole(1, MAX_CHOICES)] | None = None
+
+    @property
+    def prompt(self) -> str | None:
+        return self.said if isinstance(self.said, str) else None
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.said if isinstance(self.said, tuple) else ()
+
+
+_NEVER: tuple[Any, ...] = ()
+_OTHERS: dict[str, tuple[Any, ...] | None] = {
+    "service_tier": ("auto", "default"),
+    **dict.fromkeys(("user", "safety_identifier", "metadata", "store", "prompt_cache_key")),
+    # of vLLM's servers
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "echo"), (False,)),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "structured_outputs"), _NEVER),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NEVER),
+}
+CHAT = BodyForm(
+    ChatAsk,
+    {
+        **_OTHERS,
+        **dict.fromkeys(("tools", "functions", "documents"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        "response_format": ({"type": "text"},),
+        "best_of": (1,),
+        "modalities": (["text"],),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), _NEVER),
+        "parallel_tool_calls": None,
+        # of vLLM's servers
+        "chat_template": _NEVER,
+        "chat_template_kwargs": ({},),
+        "add_generation_prompt": (True,),
+        **dict.fromkeys(("continue_final_message", "add_special_tokens"), (False,)),
+    },
+)
+COMPLETION = BodyForm(CompletionAsk, {**_OTHERS, "suffix": ("",), "add_special_tokens": (True,)})
+
+
 def read_chat(body: Body) -> ChatAsk:
     """Raises InvalidRequest naming the field."""
-    fields = ChatFields
-    refuse_unserved(body, fields)
-    named = body.get(fields.max_completion_tokens.name) is not None
-    limit = fields.max_completion_tokens if named else fields.max_tokens
-    stream, include_usage = _read_stream(body)
-    return ChatAsk(
-        model=fields.model.need(body),
-        messages=fields.messages.need(body),
-        sampling=read_sampling(body, limit=limit, logprobs=_read_chat_logprobs(body)),
-        stream=stream,
-        include_usage=include_usage,
-        seq_id=fields.seq_id.read(body),
-        placement=read_placement_ask(body),
-        exact=fields.exact.read(body, False),
-    )
+    ask = CHAT.read(body)
+    if ask.top_logprobs and not ask.logprobs:
+        raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
+    sampling = ask.sampling
+    if ask.logprobs:  # 0: the token's own alone
+        sampling = replace(sampling, logprobs=ask.top_logprobs)
+    if ask.max_completion_tokens is not None:
+        sampling = replace(sampling, max_tokens=ask.max_completion_tokens, max_tokens_field="max_completion_tokens")
+    return ask if sampling is ask.sampling else replace(ask, sampling=sampling)
 
 
 def read_completion(body: Body) -> CompletionAsk:
     """Raises InvalidRequest naming the field."""
-    fields = CompletionFields
-    refuse_unserved(body, fields)
-    stream, include_usage = _read_stream(body)
-    prompt, prompt_ids = fields.prompt.need(body)
-    sampling = read_sampling(body, logprobs=fields.logprobs.read(body))
-    best_of = fields.best_of.read(body)
-    if best_of not in (None, 1, sampling.n):
-        raise InvalidRequest(f"only n, {sampling.n}, is supported by this server, got {best_of}", field="best_of")
-    return CompletionAsk(
-        model=fields.model.need(body),
-        prompt=prompt,
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        stream=stream,
-        include_usage=include_usage,
-        placement=read_placement_ask(body),
-        exact=fields.exact.read(body, False),
-    )
-
-
-def _read_chat_logprobs(body: Body) -> int | None:
-    """Alternatives per token, 0 for the token's own log probability alone; None where none are asked for."""
-    wanted = ChatFields.logprobs.read(body, False)
-    top = ChatFields.top_logprobs.read(body, 0)
-    if top and not wanted:
-        raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    return top if wanted else None
-
-
-def _read_stream(body: Body) -> tuple[bool, bool]:
-    """Whether events are wanted, and usage with them."""
-    stream = OpenAiFields.stream.read(body, False)
-    include_usage = OpenAiFields.stream_options.read(body)
-    if include_usage is not None and not stream:
-        raise InvalidRequest("only allowed when stream is true", field="stream_options")
-    return stream, bool(include_usage)
+    ask = COMPLETION.read(body)
+    n = ask.sampling.n
+    if ask.best_of not in (None, 1, n):
+        raise InvalidRequest(f"only n, {n}, is supported by this server, got {ask.best_of}", field="best_of")
+    return ask if ask.logprobs is None else replace(ask, sampling=replace(ask.sampling, logprobs=ask.logprobs))
 
 
 def check_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:

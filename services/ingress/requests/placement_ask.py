@@ -6,40 +6,35 @@ Which policies there are only placement knows; who may name one is `tenancy`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from kvfleet.ingress.requests.fields import Body, integer, text
+from pydantic import Field
+
+from kvfleet.ingress.requests.fields import Whole
 from kvproto.errors import InvalidRequest
 
 DIRECT = "direct"
 MAX_NAME_CHARS = 64
 MAX_PRIORITY = 100
 
-
-class PlacementFields:
-    policy = text("policy", MAX_NAME_CHARS)
-    worker = text("worker", MAX_NAME_CHARS)
-    priority = integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementAsk:
-    """None: left to the fleet. A worker comes with the policy `direct` and with no other."""
+    """None: left to the fleet. A worker comes with the policy `direct` and with no other; InvalidRequest otherwise."""
 
-    policy: str | None = None
-    worker: str | None = None
-    priority: int | None = None  # positive is served first
+    policy: Name | None = None
+    worker: Name | None = None
+    priority: Annotated[int, Whole(-MAX_PRIORITY, MAX_PRIORITY)] | None = None  # positive is served first
+
+    def __post_init__(self) -> None:
+        if self.worker is not None and self.policy is None:
+            object.__setattr__(self, "policy", DIRECT)
+        if self.worker is not None and self.policy != DIRECT:
+            raise InvalidRequest(f"only the policy {DIRECT} takes one, got the policy {self.policy!r}", field="worker")
+        if self.worker is None and self.policy == DIRECT:
+            raise InvalidRequest(f"missing: the policy {DIRECT} needs one", field="worker")
 
 
 ANYWHERE = PlacementAsk()
-
-
-def read_placement_ask(body: Body) -> PlacementAsk:
-    """Raises InvalidRequest naming the field."""
-    policy, worker = PlacementFields.policy.read(body), PlacementFields.worker.read(body)
-    if worker is not None and policy is None:
-        policy = DIRECT
-    if worker is not None and policy != DIRECT:
-        raise InvalidRequest(f"only the policy {DIRECT} takes one, got the policy {policy!r}", field="worker")
-    if worker is None and policy == DIRECT:
-        raise InvalidRequest(f"missing: the policy {DIRECT} needs one", field="worker")
-    return PlacementAsk(policy, worker, PlacementFields.priority.read(body))

@@ -19,6 +19,7 @@ from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.ingress import Ingress
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client
@@ -115,7 +116,12 @@ async def start_placement(url: str, subjects: Subjects, name: str) -> tuple[Plac
         name, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
     )
     loop = PlacementLoop(
-        connection, subjects, record, chance=random.Random(1).random, fleet_key=FLEET_KEY.encode(), policy="cost"
+        connection,
+        subjects,
+        record,
+        PlacementConfig(policy="cost"),
+        chance=random.Random(1).random,
+        fleet_key=FLEET_KEY.encode(),
     )
     await loop.start()
     return loop, connection

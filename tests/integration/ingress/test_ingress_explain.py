@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvfleet.cli.commands import app
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.placement.io import long_questions
+from kvfleet.placement.io import question_desk
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
 from kvproto import explanations
@@ -226,7 +226,7 @@ async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_deci
 async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_out(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (explanations, long_questions):
+    for module in (explanations, question_desk):
         monkeypatch.setattr(module, "EXPLAIN_TIMEOUT_S", TIMEOUT_S)
     request = (await events(fleet.served, {"prompt": "x"}))[0]["request_id"]
     await fleet.explained(request)
