@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
+from typing import cast
 
 from kvproto.errors import InvalidRequest
 
@@ -111,4 +112,6 @@ class _OwnersFile(WatchedFileHandler):
         return self.stream.fileno()
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, self.mode, opener=lambda path, flags: os.open(path, flags, 0o600))
+        return cast(
+            TextIOWrapper, open(self.baseFilename, self.mode, opener=lambda path, flags: os.open(path, flags, 0o600))
+        )
