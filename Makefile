@@ -7,6 +7,7 @@
 #   make chaos                   breaks a fleet on purpose, 200 times in 10 minutes; writes docs/reliability.md (SEED=N)
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
 #   make deploy-check            all of deploy/ that can be checked without a cluster; fetches its tools into .tools
+#   make docs                    the site of docs/ into dist/docs; a link that leads nowhere fails
 #   make container-check         builds the images, runs a fleet of containers and breaks it (wants a Docker daemon)
 #
 # TORCH is the torch build to install. The default is the pinned version from your package index, which on most
@@ -20,7 +21,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
-.PHONY: install run test check-all check chaos bench format clean deploy-tools deploy-check container-check
+.PHONY: install run test check-all check chaos bench docs format clean deploy-tools deploy-check container-check
 
 install: $(VENV)/.dev
 
@@ -47,6 +48,11 @@ $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) install --quiet -c requirements.lock -e ".[dev]" >&2
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.run
+	@echo "installing mkdocs" >&2
+	@$(PIP) install --quiet -c requirements.lock -e ".[docs]" >&2
+	@touch $@
+
 run: $(VENV)/.run
 	@exec $(BIN)/kvfleet up $(FLAGS)
 
@@ -64,6 +70,11 @@ check: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.run --minutes 10 --faults 200 $(if $(SEED),--seed $(SEED)) --report docs
+
+docs: $(VENV)/.docs
+	@$(BIN)/python -m scripts.make_reference
+	@$(BIN)/python -m mkdocs build --quiet --strict
+	@echo "dist/docs/index.html"
 
 deploy-tools:
 	@scripts/deploy_tools

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvfleet.placement.simulate.svg import FAINT, Axes, Picture, ticks
+from matplotlib.ticker import NullLocator, StrMethodFormatter
+
+from kvfleet.placement.simulate.picture import as_svg, entitle, new_figure, styled, titled
 
 COLORS = {"device": "#0072b2", "host": "#009e73", "vault": "#d55e00"}
 WIDTH, HEIGHT = 760, 420
@@ -14,25 +16,30 @@ WIDTH, HEIGHT = 760, 420
 
 def write_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """`rows`: model, tokens, and seconds for cold, device, host and vault."""
-    picture = Picture(WIDTH, HEIGHT)
-    picture.text(28, 34, "Time to first token: how many times sooner than cold", size=16, bold=True)
     models = list(dict.fromkeys(row["model"] for row in rows))
-    picture.text(28, 54, "; ".join(f"{model}: {_lengths(rows, model)}" for model in models), color=FAINT)
-    highest = max(row["cold"] / row[way] for row in rows for way in COLORS)
     lengths = [row["tokens"] for row in rows]
-    axes = Axes(64, 80, WIDTH - 190, HEIGHT - 130, (lengths[0] * 0.9, lengths[-1] * 1.1), (0, highest * 1.05), True)
-    axes.draw_x(picture, [(length, f"{length:,}") for length in lengths])
-    axes.draw_y(picture, [(tick, f"{tick:g}x") for tick in ticks(highest)])
-    picture.text(64 + axes.width / 2, HEIGHT - 12, "cached tokens", color=FAINT, anchor="middle")
-    for number, (way, color) in enumerate(COLORS.items()):
-        for model in models:
-            points = axes.points((row["tokens"], row["cold"] / row[way]) for row in rows if row["model"] == model)
-            picture.line(points, color, width=2)
-            for (x, y), row in zip(points, (row for row in rows if row["model"] == model), strict=True):
-                picture.dot(x, y, color, title=f"{row['tokens']:,} tokens, {way}: {row[way] * 1000:.0f} ms")
-        picture.line([(WIDTH - 110, 100 + 24 * number), (WIDTH - 86, 100 + 24 * number)], color, width=3)
-        picture.text(WIDTH - 80, 104 + 24 * number, f"from the {way}")
-    path.write_text(str(picture))
+    with styled():
+        figure = new_figure(WIDTH, HEIGHT)
+        axes = figure.subplots()
+        below = "; ".join(f"{model}: {_lengths(rows, model)}" for model in models)
+        entitle(axes, "Time to first token: how many times sooner than cold", below)
+        for way, color in COLORS.items():
+            for model in models:
+                of_model = [row for row in rows if row["model"] == model]
+                times = [row["cold"] / row[way] for row in of_model]
+                label = f"from the {way}" if model == models[0] else None
+                axes.plot([row["tokens"] for row in of_model], times, color=color, linewidth=2, label=label)
+                for row, ratio in zip(of_model, times, strict=True):
+                    (dot,) = axes.plot([row["tokens"]], [ratio], "o", color=color, markersize=6)
+                    titled(dot, f"{row['tokens']:,} tokens, {way}: {row[way] * 1000:.0f} ms")
+        axes.set_xscale("log")
+        axes.set_xticks(lengths, labels=[f"{length:,}" for length in lengths])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("cached tokens")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}x"))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        path.write_text(as_svg(figure))
 
 
 def _lengths(rows: Sequence[dict[str, Any]], model: str) -> str:

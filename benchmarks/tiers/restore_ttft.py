@@ -21,11 +21,11 @@ from typing import Any
 from benchmarks.engine._engine import BLOCK, CORES, fresh_prompts
 from benchmarks.engine._engine_models import model_folder, small_config, with_context
 from benchmarks.harness.report import finish, parser, progress, spread
-from benchmarks.tiers._restore_plot import write_plot
 from benchmarks.tiers._tiered import TieredOurs
 from benchmarks.tiers._vault import Vault
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
+from kvservice import launch
 
 PROMPT, NEW = 2_000, 16
 LENGTHS = (500, 1_000, 2_000, 4_000, 8_000)
@@ -132,6 +132,8 @@ def all_lengths(options: Any) -> None:
         rows.append({"model": "small, fp32", "tokens": LONG} | _medians(measure(ours, LONG, rounds)))
         ours.close()
     if options.plot:
+        from benchmarks.tiers._restore_plot import write_plot  # of the extra `plot`
+
         write_plot(Path(options.plot), rows)
     long = rows[-1]
     ratio = long["cold"] / long["vault"]
@@ -160,6 +162,8 @@ def main() -> None:
     arguments.add_argument("--lengths", action="store_true", help="500 to 8,000 tokens, and 30,561")
     arguments.add_argument("--plot", help="with --lengths: write the curves to this SVG file")
     options = arguments.parse_args()
+    if options.plot:
+        launch.with_extra("plot", lambda: launch.imported("matplotlib"))  # before minutes of work, not after them
     if options.lengths:
         all_lengths(options)
     one_length(options)

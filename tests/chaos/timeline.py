@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvfleet.placement.simulate.svg import FAINT, GRID, INK, Axes, Picture, ticks
-from tests.chaos.history import History
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from kvfleet.placement.simulate.picture import FAINT, as_svg, head, new_figure, styled, titled
+from tests.chaos.history import Happened, History
 from tests.chaos.layout import Layout, Role
 from tests.chaos.recovery import felt
 
-WIDTH, LEFT, RIGHT = 1000.0, 70.0, 24.0
+WIDTH = 1000.0
+THROUGHPUT, PAUSES, ROW = 150.0, 130.0, 18.0  # heights
 BIN_S = 1.0
-ROW = 18.0
+LEAST_PX = 2.5  # of a bar: the shortest fault is seen too
 COLORS = {
     Role.WORKER: "#0072b2",
     Role.INGRESS: "#009e73",
@@ -26,49 +30,16 @@ def timeline(history: History, layout: Layout) -> str:
     """SVG: throughput above, then how long faults were felt, then a row for each process with what happened to it."""
     began, ended = span(history)
     names = [place.name for place in layout.places] + ["nats"]
-    top_of_rows = 330.0
-    picture = Picture(WIDTH, top_of_rows + ROW * len(names) + 50)
-    picture.text(LEFT, 30, f"{len(history.faults)} faults in {ended - began:.0f} s, under load", size=16, bold=True)
-    width, across = WIDTH - LEFT - RIGHT, (began, ended)
-    seconds = [(began + tick, f"{tick:.0f} s") for tick in ticks(ended - began, 8)]
-
-    counts = throughput(history)
-    highest = max(counts.values(), default=1) / BIN_S
-    axes = Axes(LEFT, 60, width, 110, across, (0, highest * 1.05))
-    axes.draw_y(picture, [(tick, f"{tick:,.0f}") for tick in ticks(highest, 3)])
-    picture.text(LEFT, 52, "tokens or pieces of text that arrived at clients, per second", size=11, color=FAINT)
-    bins = range(int(began / BIN_S), int(ended / BIN_S) + 1)
-    points = axes.points(((at + 0.5) * BIN_S, counts.get(at, 0) / BIN_S) for at in bins)
-    picture.area([(points[0][0], axes.y(0)), *points, (points[-1][0], axes.y(0))], "#0072b2", opacity=0.15)
-    picture.line(points, "#0072b2", width=1.2)
-
-    found = [felt(happened, history, layout) for happened in history.faults]
-    longest = max((one.gap_s for one in found if one.gap_s is not None), default=1.0)
-    axes = Axes(LEFT, 215, width, 90, across, (0, longest * 1.05))
-    axes.draw_y(picture, [(tick, f"{tick:g} s") for tick in ticks(longest, 3)])
-    picture.text(LEFT, 207, "longest pause of a stream that a fault hit", size=11, color=FAINT)
-    for one in found:
-        if one.gap_s is not None:
-            fault = one.fault.fault
-            told = f"{fault.target}: {fault.kind.value}, {one.streams} streams, {one.gap_s:.2f} s"
-            picture.dot(axes.x(one.fault.began), axes.y(one.gap_s), _color(fault.target, layout), 3, title=told)
-
-    axes = Axes(LEFT, top_of_rows, width, ROW * len(names), across, (0, 1))
-    axes.draw_x(picture, seconds)
-    for row, name in enumerate(names):
-        y = top_of_rows + ROW * row
-        picture.text(LEFT - 8, y + ROW * 0.7, name, size=11, color=INK, anchor="end")
-        picture.line([(LEFT, y + ROW), (LEFT + width, y + ROW)], GRID, width=1)
-    for happened in history.faults:
-        fault = happened.fault
-        y = top_of_rows + ROW * names.index(fault.target)
-        left, right = axes.x(happened.began), axes.x(min(happened.until, ended))
-        told = f"{happened.began - began:.1f} s, {fault.target}: {fault.kind.value}"
-        picture.box(left, y + 4, max(right - left, 2.5), ROW - 8, _color(fault.target, layout), title=told)
-    picture.text(
-        LEFT, top_of_rows + ROW * len(names) + 38, "each bar: from the fault until all is well", size=11, color=FAINT
-    )
-    return str(picture)
+    heights = [THROUGHPUT, PAUSES, ROW * len(names) + 50]
+    with styled():
+        figure = new_figure(WIDTH, sum(heights) + 40)
+        head(figure, f"{len(history.faults)} faults in {ended - began:.0f} s, under load")
+        tokens, pauses, rows = figure.subplots(3, 1, sharex=True, height_ratios=heights)
+        _throughput(tokens, history, began, ended)
+        _pauses(pauses, history, layout, began)
+        _rows(rows, history, layout, names, began, ended)
+        rows.set_xlim(0, ended - began)
+        return as_svg(figure)
 
 
 def span(history: History) -> tuple[float, float]:
@@ -87,5 +58,51 @@ def throughput(history: History) -> Counter[int]:
     return out
 
 
-def _color(target: str, layout: Layout) -> str:
+def _throughput(axes: Axes, history: History, began: float, ended: float) -> None:
+    _say(axes, "tokens or pieces of text that arrived at clients, per second")
+    counts = throughput(history)
+    bins = range(int(began / BIN_S), int(ended / BIN_S) + 1)
+    at = [(one + 0.5) * BIN_S - began for one in bins]
+    rates = [counts.get(one, 0) / BIN_S for one in bins]
+    axes.fill_between(at, rates, color=COLORS[Role.WORKER], alpha=0.15, linewidth=0)
+    axes.plot(at, rates, color=COLORS[Role.WORKER], linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(3))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _pauses(axes: Axes, history: History, layout: Layout, began: float) -> None:
+    _say(axes, "longest pause of a stream that a fault hit")
+    for happened in history.faults:
+        one = felt(happened, history, layout)
+        if one.gap_s is not None:
+            fault = happened.fault
+            (dot,) = axes.plot([happened.began - began], [one.gap_s], "o", color=_color(happened, layout), markersize=5)
+            titled(dot, f"{fault.target}: {fault.kind.value}, {one.streams} streams, {one.gap_s:.2f} s")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(3))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g} s"))
+
+
+def _rows(axes: Axes, history: History, layout: Layout, names: list[str], began: float, ended: float) -> None:
+    _say(axes, "each bar: from the fault until all is well")
+    least = LEAST_PX / WIDTH * (ended - began)
+    for happened in history.faults:
+        fault = happened.fault
+        lasted = max(min(happened.until, ended) - happened.began, least)
+        row = names.index(fault.target)
+        (bar,) = axes.barh(row, lasted, left=happened.began - began, height=0.55, color=_color(happened, layout))
+        titled(bar, f"{happened.began - began:.1f} s, {fault.target}: {fault.kind.value}")
+    axes.set_yticks(range(len(names)), labels=names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g} s"))
+
+
+def _say(axes: Axes, what: str) -> None:
+    axes.set_title(what, fontsize=11, fontweight="normal", color=FAINT)
+
+
+def _color(happened: Happened, layout: Layout) -> str:
+    target = happened.fault.target
     return COLORS[Role.NATS if target == "nats" else layout.place(target).role]

@@ -18,7 +18,6 @@ from typing import NoReturn
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.policies import DEFAULT_POLICY
 from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape
-from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
 from kvfleet.placement.simulate.scaling import Autoscale, Victim
 from kvfleet.placement.simulate.sim_worker import Speed
@@ -27,6 +26,7 @@ from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.simulate.trace_file import read_trace
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.errors import InvalidRequest
+from kvservice import launch
 from kvservice.settings import die
 
 PROGRAM = "kvfleet simulate"
@@ -102,7 +102,7 @@ def flags() -> argparse.ArgumentParser:
     said.add_argument("--slo-ttft-s", type=_positive, default=5.0, help="a first token within this is good")
     said.add_argument("--seed", type=int, default=SHAPE.seed, help="of all chance")
     said.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
-    said.add_argument("--plot", type=Path, help="draw it into this file, as SVG")
+    said.add_argument("--plot", type=Path, help="draw it into this file, as SVG (extra `plot`)")
     return made
 
 
@@ -163,14 +163,15 @@ def main(argv: list[str] | None = None) -> None:
         trace = read_trace(asked.trace, asked.limit)
         if (asked.workers is None) == (asked.autoscale is None):
             die(f"{PROGRAM}: one of --workers and --autoscale is needed", 2)
-        if asked.plot is not None:
-            asked.plot.open("a").close()  # before minutes of work, not after them
+        if asked.plot is not None:  # what stands in its way is said before minutes of work, not after them
+            launch.with_extra("plot", lambda: launch.imported("matplotlib"))
+            asked.plot.open("a").close()
         trace = trace.spread() if asked.spread else trace
         trace = trace.swollen(asked.swell) if asked.swell else trace
         warm_up()
         study = simulate(asked, trace)
         if asked.plot is not None:
-            asked.plot.write_text(plot(study))
+            _draw(study, asked.plot)
             _progress(f"drawn into {asked.plot}")
     except (InvalidRequest, ValueError) as error:
         die(f"{PROGRAM}: {asked.trace}: {error}")
@@ -186,6 +187,12 @@ def main(argv: list[str] | None = None) -> None:
     if asked.json:
         lines = [json.dumps(as_values(study), allow_nan=False)]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _draw(study: Study, path: Path) -> None:
+    from kvfleet.placement.simulate.plot import plot  # of the extra `plot`: who draws nothing needs none of it
+
+    path.write_text(plot(study))
 
 
 def _progress(line: str) -> None:

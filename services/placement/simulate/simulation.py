@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvfleet.placement.actions import Answer, ShareBookings
+from kvfleet.placement.advice.autoscale import Rules
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
@@ -28,7 +30,6 @@ from kvfleet.placement.events import (
     WorkerUpdated,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.simulate.fleet_shape import FleetShape, Outcome, SimulationRun, TracePrompts, hashes_by_id
 from kvfleet.placement.simulate.scaling import SCALE_S, Scaling, Victim
@@ -81,19 +82,23 @@ class Simulation:
         scale = shape.autoscale
         prompts = TracePrompts(trace)
         blocks = max(4096, 2 * shape.workers * shape.cache_blocks)
+        config = PlacementConfig(
+            policy=policy,
+            index_blocks=min(blocks, max(4096, trace.distinct_blocks)),
+            max_workers=shape.workers + 64,
+            rules=scale.rules if scale is not None else Rules(),
+            models=(MODEL,),
+            by_ordinal=scale is not None and scale.victim is Victim.ORDINAL,
+        )
         self.cores = [
             PlacementCore(
                 f"p{number}",
                 f"_plc.p{number}",
                 self._random.random,
+                config,
                 prompts=prompts,
                 unix_ms=lambda: int(self._now * 1000),
-                policy=policy,
                 policies=policies(self._random.random),
-                indexer=KvIndexer(min(blocks, max(4096, trace.distinct_blocks)), max_workers=shape.workers + 64),
-                rules=scale.rules if scale is not None else None,
-                models=[MODEL],
-                by_ordinal=scale is not None and scale.victim is Victim.ORDINAL,
             )
             for number in range(shape.replicas)
         ]

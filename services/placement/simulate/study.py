@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvfleet.placement.policies import build_policies
+from kvfleet.placement.policies import DIRECT, POLICY_NAMES
 from kvfleet.placement.simulate.attainable import attainable_tokens
 from kvfleet.placement.simulate.autoscaled import Autoscaled, run_autoscaled
 from kvfleet.placement.simulate.capacity import capacity_speed
@@ -16,7 +16,7 @@ from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Trace
 
 # `direct` needs a worker that the request names, and no trace names one.
-POLICIES = tuple(name for name in build_policies(lambda: 0.0) if name != "direct")
+POLICIES = tuple(name for name in POLICY_NAMES if name != DIRECT)
 CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
 
 

@@ -60,16 +60,26 @@ def test_a_producer_s_library_works_there(bare: str) -> None:
     assert subprocess.run([bare, "-P", "-c", "import kvproto.client"], check=False, env={}).returncode == 0
 
 
-@pytest.mark.parametrize("command", [["kv-size", "demo"], ["worker", "--nats-url=nats://127.0.0.1:1"]])
-def test_the_command_line_without_engines_says_so(tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        (["kv-size", "demo"], "worker"),
+        (["worker", "--nats-url=nats://127.0.0.1:1"], "worker"),
+        (["simulate", "--trace=TRACE", "--workers=1", "--plot=/nowhere/p.svg"], "plot"),
+    ],
+)
+def test_the_command_line_without_engines_and_pictures_says_so(tmp_path: Path, command: list[str], extra: str) -> None:
     """What a part of the code imports late is missed late."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Without:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('torch', 'tokenizers'):\n"
+        "        if name.partition('.')[0] in ('torch', 'tokenizers', 'matplotlib'):\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Without())\n"
     )
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    command = [word.replace("TRACE", str(trace)) for word in command]
     line = said(sys.executable, *command, env={"PYTHONPATH": str(tmp_path)})
-    assert line.endswith(' is not installed: pip install "kvfleet[worker]"\n'), line
+    assert line.endswith(f' is not installed: pip install "kvfleet[{extra}]"\n'), line

@@ -12,9 +12,9 @@ from placement_build import FLEET_KEY, MODEL, PREFIX, a_record
 from simulate_build import conversations
 
 from kvfleet.placement.actions import Answer, RecordDecision
+from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.simulate.attainable import attainable_tokens
 from kvfleet.placement.simulate.trace import Trace
@@ -141,10 +141,9 @@ def record(trace: Trace, path: Path, block_size: int) -> None:
         "p1",
         PREFIX,
         lambda: 0.0,
+        PlacementConfig(index_blocks=4096, keeps_hashes=True),
         prompts=HashedPrompts(FLEET_KEY),
         unix_ms=lambda: unix_ms,
-        indexer=KvIndexer(4096),
-        keeps_hashes=True,
     )
     core.handle(WorkerJoined(a_record("w0")), 0.0)
     ledger = LedgerFile(path)
