@@ -7,6 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+MAX_LINES = 400
+MIN_LINES = 30  # of a file that one other uses
+MAX_PARAMETERS = 8
 FILES = [path for top in ("services", "libs") for path in (ROOT / top).rglob("*.py")]
 
 
@@ -28,3 +31,41 @@ def test_each_room_says_what_it_owns() -> None:
 def test_docstrings_name_their_subject() -> None:
     """A request, a worker, the caller: not "whoever"."""
     assert [str(path) for path in FILES if "whoever" in path.read_text().lower()] == []
+
+
+def test_no_file_is_too_long() -> None:
+    assert {str(path): lines for path in FILES if (lines := len(path.read_text().splitlines())) > MAX_LINES} == {}
+
+
+def test_no_constructor_takes_too_many_parameters() -> None:
+    """What belongs together is one dataclass."""
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                        count = len(method.args.args) + len(method.args.kwonlyargs) - 1
+                        if count > MAX_PARAMETERS:
+                            found[f"{path.relative_to(ROOT)}: {node.name}"] = count
+    assert found == {}
+
+
+def test_a_short_file_has_several_users() -> None:
+    """One that a single file uses is a part of that file. Entry points are named elsewhere."""
+    users = defaultdict(set)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                users[node.module].add(path)
+                for name in node.names:
+                    users[f"{node.module}.{name.name}"].add(path)
+    lonely = []
+    for path in FILES:
+        if path.name.startswith("__") or len(path.read_text().splitlines()) >= MIN_LINES:
+            continue
+        top, *rest = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(["kvfleet", *rest] if top == "services" else rest)
+        if len(users[module]) == 1:
+            lonely.append(module)
+    assert lonely == []
