@@ -29,7 +29,7 @@ PROMPT = tuple(range(1, 641))
 async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
     fleet = FakeFleet(nats_url, fleet_buckets)
     for worker in ("w0", "w1", "w2"):
-        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=200.0)
+        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=40.0)
     yield fleet
     await fleet.stop()
 
@@ -162,8 +162,10 @@ async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_r
                 _ = [event async for event in short]
     for loop in loops:
         await until(partial(lambda loop: not running(loop), loop))
-    endless = replace(SAMPLING, max_tokens=3000)
-    streams = [client.generate(generation(tuple(range(n, n + 64)), sampling=endless)) for n in range(0, 900, 100)]
+    endless = {"sampling": replace(SAMPLING, max_tokens=3000), "deadline_s": 120.0}  # at 40 tokens/s
+    prompts = (tuple(range(start, start + 64)) for start in range(0, 900, 100))
+    # a policy by name: without an answer by placement, which would not know of it, no stream begins
+    streams = [client.generate(generation(prompt, policy="cost", **endless)) for prompt in prompts]
     try:
         for loop in loops:
             await until(partial(lambda loop: running(loop) == 9, loop))
