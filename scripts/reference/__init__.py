@@ -1,0 +1,1 @@
+"""The pages of docs/reference: a module makes one page, from the code that it describes."""
