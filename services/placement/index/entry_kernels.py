@@ -84,15 +84,17 @@ def place_of(table, rows, low, high):
     return NOBODY if slot == NONE else np.int64(slot & LOWER)
 
 
-@inlined
-def _row_number(most, tiers, words, place):
-    return (place - most) // wide_places(tiers, words)
-
-
-@kernel
 def wide_places(tiers, words):
     """How many a wide row takes."""
     return (BITS + tiers * words + (1 << PLACE) - 1) >> PLACE
+
+
+_wide_places = kernel(wide_places)
+
+
+@inlined
+def _row_number(most, tiers, words, place):
+    return (place - most) // _wide_places(tiers, words)
 
 
 @inlined
@@ -214,7 +216,7 @@ def _widen(table, rows, named, most, tiers, words, counters, entry):
     else:
         number = counters[WIDE_USED]
         counters[WIDE_USED] += 1
-    wide, own = most + number * wide_places(tiers, words), entry << PLACE
+    wide, own = most + number * _wide_places(tiers, words), entry << PLACE
     if counters[WIDE_FREE]:
         counters[WIDE_FREE] = np.int64(rows[wide << PLACE])
     for note_number in range(FEW_HOLD):

@@ -63,7 +63,7 @@ class PrefixIndex:
         self.tiers = tiers
         self.given_up_total = 0
         self._table = np.full(slots, kernels.NONE, dtype=np.uint64)
-        self._wide_places = kernels.wide_places.py_func(tiers, words)  # nothing is compiled before `warm_up`
+        self._wide_places = kernels.wide_places(tiers, words)  # type: ignore[no-untyped-call]
         self._most = max_blocks + max_blocks % 2  # so that wide rows begin with a cache line
         self._rows = _aligned_zeros(self._most + max_blocks * self._wide_places << kernels.PLACE)
         self._rows[: max_blocks << kernels.PLACE] = 0  # their memory is there when requests are

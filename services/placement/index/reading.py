@@ -45,7 +45,7 @@ def _length(data, at, short, mask, width_1, width_2, width_4):
     if at >= len(data) or data[at] == 0:
         return -1, at
     marker = data[at]
-    if short and marker & ~mask & 0xFF == short:
+    if short and marker & (0xFF ^ mask) == short:
         return np.int64(marker & mask), at + 1
     width = 0
     if marker == width_1:
