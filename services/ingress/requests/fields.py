@@ -151,10 +151,14 @@ class BodyForm(Generic[T]):
 
 
 class _BodySchema(GenerateJsonSchema):
-    """Null counts as absent, and no titles, which would say the names again."""
+    """Null counts as absent, keys are as their pattern says, and no titles, which would say the names again."""
 
     def default_schema(self, schema: core.WithDefaultSchema) -> Schema:
         return self.get_flattened_anyof([self.generate_inner(schema["schema"]), {"type": "null"}])
+
+    def dict_schema(self, schema: core.DictSchema) -> Schema:
+        said = super().dict_schema(schema)
+        return said | {"additionalProperties": False} if "patternProperties" in said else said
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -169,7 +173,9 @@ def _refusal(error: ValidationError, body: Body) -> InvalidRequest:
     """The fault that lies deepest: of all that a union finds it is nearest to what was meant."""
     fault = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
     text, said = _KINDS.get(fault["type"], fault["msg"]), fault["input"]
-    if text.startswith(_BE):
+    if fault["type"] == "enum" and isinstance(said, str):
+        text = f"must be one of {text.removeprefix(_BE).strip()}, got {said[:40]!r}"
+    elif text.startswith(_BE):
         got = said if type(said) in (int, float) else _kind_of(said)
         text = f"must be{text.removeprefix(_BE)}, got {got}"
     return InvalidRequest(text, field=_name(fault["loc"], body))
