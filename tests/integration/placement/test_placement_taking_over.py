@@ -45,7 +45,7 @@ async def test_a_repeat_finds_the_request_whichever_replica_hears_of_it(
     first = await start_placement("round_robin")
     await knows(first, *workers)
     inboxes = [await producer.ask(as_json=True, prompt="hi", request="mine")]
-    await until(lambda: first.forwarded_total == 1)
+    await until(lambda: first.core.forwarding.forwarded_total == 1)
     (has,) = [worker for worker in workers.values() if worker.seen]
     loops = [first, await start_placement("round_robin")]
     await knows(loops[1], *workers)
@@ -107,17 +107,17 @@ async def test_a_replica_that_goes_hands_its_watches_to_another(
     going = await start_placement()
     await knows(going, "w1")
     inboxes = [await producer.ask(as_json=True, prompt="hi") for _ in range(3)]
-    await until(lambda: going.forwarded_total == 3)
+    await until(lambda: going.core.forwarding.forwarded_total == 3)
     staying = await start_placement()
     await knows(staying, "w1")
     await until(going.executor.has_others)
     await going.stop(grace_s=0.0)
-    await until(lambda: staying.in_flight == 3)
+    await until(lambda: len(staying.core.in_flight) == 3)
     await worker.kill()
     for inbox in inboxes:
         (frame,) = await producer.frames(inbox, as_json=True)
         assert frame["code"] == "worker_lost"
-    assert staying.in_flight == 0
+    assert len(staying.core.in_flight) == 0
 
 
 async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
@@ -127,7 +127,7 @@ async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
     drained = await start_worker("w1", "hold")
     await knows(going, "w1")
     inboxes = [await producer.ask(as_json=True, prompt="hi", request=f"r{number}") for number in range(2)]
-    await until(lambda: going.forwarded_total == 2)
+    await until(lambda: going.core.forwarding.forwarded_total == 2)
     drained.lease.record = replace(drained.lease.record, state=State.DRAINING)
     await until(lambda: not going.core.fleet.ready(MODEL).workers)
 
@@ -141,7 +141,7 @@ async def test_a_replica_that_goes_lets_nothing_fall_that_no_worker_has(
     staying = await start_placement()
     await until(lambda: going.executor.has_others() and "w1" in staying.core.fleet.workers)
     await going.stop(grace_s=0.0)
-    await until(lambda: staying.in_flight == 2)  # one is parked there now, one is watched
+    await until(lambda: len(staying.core.in_flight) == 2)  # one is parked there now, one is watched
     await hand_over(1)
     await start_worker("w2")
     for inbox in inboxes:
@@ -158,7 +158,7 @@ async def test_a_replica_that_dies_with_what_it_was_handed_is_followed_by_anothe
     drained = await start_worker("w1", "hold")
     await knows(going, "w1")
     inbox = await producer.ask(as_json=True, prompt="hi", request="r0")
-    await until(lambda: going.forwarded_total == 1)
+    await until(lambda: going.core.forwarding.forwarded_total == 1)
     drained.lease.record = replace(drained.lease.record, state=State.DRAINING)
     await until(lambda: not going.core.fleet.ready(MODEL).workers)
     _, request, reply = drained.seen[0]
