@@ -48,11 +48,6 @@ $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) install --quiet -c requirements.lock -e ".[dev]" >&2
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.run
-	@echo "installing mkdocs" >&2
-	@$(PIP) install --quiet -c requirements.lock -e ".[docs]" >&2
-	@touch $@
-
 run: $(VENV)/.run
 	@exec $(BIN)/kvfleet up $(FLAGS)
 
@@ -71,9 +66,9 @@ check: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.run --minutes 10 --faults 200 $(if $(SEED),--seed $(SEED)) --report docs
 
-docs: $(VENV)/.docs
+docs: $(VENV)/.dev
 	@$(BIN)/python -m scripts.make_reference
-	@$(BIN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "dist/docs/index.html"
 
 deploy-tools:
