@@ -23,7 +23,7 @@ from benchmarks.harness.report import finish, parser, progress
 from benchmarks.tiers._tiered import TieredOurs
 from benchmarks.tiers._vault import Vault
 from kvproto.messages import Tier
-from kvproto.testing.slow_proxy import SlowProxy
+from tests.support.slow_proxy import SlowProxy
 
 LENGTHS = (16, 64, 250, 1_000, 3_000, 8_000)
 SLOWER = (1, 3, 10, 30, 100)

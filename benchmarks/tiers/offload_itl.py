@@ -25,7 +25,7 @@ from kvfleet.worker.engine.outputs import SequenceFinished
 from kvfleet.worker.tiers.offloader import Chain
 from kvproto.block_hash import chain
 from kvproto.messages import Tier
-from kvproto.testing.slow_proxy import SlowProxy
+from tests.support.slow_proxy import SlowProxy
 
 STREAMS, PROMPT, CACHED, CHAINS = 8, 128, 1_024, 4
 PHASE_S, STALL_S = 2.0, 10.0

@@ -11,11 +11,11 @@ import resource
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvproto.testing.nats_proxy import EVENTS, FRAMES, Mangling
 from tests.chaos.fleet import Fleet
 from tests.chaos.history import Happened, History
 from tests.chaos.layout import Role
 from tests.chaos.schedule import TRAITS, Fault, Kind, Schedule
+from tests.support.nats_proxy import EVENTS, FRAMES, Mangling
 
 SETTLE_S = 120.0  # for everybody to be back after a fault
 CALM_S = 1.0  # between the recovery of one and the fault of another in the same group

@@ -26,13 +26,13 @@ from kvproto.messages import State
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
 from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_proxy import NatsProxy
 from kvproto.testing.nats_server import ServerSpec
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.chaos.history import ProcessEnd
 from tests.chaos.layout import FAKE, REAL, TENANTS, Layout, Place, Role
 from tests.chaos.process import ROOT, MemberProcess
+from tests.support.nats_proxy import NatsProxy
 from tests.support.secrets_rig import add_tenant
+from tests.support.slow_proxy import SlowProxy
 
 DEPLOY = ROOT / "deploy" / "nats"
 BACKOFF_S = 0.3

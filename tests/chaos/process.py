@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvproto.testing.nats_proxy import NatsProxy
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.chaos.layout import Place
+from tests.support.nats_proxy import NatsProxy
+from tests.support.slow_proxy import SlowProxy
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,6 @@ from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix, member_key
 from kvproto.testing.fixtures import ProcessFactory
-from kvproto.testing.nats_proxy import Mangling, NatsProxy
 from tests.chaos import mutations
 from tests.chaos.asking import ask_client
 from tests.chaos.behaviour import PLAIN
@@ -23,6 +22,7 @@ from tests.chaos.checker import check
 from tests.chaos.history import Answer, Exchange, History, Transport
 from tests.chaos.load import answer_of
 from tests.support.fake_fleet import FakeFleet
+from tests.support.nats_proxy import Mangling, NatsProxy
 from tests.support.waiting import LIMIT_S
 
 CASE = Case(

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproto.testing.nats_regions import NatsRegions
+from tests.support.nats_regions import NatsRegions
 from tests.support.processes import Deployment
 from tests.support.waiting import LIMIT_S, wait_until
 

@@ -19,9 +19,9 @@ from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.errors import DataPlaneError, PeerGone, PeerTimeout
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import ServingLimits
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.dataplane.conftest import Plane, soon
 from tests.integration.dataplane.stores import IDENTITY, ROOT, SECRET, hashes_of, made, made_many
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import LIMIT_S, wait_until
 
 MB = 1_000_000

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvproto.dataplane.addresses import connected, parse
-from kvproto.testing.slow_proxy import SlowProxy
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import LIMIT_S, wait_until
 
 

@@ -20,7 +20,7 @@ from kvproto.connection import Connection
 from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvproto.testing.free_ports import free_ports
-from kvproto.testing.nats_proxy import NatsProxy
+from tests.support.nats_proxy import NatsProxy
 from tests.support.waiting import LIMIT_S
 
 

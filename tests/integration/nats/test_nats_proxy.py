@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvproto.connection import Connection
 from kvproto.nats_message import Message
-from kvproto.testing.nats_proxy import EVENTS, FRAMES, Mangling, NatsProxy, ProtocolBroken, ServerParser
+from tests.support.nats_proxy import EVENTS, FRAMES, Mangling, NatsProxy, ProtocolBroken, ServerParser
 from tests.support.waiting import LIMIT_S, until
 
 

@@ -22,8 +22,8 @@ from kvproto.ids import new_epoch
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_regions import NatsRegions
 from tests.support.fake_fleet import FakeFleet
+from tests.support.nats_regions import NatsRegions
 
 FLEET_KEY = "secret of both regions"
 

@@ -13,9 +13,9 @@ from kvproto.connection import Connection
 from kvproto.messages import Finished, GenerateRequest, Sampling
 from kvproto.nats_message import Message
 from kvproto.regions import seal
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.regions.conftest import FLEET_KEY, TwoRegions
 from tests.integration.regions.test_regions import ask, ready
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import LIMIT_S, until
 
 PROMPT = tuple(100 + i % 900 for i in range(2000))

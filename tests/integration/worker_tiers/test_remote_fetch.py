@@ -15,7 +15,6 @@ from kvfleet.worker.tiers.link_speed import seconds_of
 from kvproto.dataplane import serving
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.worker_tiers.conftest import MakeRemote, MakeVault
 from tests.integration.worker_tiers.rig import (
     SHAPE,
@@ -28,6 +27,7 @@ from tests.integration.worker_tiers.rig import (
     payload_of,
     ready,
 )
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import LIMIT_S, wait_until
 
 

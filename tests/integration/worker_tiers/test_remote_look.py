@@ -10,7 +10,6 @@ import pytest
 
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import Tier
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.worker_tiers.conftest import MakeRemote, MakeVault
 from tests.integration.worker_tiers.rig import (
     ROOT,
@@ -20,6 +19,7 @@ from tests.integration.worker_tiers.rig import (
     names_of,
     ready,
 )
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import LIMIT_S, wait_until
 
 LOOK_LIMIT_S = 0.1

@@ -17,7 +17,6 @@ from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
-from kvproto.testing.slow_proxy import SlowProxy
 from tests.integration.worker_tiers.conftest import MakeRemote, MakeVault
 from tests.integration.worker_tiers.rig import (
     ROOT,
@@ -29,6 +28,7 @@ from tests.integration.worker_tiers.rig import (
     payload_of,
     ready,
 )
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import LIMIT_S, wait_until
 
 

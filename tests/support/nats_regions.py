@@ -19,7 +19,7 @@ from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerFailed, ServerSpec
 
 JOINED_S = 15.0
-LINK_ROLE = Path(__file__).parents[3] / "deploy" / "nats" / "roles" / "region-link.conf"  # what may cross
+LINK_ROLE = Path(__file__).parents[2] / "deploy" / "nats" / "roles" / "region-link.conf"  # what may cross
 
 _COMMON = """
 ping_interval: "2s"
