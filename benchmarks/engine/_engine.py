@@ -20,14 +20,14 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.harness.yardstick_machine import Machine
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
 from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.detokenizer import IdDetokenizer
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, Tokens
 
 BLOCK = 16
 ROOT = b"benchmark root16"
@@ -166,7 +166,7 @@ class Ours:
                 index = at[output.request]
                 if isinstance(output, SequenceStarted):
                     run.cached[index] = output.cached_tokens
-                elif isinstance(output, SequenceTokens):
+                elif isinstance(output, Tokens):
                     run.ttft_s[index] = run.ttft_s[index] or now
                     run.tokens[index] += output.ids
                 elif isinstance(output, SequenceFinished):

@@ -18,10 +18,10 @@ from benchmarks.engine._engine import CORES, ROOT, Ours, fresh_prompts
 from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceTokens, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, StepResult
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvproto.errors import Cancelled
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, Tokens
 
 CHUNK, STREAMS, PROMPT, OUTPUT = 2_048, 8, 128, 3_900
 EARLIEST, LATEST = 0.1, 0.5
@@ -47,7 +47,7 @@ class Desk:
             elif result.sequences and not result.prefill_tokens:
                 self.decodes.append(result.seconds)
             for output in result.outputs:
-                if isinstance(output, SequenceTokens):
+                if isinstance(output, Tokens):
                     self.tokens[output.request] = self.tokens.get(output.request, 0) + len(output.ids)
                 elif isinstance(output, SequenceFinished | SequenceFailed):
                     if isinstance(output, SequenceFailed) and not isinstance(output.error, Cancelled):

@@ -17,7 +17,8 @@ from statistics import median, quantiles
 from benchmarks.engine._engine import CORES, Ours, fresh_prompts
 from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFinished
+from kvproto.messages import Tokens
 
 STREAMS, PROMPT, ARRIVING = 8, 128, 4_000
 OUTPUT = 3_900  # more than are decoded here
@@ -45,7 +46,7 @@ class Streams:
         outputs = self._ours.step().outputs
         now = time.perf_counter()
         for output in outputs:
-            if isinstance(output, SequenceTokens) and output.request in self._last:
+            if isinstance(output, Tokens) and output.request in self._last:
                 if found is not None:
                     found.append(now - self._last[output.request])
                 self._last[output.request] = now

@@ -20,12 +20,11 @@ from benchmarks.harness.report import finish, parse_quick, progress, spread
 from benchmarks.harness.yardsticks import Hops, tokens_per_s
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceTokens
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import IdDetokenizer
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, Tokens
 from tests.support.up import Up
 
 RATE, PROMPT, STREAMS = 10_000, 128, 16
@@ -49,7 +48,7 @@ class BareEngine:
         self._engine.add(SequenceSpec(f"r{number}", 0, tuple(prompt(number)), sampling, b"benchmark root16"))
         while self._engine.has_work:
             for output in self._engine.step().outputs:
-                if isinstance(output, SequenceTokens) and not first:
+                if isinstance(output, Tokens) and not first:
                     first = time.perf_counter() - began
         return first
 

@@ -16,7 +16,7 @@ from benchmarks.engine._engine import BLOCK, CORES, NO_HURRY, ROOT, OurRun, Ours
 from benchmarks.tiers._vault import Vault
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, StepResult
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.model.loader import Dtype, LoadFormat
 from kvfleet.worker.schedule.sequence import SequenceSpec
@@ -29,7 +29,7 @@ from kvfleet.worker.tiers.source_address import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec
-from kvproto.messages import Sampling, Tier
+from kvproto.messages import Sampling, Tier, Tokens
 
 
 class TieredOurs(Ours):
@@ -84,7 +84,7 @@ class TieredOurs(Ours):
         if keeps_all:
             self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         scheduler = self.engine.scheduler
-        self.engine = Engine(self.runner, pool, scheduler, self.engine.intake.detokenizer, tiers=self.tiers)
+        self.engine = Engine(self.runner, pool, scheduler, self.engine.sequences.detokenizer, tiers=self.tiers)
         self._numbers = count()
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class TieredOurs(Ours):
                 if isinstance(output, SequenceStarted):
                     run.cached[index] = output.cached_tokens
                     self.restored[index] = output.restored
-                elif isinstance(output, SequenceTokens):
+                elif isinstance(output, Tokens):
                     run.ttft_s[index] = run.ttft_s[index] or now
                     run.tokens[index] += output.ids
                 elif isinstance(output, SequenceFinished):

@@ -23,7 +23,8 @@ from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from benchmarks.tiers._tiered import TieredOurs
 from benchmarks.tiers._vault import Vault
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted
+from kvproto.messages import Tokens
 
 SESSIONS, AT_ONCE = 16, 4
 BEGIN, NEW, OUT = 960, 64, 16
@@ -60,7 +61,7 @@ def converse(ours: TieredOurs, turns: int, seed: int) -> Served:
         result = ours.turn()
         for output in result.outputs if result is not None else ():
             turn, session = running[output.request]
-            if isinstance(output, SequenceTokens):
+            if isinstance(output, Tokens):
                 histories[session] += output.ids
                 served.tokens += len(output.ids) if turn >= FIRST else 0
             elif isinstance(output, SequenceStarted) and turn >= FIRST:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from kvfleet.worker.blocks.block_pool import BlockPool
@@ -64,7 +65,7 @@ def test_twenty_chat_prompts_end_with_a_stop_token() -> None:
         TorchRunner(loaded, ReferenceBackend(), 1024, 16),
         pool,
         Scheduler(pool),
-        TokenizerDetokenizer.from_folder(DEMO_FOLDER),
+        TokenizerDetokenizer(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))),
     )
     for number, prompt in enumerate(recipe.CHAT_PROMPTS):
         text = tokenizer.apply_chat_template(recipe.messages_of(prompt), tokenize=False, add_generation_prompt=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.base import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -28,7 +28,7 @@ from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvfleet.worker.text.detokenizer import IdDetokenizer
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, Tokens
 
 TOLERANCE = 1e-4
 ROOT = b"tenant root 16 b"
@@ -142,7 +142,7 @@ class Rig:
             match output:
                 case SequenceStarted():
                     turn.cached = output.cached_tokens
-                case SequenceTokens():
+                case Tokens():
                     turn.outputs += output.ids
                 case SequenceFinished():
                     turn.done = True

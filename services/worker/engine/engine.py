@@ -1,8 +1,8 @@
 """The engine: continuous batching over a paged KV pool, with tiers below it. Read `step` first, then `maintain`.
 
 Owns all sequences of one model and carries out what the scheduler decides. It knows no torch (a runner computes), no
-NATS, no threads: one thread calls it, `kvfleet.worker.engine.engine_thread`. Beside it stand `sequence_intake` (what is
-accepted), `attempts` (what lives), `engine_counters` (what was done) and `kv_holdings` (what is cached).
+NATS, no threads: one thread calls it, `kvfleet.worker.engine.engine_thread`. Beside it stand `live_sequences` (what is
+accepted and lives), `engine_counters` (what was done) and `kv_holdings` (what is cached).
 """
 
 from __future__ import annotations
@@ -12,21 +12,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.pool_integrity import PoolAudit
-from kvfleet.worker.engine.attempts import Attempts
 from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.engine.kv_holdings import KvHoldings
-from kvfleet.worker.engine.outputs import (
-    SequenceFailed,
-    SequenceFinished,
-    SequenceOutput,
-    SequenceStarted,
-    SequenceTokens,
-    StepResult,
-)
-from kvfleet.worker.engine.sequence_intake import SequenceIntake
-from kvfleet.worker.engine.traced_draws import TracedDraws
+from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, StepResult
 from kvfleet.worker.model.abort import StepAborted
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.giving_way import full, giving_way
@@ -40,7 +31,7 @@ from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.verifier import Verifier
 from kvproto.block_hash import Root
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs
+from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +57,14 @@ class Engine:
         self.pool = pool
         self.scheduler = scheduler
         self.tiers = tiers
+        self._times = times = scheduler.pacer.times
         if tiers is not None:
-            scheduler.claims = self._claims
+            scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
             self._verifier = Verifier(runner, tiers)
             scheduler.on_preempt = tiers.preempted
         self.counters = EngineCounters()
-        self.attempts = Attempts()
-        self.intake = SequenceIntake(runner, scheduler, detokenizer, self.counters.costs)
+        self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs)
         self.kv = KvHoldings(runner, pool, tiers)
-        self._times = scheduler.pacer.times
         self._audit = PoolAudit(pool)
         self._clock = clock
         self._outputs: list[SequenceOutput] = []
@@ -85,11 +75,10 @@ class Engine:
     def add(self, spec: SequenceSpec) -> None:
         """Accept a sequence: from here on it ends in exactly one terminal output.
 
-        Raises what `SequenceIntake.accept` does, and InvalidRequest if it runs already.
+        Raises what `LiveSequences.accept` does.
         """
         now = self._clock()
-        sequence = self.intake.accept(spec, self.attempts.siblings(spec), now)
-        self.attempts.add(sequence)
+        sequence = self.sequences.accept(spec, now)
         self.scheduler.enqueue(sequence)
         if (reason := sequence.end) is not None:  # the earlier attempt had all of it
             self._start(sequence, now)
@@ -102,7 +91,7 @@ class Engine:
         last reader has `received` is forgotten: nobody could name it to have it erased. Returns how many there were.
         """
         self.runner.abort.obeyed(request, attempt)
-        found = self.attempts.find(request, attempt)
+        found = self.sequences.find(request, attempt)
         for sequence in found:
             choice = sequence.spec.choice
             told = received[choice] if choice < len(received) else None
@@ -112,7 +101,7 @@ class Engine:
     def make_room(self, request: str, attempt: int, count: int) -> frozenset[tuple[str, int]]:
         """So many sequences of lower priority that wait and have not begun give way to this attempt, or it does.
         Returns the attempts that go."""
-        found = self.attempts.find(request, attempt)
+        found = self.sequences.find(request, attempt)
         if not found:
             return frozenset()
         shed = giving_way(self.scheduler.waiting, found[0].spec.priority, count)
@@ -133,7 +122,7 @@ class Engine:
     def hand_over(self, request: str, attempt: int, *, keep: bool) -> None:
         """Let go of an attempt without a word: it goes on elsewhere. Its blocks stay here for peers to fetch; with
         `keep` they go to vaults as well, as nobody may come before this worker ends."""
-        for sequence in self.attempts.find(request, attempt):
+        for sequence in self.sequences.find(request, attempt):
             if keep and self.tiers is not None and sequence.state is not SequenceState.FINISHED:
                 self.tiers.paused(sequence)
             self._leave(sequence)
@@ -145,7 +134,7 @@ class Engine:
 
     def pause(self, request: str, attempt: int | None = None) -> None:
         """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
-        for sequence in self.attempts.find(request, attempt):
+        for sequence in self.sequences.find(request, attempt):
             if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
                 if self.tiers is not None:
                     self.tiers.paused(sequence)
@@ -153,7 +142,7 @@ class Engine:
 
     def resume(self, request: str, attempt: int | None = None) -> None:
         """Let a paused request go on, at its old place among the waiting ones."""
-        for sequence in self.attempts.find(request, attempt):
+        for sequence in self.sequences.find(request, attempt):
             if sequence.state is SequenceState.PAUSED:
                 self.scheduler.enqueue(sequence)
 
@@ -163,7 +152,7 @@ class Engine:
         Looks at no scheduler and no pool, so it works whatever state an exception left them in.
         """
         outputs, self._outputs = self._outputs, []
-        gone = self.attempts.clear()
+        gone = self.sequences.clear()
         outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in gone)
         return StepResult(outputs)
 
@@ -180,7 +169,7 @@ class Engine:
         for sequence in self.tiers.maintain():
             self.scheduler.requeue(sequence)
         if self.tiers.protector is not None:
-            self.tiers.protector.maintain(self._clock(), self.attempts, self._times.prefill_tokens_per_s)
+            self.tiers.protector.maintain(self._clock(), self.sequences, self._times.prefill_tokens_per_s)
         device, below = self.pool.take_changes(), self.tiers.take_changes()
         if not (below or device.stored or device.removed):
             return None
@@ -210,16 +199,13 @@ class Engine:
         """One forward pass over everything that runs."""
         now = self._clock()
         plan = self.scheduler.schedule(now)
-        self._announce(plan, now)
-        drawn = self._run(plan)
-        self._commit(plan, drawn)
-        return self._result(plan, now)
-
-    def _announce(self, plan: StepPlan, now: float) -> None:
         for sequence, error in plan.failed:
             self._fail(sequence, error)
         for sequence in plan.started:
             self._start(sequence, now)
+        drawn = self._run(plan)
+        self._commit(plan, drawn)
+        return self._result(plan, now)
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
         """Draws of the plan's slices, in order. What does not fit into memory alone leaves the plan, its request
@@ -283,42 +269,40 @@ class Engine:
                 released = released.then(sequence.text.finish())
                 reason = FinishReason.STOP if sequence.text.stopped else reason
         except Exception as error:  # a tokenizer's bug is that request's alone
-            logger.exception(
-                "request %s: token %d could not be made text",
-                sequence.spec.request,
-                token,
-                extra={"request": sequence.spec.request},
-            )
+            request = sequence.spec.request
+            logger.exception("request %s: token %d could not be made text", request, token, extra={"request": request})
             self._fail(sequence, EngineFailure(f"token {token} could not be made text: {error}"))
             return
         if released.ids:
-            spec, (ids, text, scores) = sequence.spec, released
-            index = sequence.text.next_index - len(ids)
-            self._outputs.append(SequenceTokens(spec.request, spec.attempt, index, ids, text, spec.choice, scores))
+            index = sequence.text.next_index - len(released.ids)
+            self._outputs.append(Tokens(*sequence.key, index, *released))
         if reason is not None:
             self._finish(sequence, reason)
         elif sequence.is_full:
             self.scheduler.slide(sequence)
 
-    def _claims(self, sequence: Sequence, match: Match, spare: int) -> bool:
-        assert self.tiers is not None
-        return self.tiers.claims(sequence, match, spare, self._times.prompt_seconds)
-
     # ------------------------------------------------------------------ outputs
 
     def _start(self, sequence: Sequence, now: float) -> None:
-        if self.attempts.starts(sequence):
+        if self.sequences.starts(sequence):
             self.counters.started(sequence, now)
             if self.tiers is not None:
                 self.tiers.started(sequence)
         sequence.started = True
         if sequence.spec.trace is not None:
             self._traced.started(sequence, now)
-        self._outputs.append(SequenceStarted.of(sequence, self.pool.block_size, now))
+        request, attempt, choice = sequence.key
+        prompt, cached, waited = sequence.num_prompt, sequence.cached_tokens, now - sequence.enqueued
+        again = len(sequence.ids) - cached if sequence.num_outputs else 0
+        self._outputs.append(
+            SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again)
+        )
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
-        self._outputs.append(SequenceFinished.of(sequence, reason))
+        request, attempt, choice = sequence.key
+        prompt, outputs, cached = sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens
+        self._outputs.append(SequenceFinished(request, attempt, reason, prompt, outputs, cached, choice))
 
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None
@@ -339,7 +323,7 @@ class Engine:
             self.scheduler.finish(sequence, keep_tail=keep_tail)
         if sequence.spec.trace is not None:
             self._traced.left(sequence, self._clock())
-        self.attempts.remove(sequence)
+        self.sequences.remove(sequence)
 
     def _result(self, plan: StepPlan, began: float) -> StepResult:
         outputs, self._outputs = self._outputs, []
@@ -385,4 +369,4 @@ class Engine:
         self.scheduler.check_integrity(self.tiers.held() if self.tiers is not None else ())
         if self.tiers is not None:
             self.tiers.check_integrity()
-        self.attempts.check_integrity(self.scheduler)
+        self.sequences.check_integrity()

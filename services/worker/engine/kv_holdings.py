@@ -26,14 +26,10 @@ class KvHoldings:
         """Of what is held in each tier, as `EventLog.digest` has it."""
         return self._pool.digest ^ (self._tiers.digest if self._tiers is not None else 0)
 
-    def cached_hashes(self) -> list[bytes]:
-        """Content addresses of all full blocks of the device, parents before children."""
-        return self._pool.hashes()
-
     def holdings(self) -> dict[Tier, list[bytes]]:
-        """The same by tier, of all tiers that `digest` covers."""
+        """Content addresses of all full blocks, parents before children, of all tiers that `digest` covers."""
         below = self._tiers.holdings() if self._tiers is not None else {}
-        return {Tier.DEVICE: self.cached_hashes()} | below
+        return {Tier.DEVICE: self._pool.hashes()} | below
 
     def depths(self, root: Root, ids: Sequence[int]) -> dict[Tier, int]:
         """How many leading tokens of `ids` are cached, by tier of this worker: there or in a faster one."""

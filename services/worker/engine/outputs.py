@@ -1,69 +1,34 @@
 """What a step of the engine says to the outside. Plain values: they cross from the engine thread to the loop.
 
-A sequence is one choice of one attempt at a request. Per accepted one: `SequenceStarted` once, `SequenceTokens` any
-number of times, then exactly one of `SequenceFinished` and `SequenceFailed`. One that fails before it is scheduled has
-no `SequenceStarted`. `SequenceTokens` is not frozen, because one is made per sequence and step.
+A sequence is one choice of one attempt at a request. Per accepted one: `SequenceStarted` once, `Tokens` any number of
+times, then exactly one of `SequenceFinished` and `SequenceFailed`. One that fails before it is scheduled has no
+`SequenceStarted`. An id is held back for as long as its text is (it may begin a stop string, or end within a
+character), so no text is ever left without an id to travel with.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvfleet.worker.schedule.sequence import Sequence
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, Tier, TierEvents, TokenLogprobs
+from kvproto.messages import FinishReason, Tier, TierEvents, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """First scheduled. `cached_tokens` were found in the pool, `cached_block_tokens` of them in shared full blocks.
-
-    Of several choices all but the first find there what that one computed. `prompt_tokens` are those that the model saw
-    at first: fewer than were asked for where the prompt was truncated.
+    """First scheduled; `cached_tokens` were found in the pool. Of several choices all but the first find there what
+    that one computed. `prompt_tokens` are those that the model saw at first: fewer than were asked for where the prompt
+    was truncated.
     """
 
     request: str
     attempt: int
     prompt_tokens: int
     cached_tokens: int
-    cached_block_tokens: int
     queue_seconds: float
     choice: int = 0
     restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
     recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs that an earlier one had computed already
-
-    @classmethod
-    def of(cls, sequence: Sequence, block_size: int, now: float) -> SequenceStarted:
-        request, attempt, choice = sequence.key
-        cached = sequence.cached_tokens
-        return cls(
-            request,
-            attempt,
-            sequence.num_prompt,
-            cached,
-            cached - cached % block_size,
-            now - sequence.enqueued,
-            choice,
-            sequence.restored,
-            len(sequence.ids) - cached if sequence.num_outputs else 0,
-        )
-
-
-@dataclass(slots=True)
-class SequenceTokens:
-    """Generated tokens from `index` on, one piece of text per id; all pieces together are exactly the final text.
-
-    An id is held back for as long as its text is (it may begin a stop string, or end within a character), so no text is
-    ever left without an id to travel with.
-    """
-
-    request: str
-    attempt: int
-    index: int
-    ids: tuple[int, ...]
-    text: tuple[str, ...]
-    choice: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per id where the request asked for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +43,6 @@ class SequenceFinished:
     cached_tokens: int
     choice: int = 0
 
-    @classmethod
-    def of(cls, sequence: Sequence, reason: FinishReason) -> SequenceFinished:
-        request, attempt, choice = sequence.key
-        return cls(request, attempt, reason, sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens, choice)
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailed:
@@ -94,7 +54,7 @@ class SequenceFailed:
     choice: int = 0
 
 
-SequenceOutput = SequenceStarted | SequenceTokens | SequenceFinished | SequenceFailed
+SequenceOutput = SequenceStarted | Tokens | SequenceFinished | SequenceFailed
 
 
 @dataclass(frozen=True, slots=True)

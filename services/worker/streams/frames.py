@@ -12,13 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvfleet.worker.engine.outputs import (
-    SequenceFailed,
-    SequenceFinished,
-    SequenceOutput,
-    SequenceStarted,
-    SequenceTokens,
-)
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.readers import Leases, Reader
 from kvfleet.worker.streams.records import AttemptRecord, tracks_of
@@ -191,24 +185,15 @@ class FrameBook:
         record = self._records.get((output.request, output.attempt))
         if record is None or record.terminal is not None:
             return []
-        if type(output) is SequenceTokens:
+        if type(output) is Tokens:
             track = record.tracks[output.choice]
             track.ids.extend(output.ids)
             track.text.extend(output.text)
             if output.logprobs:
                 track.logprobs.extend(output.logprobs)
-            tokens = Tokens(
-                output.request,
-                output.attempt,
-                output.choice,
-                output.index,
-                output.ids,
-                output.text,
-                output.logprobs,
-            )
             if not record.course.spoke:
                 record.course.first_token(now)
-            return [(record, tokens)]
+            return [(record, output)]
         if isinstance(output, SequenceStarted):
             self.recomputed_total += output.recomputed_tokens
             if record.started is not None:

@@ -9,39 +9,12 @@ is what the text grew by, once it does not end within a character.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 4  # of the prompt, so that its continuation keeps a leading space
 MAX_UNSETTLED = 16  # ids; a character has at most 4 bytes, so this many are not text
-
-
-class DetokenizerStream(Protocol):
-    """Text of one growing sequence."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether ids pushed so far have text that is not given out yet."""
-
-    def push(self, token: int) -> str:
-        """Text that became final with `token`; may be empty."""
-
-    def skip(self, ids: Sequence[int]) -> str | None:
-        """As a `push` of each to a new stream, but much faster: the text of them all. None, and nothing happens, if it
-        ends within a character there, or holds what is no text."""
-
-    def flush(self) -> str:
-        """Text that was waiting for more ids; the stream has ended."""
-
-
-class Detokenizer(Protocol):
-    """Makes a stream per sequence."""
-
-    def stream(self, prompt_ids: Sequence[int]) -> DetokenizerStream:
-        """A stream of what is generated after `prompt_ids`."""
 
 
 class TokenizerDetokenizer:
@@ -52,14 +25,6 @@ class TokenizerDetokenizer:
         self._special = frozenset(
             token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
         )
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> TokenizerDetokenizer:
-        """Raises FileNotFoundError if the folder has no `tokenizer.json`."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(path)
-        return cls(Tokenizer.from_file(str(path)))
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -74,7 +39,10 @@ class TokenizerDetokenizer:
 
 
 class TokenizerStream:
-    """`_window` = a few ids whose text `_settled` is given out (or was the prompt's), then the unsettled ones."""
+    """Text of one growing sequence. `pending`: ids pushed so far have text that is not given out yet.
+
+    `_window` = a few ids whose text `_settled` is given out (or was the prompt's), then the unsettled ones.
+    """
 
     def __init__(self, detokenizer: TokenizerDetokenizer, context: list[int]) -> None:
         self._detokenizer = detokenizer
@@ -86,6 +54,7 @@ class TokenizerStream:
         self.pending = False
 
     def push(self, token: int) -> str:
+        """Text that became final with `token`; may be empty."""
         if self._detokenizer.is_special(token):
             return ""
         self._window.append(token)
@@ -106,6 +75,8 @@ class TokenizerStream:
         return piece
 
     def skip(self, ids: Sequence[int]) -> str | None:
+        """As a `push` of each to a new stream, but much faster: the text of them all. None, and nothing happens, if it
+        ends within a character there, or holds what is no text."""
         new = [token for token in ids if not self._detokenizer.is_special(token)]
         skipped = self._detokenizer.decode([*self._window, *new])[len(self._settled) :]
         if REPLACEMENT in skipped:  # bytes that are no text are spelt otherwise among others than one by one
@@ -118,6 +89,7 @@ class TokenizerStream:
         return None if new else skipped
 
     def flush(self) -> str:
+        """Text that was waiting for more ids; the stream has ended."""
         text = self._detokenizer.decode(self._window)
         piece = text[len(self._settled) :]
         self._slide(len(self._window))
@@ -148,3 +120,7 @@ class IdStream:
 
     def flush(self) -> str:
         return ""
+
+
+Detokenizer = TokenizerDetokenizer | IdDetokenizer
+DetokenizerStream = TokenizerStream | IdStream

@@ -7,11 +7,10 @@ that another worker can go on from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvfleet.worker.text.detokenizer import DetokenizerStream
-from kvfleet.worker.text.stopping import StopStrings
 from kvproto.messages import TokenLogprobs
 
 
@@ -31,6 +30,28 @@ REPLAYED_IDS = 32  # one by one
 CHARACTER_IDS = 4  # at most, of UTF-8
 
 
+class StopStrings:
+    """Strings any of which ends the text before it. One may begin in one token and end in a later one, and nothing of
+    it may have been sent by then. Empty strings are ignored."""
+
+    def __init__(self, strings: Iterable[str] = ()) -> None:
+        self._strings = tuple(dict.fromkeys(s for s in strings if s))
+        self.longest = max(map(len, self._strings), default=0)  # characters
+
+    def find(self, text: str) -> int:
+        """Where the earliest stop string in `text` begins, -1 if there is none."""
+        found = [at for at in (text.find(s) for s in self._strings) if at >= 0]
+        return min(found, default=-1)
+
+    def held(self, text: str) -> int:
+        """Length of the longest end of `text`, which has no whole stop string, that more text could turn into one."""
+        for length in range(min(self.longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(s.startswith(end) for s in self._strings):
+                return length
+        return 0
+
+
 class TextStream:
     """Text of one sequence. `stopped` once a stop string was found: the text ends before it."""
 
@@ -39,7 +60,7 @@ class TextStream:
         self.next_index = 0  # generated index of the next id to leave
         self._decoder = decoder
         self._stops = stops
-        self._watches = bool(stops)
+        self._watches = stops.longest > 0
         self._ids: list[int] = []
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprobs] = []  # of the held ids, where the request asks for them

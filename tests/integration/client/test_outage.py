@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvproto.buckets import ensure_buckets
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
-from kvproto.messages import Sampling, Tokens
+from kvproto.messages import Sampling, Tier, Tokens
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from tests.support.fake_fleet import FakeFleet
@@ -66,7 +66,7 @@ async def test_running_streams_complete_and_blocks_are_still_known(nats_process:
         for worker in fleet.workers.values():
             assert worker.fatal == []
         worker = fleet.workers["w0"]
-        assert len(await worker.thread.call(lambda engine: engine.kv.cached_hashes())) > 0
+        assert len(await worker.thread.call(lambda engine: engine.kv.holdings()[Tier.DEVICE])) > 0
         sampling = replace(SAMPLING, max_tokens=1)
         first = client.generate(Generation("demo", sampling, (*range(40), *results[0])))
         started = (await first.read())[0]

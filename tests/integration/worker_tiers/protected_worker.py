@@ -11,7 +11,7 @@ import time
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
@@ -22,7 +22,7 @@ from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvfleet.worker.tiers.source_address import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
-from kvproto.messages import Sampling, Tier
+from kvproto.messages import Sampling, Tier, Tokens
 from tests.integration.worker_tiers.rig import BLOCK_SIZE, HOST, KEYS, ROOT
 
 BLOCKS = 128
@@ -62,13 +62,13 @@ class ProtectedWorker:
         asked = SequenceSpec("r", 0, PROMPT, SAMPLING, ROOT, output_ids=outputs, location=ChainLocation(names, finding))
         self.engine.add(asked)
 
-    def turn(self) -> list[SequenceStarted | SequenceTokens | SequenceFinished]:
+    def turn(self) -> list[SequenceStarted | Tokens | SequenceFinished]:
         self.engine.maintain()
         if not self.engine.has_work:
             time.sleep(0.001)
             return []
         result = self.engine.step()
-        return [one for one in result.outputs if isinstance(one, SequenceStarted | SequenceTokens | SequenceFinished)]
+        return [one for one in result.outputs if isinstance(one, SequenceStarted | Tokens | SequenceFinished)]
 
     def close(self) -> None:
         self.tiers.close()
@@ -80,7 +80,7 @@ def main() -> None:
     worker.add()
     while True:
         for output in worker.turn():
-            if isinstance(output, SequenceTokens):
+            if isinstance(output, Tokens):
                 print(*output.ids, flush=True)
 
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
-from kvfleet.worker.engine.outputs import SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceStarted
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, Tokens
 from tests.integration.worker_tiers.protected_worker import (
     PREFILL_TOKENS_PER_S,
     PROMPT,
@@ -50,7 +50,7 @@ def test_the_successor_computes_little_again(vault_process: VaultProcess) -> Non
             for output in successor.turn():
                 if isinstance(output, SequenceStarted):
                     started = output
-                elif isinstance(output, SequenceTokens):
+                elif isinstance(output, Tokens):
                     later += output.ids
         assert started is not None
         again = len(PROMPT) + len(tokens) - started.cached_tokens

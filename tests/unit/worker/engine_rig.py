@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, settings
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakeRunner, _value
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Draw, Slice
 from kvfleet.worker.text.detokenizer import Detokenizer, IdDetokenizer
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs
+from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
 
 ROOT = b"tenant root 16 b"
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other processes share the cores
@@ -136,7 +136,7 @@ class Transcript:
                 case SequenceStarted():
                     assert key not in self.started
                     self.started[key] = output
-                case SequenceTokens():
+                case Tokens():
                     assert key in self.started
                     assert len(output.ids) == len(output.text) > 0
                     first = self.first_index.setdefault(key, output.index)

@@ -150,7 +150,7 @@ class SlowTending(Engine):
 
 async def test_what_is_cancelled_before_a_step_begins_is_not_in_it(runner: LayeredRunner) -> None:
     made = make_engine(runner=runner)
-    engine = SlowTending(runner, made.pool, made.scheduler, made.intake.detokenizer)
+    engine = SlowTending(runner, made.pool, made.scheduler, made.sequences.detokenizer)
     desk = Desk(engine)
     runner.open.set()
     desk.thread.submit(spec("gone", [1, 2, 3]))

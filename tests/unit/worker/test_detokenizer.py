@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,13 +94,6 @@ def test_continuation_of_a_prompt_keeps_its_leading_space() -> None:
 def test_prompt_that_ends_within_a_character() -> None:
     emoji = byte_level().encode("😀").ids
     assert "".join(pieces_of(BYTE_LEVEL, [*emoji[2:], *emoji], prompt=emoji[:2])).endswith("😀")
-
-
-def test_from_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        TokenizerDetokenizer.from_folder(tmp_path)
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    assert TokenizerDetokenizer.from_folder(tmp_path).decode(byte_level().encode(" the cat").ids) == " the cat"
 
 
 def test_ids_as_text() -> None:

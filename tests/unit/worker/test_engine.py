@@ -97,7 +97,6 @@ def test_session_of_six_tokens_goes_on_with_its_tokens_cached() -> None:
     engine.add(spec("turn2", [*history, 7, 8], max_tokens=1))
     second.run(engine)
     assert second.started["turn2", 0].cached_tokens == 5
-    assert second.started["turn2", 0].cached_block_tokens == 0
     assert second.fed == 3
 
 

@@ -53,7 +53,7 @@ class Rig:
         self.host = HostTier(memoryview(bytearray(64 * memory.block_bytes)), memory.block_bytes, SIZE)
         self.tiers = Tiers(made.pool, memory, self.host, self.remote)
         self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
-        self.engine = Engine(made.runner, made.pool, made.scheduler, made.intake.detokenizer, tiers=self.tiers)
+        self.engine = Engine(made.runner, made.pool, made.scheduler, made.sequences.detokenizer, tiers=self.tiers)
         self.asked = 0
 
     def run(self, prompt: tuple[int, ...], root: Root = ROOT) -> int:

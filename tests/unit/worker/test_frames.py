@@ -11,7 +11,6 @@ from kvfleet.worker.engine.outputs import (
     SequenceFinished,
     SequenceOutput,
     SequenceStarted,
-    SequenceTokens,
 )
 from kvfleet.worker.streams import frames
 from kvfleet.worker.streams.frames import (
@@ -54,9 +53,9 @@ def test_life_of_an_attempt() -> None:
     book = make_book()
     book.open(request(), "_ing.x.r.r", "public", 0.0)
     assert book.known("r", 0) is not None
-    ((_, sent),) = book.add(SequenceStarted("r", 0, 7, 5, 0, 0.25), 0.0)
+    ((_, sent),) = book.add(SequenceStarted("r", 0, 7, 5, 0.25), 0.0)
     assert sent == Started("r", 0, "w0", 7, {"device": 5}, 0.25)
-    book.add(SequenceTokens("r", 0, 0, (4, 5), ("a", "b")), 0.0)
+    book.add(Tokens("r", 0, 0, 0, (4, 5), ("a", "b")), 0.0)
     ((_, done),) = book.add(SequenceFinished("r", 0, FinishReason.STOP, 7, 2, 5), 1.0)
     assert done == Finished("r", 0, FinishReason.STOP, 7, 2, 5, "w0")
     assert book.add(SequenceFailed("r", 0, EngineFailure("late")), 1.0) == [], "one terminal frame only"
@@ -74,7 +73,7 @@ def test_life_of_an_attempt() -> None:
 def test_a_continued_attempt_repeats_from_its_own_start() -> None:
     book = make_book()
     book.open(request(output_ids=(7, 8, 9)), "", "public", 0.0)
-    book.add(SequenceTokens("r", 0, 3, (1, 2), ("x", "y")), 0.0)
+    book.add(Tokens("r", 0, 0, 3, (1, 2), ("x", "y")), 0.0)
     progress, frame = book.repeat("r", 0, 4)
     assert progress == Progress("r", 0, 5)
     assert frame == Tokens("r", 0, 0, 4, (2,), ("y",))
@@ -85,7 +84,7 @@ def test_long_repeats_come_in_pieces() -> None:
     book.open(request(encoding=Encoding.FRAMES), "", "public", 0.0)
     total = 2 * TOKENS_PER_RESEND + 5
     for i in range(total):
-        book.add(SequenceTokens("r", 0, i, (i,), ("",)), 0.0)
+        book.add(Tokens("r", 0, 0, i, (i,), ("",)), 0.0)
     frames = [frame for frame in book.repeat("r", 0, 0) if isinstance(frame, Tokens)]
     assert [len(frame.ids) for frame in frames] == [TOKENS_PER_RESEND, TOKENS_PER_RESEND, 5]
 
@@ -107,7 +106,7 @@ def test_a_failure_keeps_when_to_come_back() -> None:
 
 def test_outputs_of_unknown_attempts_are_dropped() -> None:
     book = make_book()
-    assert book.add(SequenceTokens("x", 0, 0, (1,), ("a",)), 0.0) == []
+    assert book.add(Tokens("x", 0, 0, 0, (1,), ("a",)), 0.0) == []
 
 
 def test_overdue_and_forgotten_pauses_are_found() -> None:
@@ -134,9 +133,9 @@ def say(book: FrameBook, *outputs: SequenceOutput) -> list[Frame]:
     return [frame for output in outputs for _, frame in book.add(output, 0.0)]
 
 
-def tokens(choice: int, index: int, *ids: int) -> SequenceTokens:
+def tokens(choice: int, index: int, *ids: int) -> Tokens:
     scores = tuple(TokenLogprobs(-float(one)) for one in ids)
-    return SequenceTokens("r", 0, index, ids, tuple(str(one) for one in ids), choice, scores)
+    return Tokens("r", 0, choice, index, ids, tuple(str(one) for one in ids), scores)
 
 
 def done(choice: int, total: int, reason: FinishReason = FinishReason.STOP, cached: int = 0) -> SequenceFinished:
@@ -149,8 +148,8 @@ def test_several_choices_end_one_by_one_and_the_attempt_once() -> None:
     assert book.pending_sequences == 3
     out = say(
         book,
-        SequenceStarted("r", 0, 7, 0, 0, 0.5, 1),
-        SequenceStarted("r", 0, 7, 6, 0, 0.7, 0),  # finds what choice 1 computed: not what was cached before
+        SequenceStarted("r", 0, 7, 0, 0.5, 1),
+        SequenceStarted("r", 0, 7, 6, 0.7, 0),  # finds what choice 1 computed: not what was cached before
         tokens(1, 0, 11, 12),
         done(1, 2, cached=6),
         tokens(0, 0, 1),
@@ -203,7 +202,7 @@ def test_an_attempt_of_which_only_the_end_was_lost_is_concluded_without_the_engi
 def test_what_is_repeated_restores_every_choice() -> None:
     book = make_book()
     book.open(several(2), "", "public", 0.0)
-    say(book, SequenceStarted("r", 0, 7, 0, 0, 0.0), tokens(0, 0, 1, 2), tokens(1, 0, 3), done(1, 1))
+    say(book, SequenceStarted("r", 0, 7, 0, 0.0), tokens(0, 0, 1, 2), tokens(1, 0, 3), done(1, 1))
     frames = book.repeat("r", 0, 0, (1, 0))
     assert frames[0] == Progress("r", 0, 3)
     assert [(f.choice, f.index, f.ids) for f in frames if isinstance(f, Tokens)] == [(0, 1, (2,)), (1, 0, (3,))]
@@ -267,7 +266,7 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
         book.open(replace(request(), request=f"r{number}"), "", "public", 0.0)
         ids, text = tuple(range(each)), ("",) * each
         scores = (TokenLogprobs(-1.0, tuple(range(100)), (-1.0,) * 100),) * each if scored else ()
-        book.add(SequenceTokens(f"r{number}", 0, 0, ids, text, 0, scores), 0.0)
+        book.add(Tokens(f"r{number}", 0, 0, 0, ids, text, scores), 0.0)
         book.add(SequenceFinished(f"r{number}", 0, FinishReason.STOP, 7, each, 0), 1.0)
     assert 8 <= len(book) < 10
     assert book.known("r49", 0) is not None
@@ -276,6 +275,6 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
     book.sweep(100.0)
     assert len(book) == book._kept == 0
     big = book.open(replace(request(), request="big"), "", "public", 0.0)
-    book.add(SequenceTokens("big", 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
+    book.add(Tokens("big", 0, 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
     book.end(big, Finished("big", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
     assert book.known("big", 0) is not None, "the last one is there however large it is"

@@ -9,9 +9,9 @@ from engine_rig import ROOT, expected_tokens, spec
 from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
-from kvfleet.worker.engine.outputs import SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceStarted
 from kvproto.block_hash import chain
-from kvproto.messages import Sampling, Tier
+from kvproto.messages import Sampling, Tier, Tokens
 
 PROMPT = list(range(100, 109))  # two blocks and a token
 GREEDY = Sampling(24, temperature=0.0)
@@ -65,7 +65,7 @@ def test_it_leaves_without_a_word_and_its_blocks_stay(make_rig: MakeRig) -> None
     rig.engine.check_integrity()
     assert not rig.engine.scheduler.running
     said = [output for result in rig.results for output in result.outputs]
-    assert all(isinstance(output, SequenceStarted | SequenceTokens) for output in said)
+    assert all(isinstance(output, SequenceStarted | Tokens) for output in said)
     assert rig.engine.kv.locate(ROOT, [*PROMPT, *outputs])[0] >= len(PROMPT) + len(outputs) - 1
 
 

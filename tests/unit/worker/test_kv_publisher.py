@@ -75,7 +75,7 @@ def test_a_listener_that_applies_all_events_holds_what_the_engine_holds() -> Non
                 held = held - set(run.hashes) if change.removed else held | set(run.hashes)
                 for block_hash in run.hashes:
                     digest ^= int.from_bytes(block_hash[:8], "little")
-        assert held == set(engine.kv.cached_hashes())
+        assert held == set(engine.kv.holdings()[Tier.DEVICE])
         assert digest == publisher.digest == engine.kv.digest
         assert publisher.seq <= steps
     assert engine.load().evictions_total > 0
@@ -149,7 +149,7 @@ def test_steps_of_an_engine_that_run_nothing_do_not_become_a_message_each() -> N
     warm = make_engine(blocks=4, block_size=4)
     warm.add(spec("r", range(8), max_tokens=4))
     Transcript().run(warm)
-    assert warm.kv.cached_hashes()
+    assert warm.kv.holdings()[Tier.DEVICE]
     engine = warm
     engine.runner = FullRunner(num_blocks=4, block_size=4, vocab_size=1000, context_length=512)
     publisher = KvPublisher("e1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, SequenceTokens
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import KEPT, PER_MESSAGE, MilestoneLog
 from kvproto import codec
@@ -19,6 +19,7 @@ from kvproto.messages import (
     Moved,
     Passed,
     Sampling,
+    Tokens,
 )
 
 ME = ("acme", "r", 3)
@@ -40,15 +41,15 @@ class Book:
         return list(message.items) if message else []
 
 
-def tokens(index: int = 0, choice: int = 0) -> SequenceTokens:
-    return SequenceTokens("r", 3, index, (7,), ("x",), choice)
+def tokens(index: int = 0, choice: int = 0) -> Tokens:
+    return Tokens("r", 3, choice, index, (7,), ("x",))
 
 
 def test_an_attempt_that_finishes() -> None:
     book = Book()
     book.open()
     for output, now in (
-        (SequenceStarted("r", 3, 7, 5, 0, 0.5), 10.75),  # told with its first step
+        (SequenceStarted("r", 3, 7, 5, 0.5), 10.75),  # told with its first step
         (tokens(0), 10.75),
         (tokens(1), 11.0),
         (SequenceFinished("r", 3, FinishReason.STOP, 7, 2, 5), 12.0),
@@ -70,7 +71,7 @@ def test_an_attempt_that_fails_says_its_code(error: KvfleetError, ran: bool) -> 
     book = Book()
     book.open()
     if ran:
-        book.frames.add(SequenceStarted("r", 3, 7, 0, 0, 0.0), 10.0)
+        book.frames.add(SequenceStarted("r", 3, 7, 0, 0.0), 10.0)
         book.frames.add(tokens(), 10.0)
     for _ in range(2):
         book.frames.add(SequenceFailed("r", 3, error), 11.0)
@@ -109,8 +110,8 @@ def test_several_choices_are_one_attempt() -> None:
     book = Book()
     book.open(2)
     for output in (
-        SequenceStarted("r", 3, 7, 0, 0, 0.0, 1),
-        SequenceStarted("r", 3, 7, 7, 0, 0.0, 0),
+        SequenceStarted("r", 3, 7, 0, 0.0, 1),
+        SequenceStarted("r", 3, 7, 7, 0.0, 0),
         tokens(choice=1),
         tokens(choice=0),
         SequenceFinished("r", 3, FinishReason.STOP, 7, 1, 0, 1),

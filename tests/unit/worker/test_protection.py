@@ -196,7 +196,7 @@ def test_one_that_gave_its_blocks_to_others_is_protected_while_it_waits() -> Non
     rig.turns(1.0, step_s=0.05)
     rig.add("high", [5] * 400, 60, priority=1)
     rig.turns(1.0, step_s=0.05)
-    low = next(s for s in rig.engine.attempts if s.spec.request == "low")
+    low = next(s for s in rig.engine.sequences if s.spec.request == "low")
     assert low.blocks == [], "it was pushed out"
     rig.remote.there = True
     rig.turns(2.5, step_s=0.05)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet.worker.text import text_stream
-from kvfleet.worker.text.stopping import StopStrings
-from kvfleet.worker.text.text_stream import NOTHING, TextStream
+from kvfleet.worker.text.text_stream import NOTHING, StopStrings, TextStream
 
 
 class Spelling:

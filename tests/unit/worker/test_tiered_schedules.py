@@ -40,7 +40,7 @@ class TieredSchedule(Schedule):
         tiers = Tiers(engine.pool, Unaddressed(memory) if seed % 3 == 0 else memory, kept, self.remote)
         tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         self.engine = Engine(
-            engine.runner, engine.pool, engine.scheduler, engine.intake.detokenizer, clock=self.clock, tiers=tiers
+            engine.runner, engine.pool, engine.scheduler, engine.sequences.detokenizer, clock=self.clock, tiers=tiers
         )
         self.tiers = tiers
         self.below: dict[bytes, bytes] = {}

@@ -1,0 +1,172 @@
+"""The sequences that live: what a request must satisfy to become some, and which there are by attempt and choice.
+
+The engine's thread owns them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import count
+
+from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.schedule.scheduler import Scheduler
+from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceArrival, SequenceSpec, SequenceState
+from kvfleet.worker.schedule.tenant_costs import TenantCosts
+from kvfleet.worker.text.context_window import ContextWindow
+from kvfleet.worker.text.detokenizer import Detokenizer
+from kvfleet.worker.text.text_stream import StopStrings, TextStream
+from kvproto.errors import EngineFailure, InvalidRequest, OutOfMemory
+from kvproto.messages import Sampling
+
+logger = logging.getLogger(__name__)
+
+
+class LiveSequences:
+    """They are numbered as they come, and cost their tenant what `costs` counts."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, detokenizer: Detokenizer, costs: TenantCosts) -> None:
+        self.detokenizer = detokenizer
+        self._runner = runner
+        self._scheduler = scheduler
+        self._costs = costs
+        self._eos_ids = frozenset(runner.eos_ids)
+        self._arrivals = count()
+        self._sequences: dict[Key, Sequence] = {}
+        self._choices: dict[tuple[str, int], list[Sequence]] = {}  # of each attempt, those that live
+        self._counted: set[tuple[str, int]] = set()  # attempts of which a choice has started
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def accept(self, spec: SequenceSpec, now: float) -> Sequence:
+        """Raises InvalidRequest or ContextLengthExceeded, naming the field and its limit, OutOfMemory, or EngineFailure
+        if its text cannot be rebuilt."""
+        key = spec.request, spec.attempt, spec.choice
+        if key in self._sequences:
+            raise InvalidRequest("this attempt is running already", field="request")
+        siblings = self._choices.get(key[:2], [])
+        _check(spec, self._runner.vocab_size)
+        sampling, blocks, prompt = spec.sampling, self._runner.num_blocks, len(spec.prompt_ids)
+        window = ContextWindow.of(prompt, sampling.max_tokens, self._runner.context_length, sampling.overflow)
+        total = prompt + len(spec.output_ids)
+        needed = self._scheduler.tables.at_once(total - window.start(total))
+        if needed > blocks:
+            raise OutOfMemory(f"{needed} blocks are needed, this worker has {blocks}")
+        if siblings and siblings[0].spec.prompt_ids != spec.prompt_ids:
+            raise InvalidRequest("all choices of an attempt must have the same prompt", field="prompt_ids")
+        eos_ids: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos_ids
+        sequence = Sequence(
+            spec,
+            self._runner.block_size,
+            arrival=SequenceArrival(next(self._arrivals), now),
+            window=window,
+            stop_ids=eos_ids.union(sampling.stop_ids),
+            text=self._text(spec),
+            siblings=siblings,
+            account=self._costs.of(spec.tenant),
+        )
+        if spec.trace is not None:
+            spec.trace.enqueued = now
+        self._sequences[key] = sequence
+        self._choices[key[:2]] = siblings
+        siblings.append(sequence)
+        return sequence
+
+    def _text(self, spec: SequenceSpec) -> TextStream:
+        """The sequence's text, rebuilt from what an earlier attempt generated."""
+        try:
+            text = TextStream(self.detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
+            text.replay(spec.output_ids, spec.text_sent)
+        except Exception as error:  # a tokenizer's bug is that request's alone
+            logger.exception(
+                "request %s: its tokens could not be made text", spec.request, extra={"request": spec.request}
+            )
+            raise EngineFailure(f"the request's tokens could not be made text: {error}") from error
+        return text
+
+    def remove(self, sequence: Sequence) -> None:
+        attempt = sequence.key[:2]
+        del self._sequences[sequence.key]
+        sequence.siblings.remove(sequence)
+        if not sequence.siblings:
+            del self._choices[attempt]
+            self._counted.discard(attempt)
+
+    def clear(self) -> list[Key]:
+        """Forget all. Returns which they were."""
+        keys = list(self._sequences)
+        self._sequences, self._choices = {}, {}
+        return keys
+
+    def find(self, request: str, attempt: int | None) -> list[Sequence]:
+        """All choices of an attempt, or of all attempts."""
+        if attempt is not None:
+            return list(self._choices.get((request, attempt), ()))
+        return [sequence for key, sequence in self._sequences.items() if key[0] == request]
+
+    def starts(self, sequence: Sequence) -> bool:
+        """Whether no choice of its attempt has started before this one."""
+        attempt = sequence.key[:2]
+        is_first = attempt not in self._counted
+        self._counted.add(attempt)
+        return is_first
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the scheduler has others than these."""
+        queued = {s.key for s in (*self._scheduler.waiting, *self._scheduler.running)}
+        queued |= {key for key, s in self._sequences.items() if s.state is SequenceState.RESTORING}
+        paused = {key for key, s in self._sequences.items() if s.state is SequenceState.PAUSED}
+        assert queued | paused == set(self._sequences)
+        assert all(s in s.siblings and self._choices[s.key[:2]] is s.siblings for s in self)
+        assert sum(map(len, self._choices.values())) == len(self._sequences)
+
+
+class TracedDraws:
+    """When traced sequences draw their first token. `steps` counts those that drew a token."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.undrawn: list[Sequence] = []  # that have started and drawn nothing yet
+
+    def started(self, sequence: Sequence, now: float) -> None:
+        assert sequence.spec.trace is not None
+        sequence.spec.trace.admitted = now
+        self.undrawn.append(sequence)
+
+    def left(self, sequence: Sequence, now: float) -> None:
+        assert sequence.spec.trace is not None
+        self.note(now)
+        sequence.spec.trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
+
+    def note(self, now: float) -> None:
+        """Of those that have drawn a first token, or are gone."""
+        undrawn, self.undrawn = self.undrawn, []
+        for sequence in undrawn:
+            assert sequence.spec.trace is not None
+            if sequence.num_outputs > len(sequence.spec.output_ids):
+                sequence.spec.trace.drawn(now, self.steps)
+            elif sequence.state is not SequenceState.FINISHED:
+                self.undrawn.append(sequence)
+
+
+def _check(spec: SequenceSpec, vocab_size: int) -> None:
+    """Lengths against the context are `context_window`'s business."""
+    if not spec.prompt_ids:
+        raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
+    for field, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=field)
+    _check_sampling(spec.sampling)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """Not-a-number fails every comparison, so each one says what must hold."""
+    if sampling.max_tokens < 1:
+        raise InvalidRequest("must be at least 1", field="max_tokens")
+    if not sampling.temperature >= 0:
+        raise InvalidRequest("must be at least 0", field="temperature")
+    if not 0 <= sampling.top_p <= 1:
+        raise InvalidRequest("must lie in 0 to 1", field="top_p")
+    if sampling.top_k < 0:
+        raise InvalidRequest("must be at least 0", field="top_k")
