@@ -9,7 +9,7 @@ from kvfleet.worker.schedule.giving_way import by_priority
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence
 from kvfleet.worker.schedule.step_plan import StepPlan
-from kvfleet.worker.schedule.tenant_costs import TenantCosts
+from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.messages import Load
 from kvservice.distribution import Distribution

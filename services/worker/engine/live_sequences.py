@@ -12,7 +12,7 @@ from itertools import count
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceArrival, SequenceSpec, SequenceState
-from kvfleet.worker.schedule.tenant_costs import TenantCosts
+from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import StopStrings, TextStream

@@ -88,14 +88,9 @@ class BlockTables:
         size = self._size
         for at in range(sequence.filled, end // size):
             if self._is_findable(sequence, at):
-                sequence.blocks[at] = self.pool.fill(
-                    sequence.blocks[at],
-                    sequence.root,
-                    sequence.hashes,
-                    at,
-                    sequence.block_ids(at, size),
-                    lossy=sequence.lossy,
-                )
+                block, ids = sequence.blocks[at], sequence.block_ids(at, size)
+                filled = self.pool.fill(block, sequence.root, sequence.hashes, at, ids, lossy=sequence.lossy)
+                sequence.blocks[at] = filled
                 sequence.lossy = sequence.lossy or self.pool.is_lossy(sequence.hashes[at])
             sequence.filled = at + 1
         if self.window is not None and (reached := self._first_reached(end)) > sequence.passed:

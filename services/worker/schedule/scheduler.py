@@ -20,12 +20,11 @@ from operator import attrgetter
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.giving_way import Queued
-from kvfleet.worker.schedule.prompt_leaders import PromptLeaders
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Draw, Slice, StepPlan
-from kvfleet.worker.schedule.tenant_shares import TenantShares
-from kvfleet.worker.schedule.waiting_queue import ServiceOrder, WaitingQueue
+from kvfleet.worker.schedule.tenants import TenantShares
+from kvfleet.worker.schedule.waiting_queue import PromptLeaders, ServiceOrder, WaitingQueue
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
 
 _rank = attrgetter("rank")
@@ -68,11 +67,14 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """Add a new or resumed sequence."""
         sequence.share = self._shares.enter(sequence.spec.tenant)
-        self._wait(sequence)
+        self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """What was brought for a sequence is on the device, or nothing more will come."""
-        self._wait(sequence)
+        """It waits again: it was preempted, or what was brought for it is on the device, or nothing more will come."""
+        sequence.state = SequenceState.WAITING
+        self.waiting.add(sequence)
+        if sequence.spec.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.spec.deadline)
 
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
@@ -225,11 +227,11 @@ class Scheduler:
             return leader
         if not self.tables.fits(sequence, match, len(self.running)):
             return None
-        if self.tables.window is None and self.claims(sequence, match, len(self.running)):
-            self.waiting.remove(sequence)
+        claimed = self.tables.window is None and self.claims(sequence, match, len(self.running))
+        self.waiting.remove(sequence)
+        if claimed:
             sequence.state = SequenceState.RESTORING
             return sequence
-        self.waiting.remove(sequence)
         plan.copies += self.tables.hold(sequence, match)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
@@ -258,12 +260,6 @@ class Scheduler:
 
     # ------------------------------------------------------------------ inside
 
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.WAITING
-        self.waiting.add(sequence)
-        if sequence.spec.deadline is not None:
-            self._next_deadline = min(self._next_deadline, sequence.spec.deadline)
-
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         if sequence.spec.trace is not None:
@@ -271,7 +267,7 @@ class Scheduler:
         self.on_preempt(sequence)
         sequence.restores = 0
         self._withdraw(sequence)
-        self._wait(sequence)
+        self.requeue(sequence)
 
     def _fail(self, plan: StepPlan, sequence: Sequence, error: KvfleetError) -> None:
         self.finish(sequence)

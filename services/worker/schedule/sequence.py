@@ -19,8 +19,7 @@ from enum import Enum, auto
 from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.schedule.sequence_trace import SequenceTrace
-from kvfleet.worker.schedule.tenant_costs import TenantAccount
-from kvfleet.worker.schedule.tenant_shares import TenantShare
+from kvfleet.worker.schedule.tenants import TenantAccount, TenantShare
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
@@ -29,7 +28,6 @@ from kvproto.messages import FinishReason, Sampling, Tier
 AGE_S = 20.0  # of having come earlier: what a level of priority is worth
 
 Key = tuple[str, int, int]  # request, attempt, choice
-Rank = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,8 @@ class Sequence:
         self.account = account  # the tenant's, for what it costs
         self.arrival = arrival.number
         self.enqueued = arrival.time
-        self.rank = rank_of(spec.priority, arrival)
+        # Orders what runs, for preemption, and never changes: smaller ones may take blocks from larger ones.
+        self.rank = arrival.time - AGE_S * spec.priority, arrival.number
         self.window = window
         self.max_outputs = window.max_tokens
         self.stop_ids = stop_ids
@@ -122,7 +121,8 @@ class Sequence:
         # Of requests with penalties alone; arrays, which a sampler reads without a Python object per token.
         self.prompt_seen: array[int] | None = None
         self.penalised: array[int] | None = None
-        if _has_penalties(spec.sampling):
+        wants = spec.sampling
+        if wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1.0:
             self.prompt_seen, self.penalised = array("q", spec.prompt_ids[first:]), array("q", spec.output_ids)
         self.ids = [*spec.prompt_ids, *spec.output_ids][self.start :]
         # What no longer begins with the public prefix must not be chained under its root, which all tenants share.
@@ -174,7 +174,7 @@ class Sequence:
         if self.penalised is not None:
             self.penalised.append(token)
         if len(self.ids) % block_size == 0:
-            self.hashes.append(child(self.parent_of(len(self.hashes)), self.ids[-block_size:]))
+            self.hashes.append(child(parent_of(self.root, self.hashes, len(self.hashes)), self.ids[-block_size:]))
 
     def slide(self, block_size: int) -> None:
         """Drop the oldest tokens: the rest is computed anew from position 0, like a prompt. It holds no blocks."""
@@ -193,23 +193,10 @@ class Sequence:
         known = max(0, len(self.spec.prompt_ids) - self.start)
         return known + common_prefix(self.ids[known:], sibling.ids[known:])
 
-    def parent_of(self, block_index: int) -> bytes:
-        """Hash before the `block_index`-th block of the chain."""
-        return parent_of(self.root, self.hashes, block_index)
-
     def block_ids(self, block_index: int, block_size: int) -> Items[int]:
         """Tokens of the `block_index`-th block that have KV."""
         start = block_index * block_size
         return self.ids[start : min(start + block_size, self.computed)]
-
-
-def _has_penalties(sampling: Sampling) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
-
-
-def rank_of(priority: int, arrival: SequenceArrival) -> Rank:
-    """Orders what runs, for preemption, and never changes: smaller ones may take blocks from larger ones."""
-    return arrival.time - AGE_S * priority, arrival.number
 
 
 def level_of(priority: int, waited: float) -> int:

@@ -11,6 +11,7 @@ While every step carries prompt tokens nobody sees what a step without would tak
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf, sqrt
 
 from kvfleet.worker.schedule.step_memory import TokenBudget
@@ -25,42 +26,39 @@ REST = 1.5  # of what a step without streams carries: a prompt with that much le
 PROBE_EVERY = 16
 
 
+@dataclass(slots=True)
 class Allowance:
-    """One step's: `tokens` at most, and `seconds` of prompt work. `least` tokens are granted whatever they take."""
+    """One step's: `tokens` at most, and `seconds` of prompt work. `least` tokens are granted whatever they take.
+    A token takes `base` seconds at position 0, and each position adds `slope`."""
 
-    __slots__ = ("_base", "_rest", "_slope", "least", "seconds", "tokens")
-
-    def __init__(
-        self, tokens: int, seconds: float, least: int, base: float, slope: float, *, rest: float = 1.0
-    ) -> None:
-        self.tokens = tokens
-        self.seconds = seconds
-        self.least = min(least, tokens)
-        self._base = base
-        self._slope = slope
-        self._rest = rest
+    tokens: int
+    seconds: float
+    least: int
+    base: float = 0.0
+    slope: float = 0.0
+    rest: float = 1.0
 
     def grant(self, position: int, remaining: int = 1) -> int:
         """How many of `remaining` tokens of a prompt at `position` may be fed now; 0 for any if 0 at position 0."""
         granted = self._grant(position)
-        return min(remaining, self.tokens if remaining <= granted * self._rest else granted)
+        return min(remaining, self.tokens if remaining <= granted * self.rest else granted)
 
     def _grant(self, position: int) -> int:
-        at_position = self._base + self._slope * position
+        at_position = self.base + self.slope * position
         if self.tokens <= 0:
             return 0
         if self.seconds == inf or not at_position:
             return self.tokens
         if self.seconds <= 0:
-            return self.least
+            return min(self.least, self.tokens)
         # n x at_position + slope x n^2 / 2 = seconds
-        root = sqrt(at_position * at_position + 2 * self._slope * self.seconds)
+        root = sqrt(at_position * at_position + 2 * self.slope * self.seconds)
         return min(self.tokens, max(self.least, int(2 * self.seconds / (at_position + root))))
 
     def spend(self, position: int, tokens: int) -> None:
         self.tokens -= tokens
         self.least = max(0, self.least - tokens)
-        self.seconds -= tokens * (self._base + self._slope * (position + tokens / 2))
+        self.seconds -= tokens * (self.base + self.slope * (position + tokens / 2))
 
 
 class StepPacer:
@@ -78,15 +76,15 @@ class StepPacer:
         tokens = max(1, self.budget.tokens - decodes)
         base, slope = self.times.prompt_cost
         if not decodes:
-            return Allowance(tokens, STEP_S if base else inf, MIN_LONE_CHUNK, base, slope, rest=REST)
+            return Allowance(tokens, STEP_S if base else inf, MIN_LONE_CHUNK, base, slope, REST)
         decode_seconds = self.times.decode_seconds
         if not decode_seconds:  # nothing to compare with yet: see first, if there is a clock to see with
-            return Allowance(0 if self._has_clock else tokens, inf, 0, 0.0, 0.0)
+            return Allowance(0 if self._has_clock else tokens, inf, 0)
         if self._mixed_in_row >= PROBE_EVERY - 1:
             return Allowance(0, 0.0, 0, base, slope)
         limit = max(self.itl_target_s, FACTOR * decode_seconds, SHORT_S)
         if not base:
-            return Allowance(min(tokens, MIN_CHUNK), inf, MIN_CHUNK, 0.0, 0.0)
+            return Allowance(min(tokens, MIN_CHUNK), inf, MIN_CHUNK)
         return Allowance(tokens, limit - decode_seconds, MIN_CHUNK, base, slope)
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float, now: float = 0.0) -> None:

@@ -31,23 +31,16 @@ class LongestStep:
     """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._longest: deque[tuple[int, float, float]] = deque()  # (number, ended, seconds), each longer than the next
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # (ended, seconds)
 
     @property
     def seconds(self) -> float:
         """0 until there was a step."""
-        return self._longest[0][2] if self._longest else 0.0
+        return max((took for ended, took in self._steps if ended >= self._steps[-1][0] - RECENT_S), default=0.0)
 
     def observe(self, now: float, seconds: float) -> None:
         """A step that took so long ended at `now`."""
-        self._count += 1
-        kept = self._longest
-        while kept and kept[-1][2] <= seconds:
-            kept.pop()
-        kept.append((self._count, now, seconds))
-        while kept[0][0] <= self._count - RECENT_STEPS or kept[0][1] < now - RECENT_S:
-            kept.popleft()
+        self._steps.append((now, seconds))
 
 
 class StepTimes:

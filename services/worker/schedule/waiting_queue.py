@@ -1,4 +1,4 @@
-"""The sequences that wait, by (priority, tenant), and each step's order of service over them. Pure.
+"""The sequences that wait, by (priority, tenant), each step's order of service over them, and who leads whom. Pure.
 
 Within a group it is first come, first served, but those with a deadline take one another's places so that the earliest
 goes first. Between groups the order changes from step to step and within a step, because who is served is charged:
@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import attrgetter
 
+from kvfleet.worker.blocks.block_pool import Match
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 
 _arrival = attrgetter("arrival")
@@ -154,6 +155,52 @@ class ServiceOrder:
         spec = sequence.spec
         level = level_of(spec.priority, self._now - sequence.enqueued)
         return -level, sequence.share.served, sequence.state is SequenceState.WAITING, sequence.arrival
+
+
+class PromptLeaders:
+    """Who is computing what others need next, so that no prefix is computed twice at the same time; lives for a step.
+
+    A sequence whose next block a running one is at does better to wait for it. It gives its turn to that one, its
+    leader: so a request of high priority never waits for one that nobody serves. Choices of one prompt follow the first
+    of them to the last token of the prompt, everybody else follows by the hash of the next full block. `begun` are the
+    running sequences that need more than one token.
+    """
+
+    def __init__(self, begun: Iterable[Sequence], block_size: int) -> None:
+        self._block_size = block_size
+        self._at_block: dict[bytes, Sequence] = {}
+        for sequence in begun:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.filled < len(sequence.hashes):
+            self._at_block.setdefault(sequence.hashes[sequence.filled], sequence)
+
+    def known(self, sequence: Sequence) -> Sequence | None:
+        """The leader found in an earlier step, while it still is one."""
+        leader = sequence.leader
+        if leader is not None and leader.state is SequenceState.RUNNING and leader.computed < sequence.shared:
+            return leader
+        sequence.leader = None
+        return None
+
+    def find(self, sequence: Sequence, match: Match) -> Sequence | None:
+        """A leader for what is not cached of a waiting sequence; noted in it, with how far it leads."""
+        limit = len(sequence.ids) - 1  # the last token is run by each itself, for its logits
+        if match.tokens == limit:
+            return None
+        for sibling in sequence.siblings:
+            if sibling.state is SequenceState.RUNNING:
+                shared = min(sequence.agrees_with(sibling), limit)
+                if max(sibling.computed, match.tokens) < shared:
+                    sequence.leader, sequence.shared = sibling, shared
+                    return sibling
+                break  # it has all that can be had from a sibling
+        full = len(match.blocks)
+        leader = self._at_block.get(sequence.hashes[full]) if full < len(sequence.hashes) else None
+        if leader is not None:
+            sequence.leader, sequence.shared = leader, min((leader.filled + 1) * self._block_size, limit)
+        return leader
 
 
 def _group_of(sequence: Sequence) -> tuple[int, str]:
