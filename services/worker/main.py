@@ -179,7 +179,7 @@ def assemble(
         engine.tiers.wake = thread.wake
         if network is not None:
             data_plane = network.listen(engine.tiers, thread)
-    lease.record = replace(
+    lease.record = record = replace(
         lease.record,
         blocks=engine.pool.num_blocks,
         block_bytes=engine.runner.bytes_per_block,
@@ -190,8 +190,9 @@ def assemble(
         connection,
         subjects,
         lease,
+        record,
         thread,
-        KvPublisher(lease.record.epoch),
+        KvPublisher(record.epoch),
         bundle,
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
         WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s, settings.max_producer_priority),

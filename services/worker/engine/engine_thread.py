@@ -89,10 +89,6 @@ class EngineThread:
         """Ask for a sequence. One that the engine refuses comes back as SequenceFailed."""
         self._command(partial(self._add, spec))
 
-    def make_room(self, request: str, attempt: int, count: int) -> asyncio.Future[frozenset[tuple[str, int]]]:
-        """After `submit`: so many sequences are to give way to this attempt. Answered with the attempts that go."""
-        return self.call(lambda engine: engine.make_room(request, attempt, count))
-
     def cancel(self, request: str, attempt: int | None = None, received: Sequence[int] = ()) -> None:
         """In no step that begins from now on; the one under way is given up if it is for nobody else."""
         self._engine.give_up(request, attempt)

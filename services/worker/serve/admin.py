@@ -1,7 +1,9 @@
 """Loop: answers on a worker's admin and blocks subjects; questions about blocks run on the engine thread.
 
 An answer longer than a NATS message is fetched part by part; it is kept for a few seconds so that all parts are of one
-answer.
+answer. Token ids that are too long for one message come before their question:
+
+    ids 0 ... ── ids 262,144 ... ── the question, without ids ── (its next parts)
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+from array import array
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,11 +21,10 @@ from typing import Any
 from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.serve.broadcast import Broadcast
-from kvfleet.worker.serve.long_questions import LongAdminQuestions
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvproto import codec
 from kvproto.block_hash import Root, chain
-from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PermissionDenied
+from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PayloadTooLarge, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import (
     AdminCommand,
@@ -32,7 +34,6 @@ from kvproto.messages import (
     Inspection,
     SnapshotRequest,
     Tier,
-    WorkerRecord,
     WorkerStats,
 )
 from kvproto.nats_message import Message
@@ -42,10 +43,38 @@ from kvproto.tenant_roots import TenantRoots
 log = logging.getLogger(__name__)
 
 PART_BYTES = 768 * 1024
-KEEP_ANSWER_S = 15.0
-MAX_KEPT = 8
+KEEP_S = 15.0  # answers, and ids of questions that nobody goes on with
+MAX_KEPT = 8  # of each
+MAX_IDS = 4_194_304  # as many as any message may have
 VAULT_LIMIT_S = 0.1
 REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions may ask
+
+
+class LongAdminQuestions:
+    """Token ids of questions that are too long for one message, kept until the question itself comes. The oldest
+    question gives way."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[float, array[int]]] = {}  # since when nobody went on; oldest first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def ids_of(self, request: AdminRequest, now: float) -> tuple[int, ...] | None:
+        """All ids of a question; None while there are more to come. Raises InvalidRequest or PayloadTooLarge."""
+        if not request.question:
+            return request.ids
+        self._kept = {name: kept for name, kept in self._kept.items() if now - kept[0] < KEEP_S}
+        _, known = self._kept.pop(request.question, (now, array("I")))
+        if len(known) != request.ids_before:
+            raise InvalidRequest(f"{len(known)} ids of this question are known, not these", field="ids_before")
+        if len(known) + len(request.ids) > MAX_IDS:
+            raise PayloadTooLarge(f"at most {MAX_IDS} ids", field="ids")
+        known.extend(request.ids)
+        while len(self._kept) >= MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[request.question] = (now, known)
+        return None if request.more_ids else tuple(known)
 
 
 class AdminDesk:
@@ -54,7 +83,6 @@ class AdminDesk:
     def __init__(
         self,
         parts: WorkerParts,
-        record: WorkerRecord,
         roots: TenantRoots,
         broadcast: Broadcast,
         heartbeat: Callable[[], Heartbeat],
@@ -64,7 +92,7 @@ class AdminDesk:
         self._engine = parts.engine
         self._remote = parts.neighbours.remote
         self._bundle = codec.encode(parts.bundle)
-        self._record = record
+        self._record = parts.record
         self._roots = roots
         self._broadcast = broadcast
         self._heartbeat = heartbeat
@@ -170,7 +198,7 @@ class AdminDesk:
     async def _kv(self, request: AdminRequest, tenant: str, root: Root) -> bytes:
         """One layer's K and V as safetensors, kept for the fetching of its parts."""
         now = asyncio.get_running_loop().time()
-        self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_ANSWER_S}
+        self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_S}
         ids = hashlib.blake2b(repr(request.ids).encode(), digest_size=16).hexdigest()
         key = f"{tenant}/{ids}/{request.layer}"
         if request.part and key in self._kept:

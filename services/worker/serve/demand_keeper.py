@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.network.preloading import read_chain
+from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.tiers.offloader import Chain
 from kvproto import codec
-from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
-from kvproto.messages import PreloadPlan, PreloadRequest, Tier, WorkerRecord
-from kvproto.subjects import Subjects
+from kvproto.messages import PreloadPlan, PreloadRequest, Tier
 
 log = logging.getLogger(__name__)
 
@@ -30,56 +27,40 @@ POLL_S = 0.02
 MOST_CHAINS = 512
 
 
-class DemandKeeper:
-    """`has_successor`: whether another worker of this model takes new work, None while that is being found out."""
+async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
+    """Returns when vaults have what they take of it, after `limit_s` at the latest. Never raises."""
+    has_successor = parts.neighbours.has_successor
+    if limit_s < LEAST_S:
+        return
+    try:
+        async with asyncio.timeout(limit_s):
+            while has_successor() is None:
+                await asyncio.sleep(POLL_S)
+            if not has_successor():
+                return
+            await asyncio.sleep(ANNOUNCED_S)
+            if has_successor() and await parts.engine.call(_has_vaults):
+                await _leave_behind(parts)
+    except TimeoutError:
+        log.warning("not all blocks in demand are in vaults: the time to drain is over")
+    except KvfleetError as error:
+        log.warning("blocks in demand are not left behind: %s", error)
 
-    def __init__(
-        self,
-        connection: Connection,
-        subjects: Subjects,
-        engine: EngineThread,
-        me: WorkerRecord,
-        has_successor: Callable[[], bool | None],
-    ) -> None:
-        self.offered_total = 0  # blocks
-        self._connection = connection
-        self._subjects = subjects
-        self._engine = engine
-        self._me = me
-        self._has_successor = has_successor
 
-    async def run(self, limit_s: float) -> None:
-        """Returns when vaults have what they take of it, after `limit_s` at the latest. Never raises."""
-        if limit_s < LEAST_S:
-            return
-        try:
-            async with asyncio.timeout(limit_s):
-                while self._has_successor() is None:
-                    await asyncio.sleep(POLL_S)
-                if not self._has_successor():
-                    return
-                await asyncio.sleep(ANNOUNCED_S)
-                if self._has_successor() and await self._engine.call(_has_vaults):
-                    await self._leave_behind()
-        except TimeoutError:
-            log.warning("not all blocks in demand are in vaults: the time to drain is over")
-        except KvfleetError as error:
-            log.warning("blocks in demand are not left behind: %s", error)
-
-    async def _leave_behind(self) -> None:
-        me = self._me
-        blocks = await self._engine.call(lambda engine: engine.pool.addressed)
-        ask = PreloadRequest(me.id, me.model, me.model_revision, me.block_size, max(blocks, 1), leaving=True)
-        answer = await self._connection.request(self._subjects.placement_preload(), codec.encode(ask), ASK_S)
-        plan = codec.decode(PreloadPlan, answer.data)
-        chains = [Chain(*read_chain(one)) for one in plan.chains[:MOST_CHAINS] if one.source == me.id]
-        if not chains:
-            return
-        self.offered_total = sum(chain.end for chain in chains)
-        await self._engine.call(lambda engine: _offer(engine, chains))
-        while not await self._engine.call(lambda engine: engine.is_settled):
-            await asyncio.sleep(POLL_S)
-        log.info("%d blocks of %d prefixes in demand were left to vaults", self.offered_total, len(chains))
+async def _leave_behind(parts: WorkerParts) -> None:
+    me, engine = parts.record, parts.engine
+    blocks = await engine.call(lambda engine: engine.pool.addressed)
+    ask = PreloadRequest(me.id, me.model, me.model_revision, me.block_size, max(blocks, 1), leaving=True)
+    answer = await parts.connection.request(parts.subjects.placement_preload(), codec.encode(ask), ASK_S)
+    plan = codec.decode(PreloadPlan, answer.data)
+    chains = [Chain(*read_chain(one)) for one in plan.chains[:MOST_CHAINS] if one.source == me.id]
+    if not chains:
+        return
+    await engine.call(lambda engine: _offer(engine, chains))
+    while not await engine.call(lambda engine: engine.is_settled):
+        await asyncio.sleep(POLL_S)
+    offered = sum(chain.end for chain in chains)
+    log.info("%d blocks of %d prefixes in demand were left to vaults", offered, len(chains))
 
 
 def _has_vaults(engine: Engine) -> bool:

@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.readers import Reader
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
-from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
-from kvproto.messages import Capsule, Continuation, Encoding, Failed, Frame, GenerateRequest, Moved
-from kvproto.subjects import Subjects
+from kvproto.messages import Capsule, Continuation, Encoding, Frame, GenerateRequest, Moved
 from kvservice.tracing import work_for
 
 log = logging.getLogger(__name__)
@@ -39,33 +37,20 @@ CAPSULE_S = 1.0  # for a placement to take one
 LEAST_S = 0.1  # for a step that comes when time has run out
 POLL_S = 0.02
 
-Key = tuple[str, int]
-
 
 class HandOver:
-    """`has_successor`: whether another worker of this model is ready, None while that is being found out."""
+    """`moved_total` counts requests that went elsewhere."""
 
-    def __init__(
-        self,
-        worker: str,
-        connection: Connection,
-        subjects: Subjects,
-        engine: EngineThread,
-        frames: FrameBook,
-        outbox: Outbox,
-        broadcast: Broadcast,
-        has_successor: Callable[[], bool | None],
-    ) -> None:
+    def __init__(self, parts: WorkerParts, frames: FrameBook, outbox: Outbox, broadcast: Broadcast) -> None:
         self.moved_total = 0
-        self._worker = worker
-        self._connection = connection
-        self._subjects = subjects
-        self._engine = engine
+        self._parts = parts
+        self._worker = parts.record.id
+        self._engine = parts.engine
+        self._has_successor = parts.neighbours.has_successor
         self._frames = frames
         self._outbox = outbox
         self._broadcast = broadcast
-        self._has_successor = has_successor
-        self._awaited: set[Key] = set()  # moved, and their blocks still wanted
+        self._awaited: set[tuple[str, int]] = set()  # moved, and their blocks still wanted
 
     def let_go(self, request: str, attempt: int) -> None:
         """All readers of a moved request, or placement, say that it goes on elsewhere, or that nobody wants it."""
@@ -80,10 +65,10 @@ class HandOver:
             while condition() and loop.time() < end:
                 await asyncio.sleep(POLL_S)
 
-        await wait(lambda: self._frames.running_count, loop.time() + min(FINISH_S, limit_s / 4))
+        await wait(lambda: self._frames.running, loop.time() + min(FINISH_S, limit_s / 4))
         alone = max(loop.time(), until - LAST_S)
-        await wait(lambda: self._frames.running_count and not self._has_successor(), alone)
-        if not self._frames.running_count:
+        await wait(lambda: self._frames.running and not self._has_successor(), alone)
+        if not self._frames.running:
             return
         await self._move(until)
         await wait(lambda: self._awaited, until)
@@ -117,13 +102,10 @@ class HandOver:
     def _end(self, record: AttemptRecord, now: float) -> tuple[AttemptRecord, Frame]:
         """`Moved`, unless its last reader left after the engine had let go of it: nobody else would say so then."""
         if record.is_left:
-            return self._fail(record, Cancelled("the request was cancelled"), now)
+            return self._frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
         self.moved_total += 1
         self._awaited.add((record.request, record.attempt))
         return self._frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now)
-
-    def _fail(self, record: AttemptRecord, error: KvfleetError, now: float) -> tuple[AttemptRecord, Frame]:
-        return self._frames.end(record, _failed(record, error), now)
 
     async def _send(self, record: AttemptRecord, until: float) -> None:
         """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
@@ -136,32 +118,21 @@ class HandOver:
         capsule = Capsule(record.tenant, self._worker, _carried(record, asked, self._worker, clock()))
         limit_s = min(CAPSULE_S, max(until - clock(), LEAST_S))
         refusal: Draining | None = None
+        request, about = record.request, {"request": record.request}
         try:
-            await self._connection.request(self._subjects.placement_capsules(), codec.encode(capsule), limit_s)
+            placements = self._parts.subjects.placement_capsules()
+            await self._parts.connection.request(placements, codec.encode(capsule), limit_s)
         except (KvfleetError, TimeoutError) as error:
             why = "no placement is there to move it" if isinstance(error, WorkerLost) else str(error)
-            log.warning(
-                "request %s is not moved: %s",
-                record.request,
-                why,
-                extra={"request": record.request},
-            )
+            log.warning("request %s is not moved: %s", request, why, extra=about)
             refusal = Draining(f"worker {self._worker} is going, and the request could not be moved: {why}")
         if record.terminal is not None:
-            log.info(
-                "request %s ended here while it was offered to placement",
-                record.request,
-                extra={"request": record.request},
-            )
+            log.info("request %s ended here while it was offered to placement", request, extra=about)
         elif record.is_left:  # where it goes on is placement's to know; who left is sent nothing from here
-            log.info(
-                "request %s was cancelled while it was offered to placement",
-                record.request,
-                extra={"request": record.request},
-            )
+            log.info("request %s was cancelled while it was offered to placement", request, extra=about)
             self._outbox.send_frames([self._end(record, clock())])
         elif refusal is not None:
-            self._outbox.send_frames([self._fail(record, refusal, clock())])
+            self._outbox.send_frames([self._frames.end(record, record.failed(refusal), clock())])
         else:
             self._tell_moved(record, carried, clock())
 
@@ -170,7 +141,7 @@ class HandOver:
         _, moved = self._end(record, now)
         for watcher in record.watchers:
             self._outbox.send(watcher, codec.encode_frames([moved]))
-        late = _failed(record, Draining(f"worker {self._worker} is going, and the request goes on for another reader"))
+        late = record.failed(Draining(f"worker {self._worker} is going, and the request goes on for another reader"))
         for reader in record.readers:
             if reader != carried:
                 self._outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else late])
@@ -188,13 +159,7 @@ def _needs_placement(record: AttemptRecord) -> bool:
     return bool(record.watchers) and _plain(record) is not None and not record.is_left
 
 
-def _failed(record: AttemptRecord, error: KvfleetError) -> Failed:
-    return Failed(
-        record.request, record.attempt, error.code, error.message, error.retryable, None, record.output_tokens
-    )
-
-
-def _hand_over(engine: Engine, keys: Iterable[Key], *, keep: bool) -> None:
+def _hand_over(engine: Engine, keys: Iterable[tuple[str, int]], *, keep: bool) -> None:
     """On the engine's thread."""
     for request, attempt in keys:
         engine.hand_over(request, attempt, keep=keep)

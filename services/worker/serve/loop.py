@@ -16,7 +16,7 @@ from typing import Any
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
-from kvfleet.worker.serve.demand_keeper import DemandKeeper
+from kvfleet.worker.serve.demand_keeper import leave_demand_behind
 from kvfleet.worker.serve.hand_over import HandOver
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
@@ -25,20 +25,8 @@ from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
-from kvproto.errors import (
-    DeadlineExceeded,
-    KvfleetError,
-)
-from kvproto.members import Fenced
-from kvproto.messages import (
-    Failed,
-    Frame,
-    Heartbeat,
-    Load,
-    Rates,
-    State,
-    WorkerRecord,
-)
+from kvproto.errors import DeadlineExceeded, KvfleetError
+from kvproto.messages import Frame, Heartbeat, Load, Rates, State
 from kvproto.nats_message import Subscription
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
@@ -53,46 +41,35 @@ class WorkerLoop:
     """Owned by the process's event loop. `start` when the engine is loaded; `drain` then `stop` to end."""
 
     def __init__(
-        self,
-        parts: WorkerParts,
-        on_fatal: Callable[[str], None],
-        on_drain: Callable[[], None] = lambda: None,
+        self, parts: WorkerParts, on_fatal: Callable[[str], None], on_drain: Callable[[], None] = lambda: None
     ) -> None:
         """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
+        self._parts = parts
         self._on_fatal = on_fatal
         self._on_drain = on_drain
-        self._connection = connection = parts.connection
-        self._subjects = subjects = parts.subjects
-        self._engine = engine = parts.engine
+        self._connection = parts.connection
+        self._subjects = parts.subjects
+        self._engine = parts.engine
         self._lease = parts.lease
-        self._limits = parts.limits
         self._publisher = parts.publisher
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._state = State.READY
         self._load = Load()
         self._rates = Rates()
-        assert isinstance(parts.lease.record, WorkerRecord)
-        self.record = record = parts.lease.record
+        self.record = record = parts.record
         self.milestones = MilestoneLog(record.id, record.epoch)
-        self.frames = FrameBook(record.id, self.milestones)
-        self.outbox = Outbox(connection, self.frames.leases)
+        self.frames = frames = FrameBook(record.id, self.milestones)
+        self.outbox = outbox = Outbox(parts.connection, frames.leases)
         self._broadcast = broadcast = Broadcast(
-            connection, self.outbox, subjects, record.id, parts.publisher, self.milestones
+            parts.connection, outbox, parts.subjects, record.id, parts.publisher, self.milestones
         )
         roots = TenantRoots(record.model_revision, record.block_size, record.public_prefixes, parts.limits.fleet_key)
+        self.hand_over = HandOver(parts, frames, outbox, broadcast)
         self.requests = RequestDesk(
-            parts, record, self.frames, self.outbox, broadcast, roots, lambda: self._state, self._spawn
+            parts, frames, outbox, broadcast, roots, self.hand_over.let_go, lambda: self._state, self._spawn
         )
-        self.admin = AdminDesk(parts, record, roots, broadcast, self.heartbeat, self._asked_to_drain)
-        has_successor = parts.neighbours.has_successor
-        self.hand_over = HandOver(
-            record.id, connection, subjects, engine, self.frames, self.outbox, broadcast, has_successor
-        )
-        self.requests.on_let_go = self.hand_over.let_go
-        self.demand_keeper = DemandKeeper(connection, subjects, engine, record, has_successor)
-
-    # ------------------------------------------------------------------ life
+        self.admin = AdminDesk(parts, roots, broadcast, self.heartbeat, self._asked_to_drain)
 
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
@@ -126,7 +103,7 @@ class WorkerLoop:
             self._subscriptions.append(await self._connection.subscribe(subject, callback))
         await self._connection.synced()
         await self._lease.set(replace(self.record, state=State.READY))
-        self._spawn(self._lease.run(self._on_fenced))
+        self._spawn(self._lease.run(lambda error: self._on_fatal(str(error))))
         self._spawn(self.outbox.run())
         self._spawn(self._beat())
 
@@ -161,10 +138,11 @@ class WorkerLoop:
 
     async def drain(self) -> None:
         """Take no new work, hand over what runs, and leave behind what others will ask for, for a bounded time."""
-        until = asyncio.get_running_loop().time() + self._limits.drain_s
+        clock, limit_s = asyncio.get_running_loop().time, self._parts.limits.drain_s
+        until = clock() + limit_s
         self.begin_drain()
-        await self.hand_over.run(self._limits.drain_s)
-        await self.demand_keeper.run(until - asyncio.get_running_loop().time())
+        await self.hand_over.run(limit_s)
+        await leave_demand_behind(self._parts, until - clock())
         self._broadcast.flush()
         await self.outbox.drain()
 
@@ -185,9 +163,6 @@ class WorkerLoop:
                 log.debug("unsubscribe: %s", error)
         await end(tasks)
 
-    def _on_fenced(self, error: Fenced) -> None:
-        self._on_fatal(str(error))
-
     def on_crash(self, error: BaseException) -> None:
         """A step raised, or `on_results`: the state of the engine or of its streams is unknown, so the process ends
         loudly; its requests go on elsewhere."""
@@ -198,8 +173,6 @@ class WorkerLoop:
         self._broadcast.flush()
         await self.outbox.drain()
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
-
-    # ------------------------------------------------------------------ results
 
     def on_results(self, results: list[StepResult]) -> None:
         """Called on the loop with the results of one or more steps, in order."""
@@ -230,8 +203,7 @@ class WorkerLoop:
         for record in self.frames.overdue(now):
             self._engine.cancel(record.request, record.attempt)
             late = DeadlineExceeded("the request's deadline passed, or it was paused and nobody came back")
-            failed = Failed(record.request, record.attempt, late.code, late.message, output_tokens=record.output_tokens)
-            ended.append(self.frames.end(record, failed, now))
+            ended.append(self.frames.end(record, record.failed(late), now))
         self.outbox.send_frames(ended)
 
     async def _publish_heartbeat(self) -> None:

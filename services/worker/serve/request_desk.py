@@ -18,13 +18,7 @@ from functools import partial
 from kvfleet.worker.network.chain_lookup import ChainLookup, Hashed
 from kvfleet.worker.schedule.giving_way import Attempt, Departures
 from kvfleet.worker.serve.broadcast import Broadcast
-from kvfleet.worker.serve.request_intake import (
-    check_capacity,
-    check_request,
-    content_of,
-    of_its_asker,
-    sequences_of,
-)
+from kvfleet.worker.serve.request_intake import check_capacity, check_request, content_of, of_its_asker, sequences_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
 from kvfleet.worker.streams.frames import FrameBook
@@ -42,7 +36,6 @@ from kvproto.messages import (
     PauseRequest,
     ResendRequest,
     State,
-    WorkerRecord,
 )
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
@@ -67,24 +60,24 @@ class RequestDesk:
     def __init__(
         self,
         parts: WorkerParts,
-        record: WorkerRecord,
         frames: FrameBook,
         outbox: Outbox,
         broadcast: Broadcast,
         roots: TenantRoots,
+        on_let_go: Callable[[str, int], None],
         state: Callable[[], State],
         spawn: Spawn,
     ) -> None:
         self.requests_total = 0
         self.refused_total = 0
         self.malformed_total = 0
-        self.on_let_go: Callable[[str, int], None] = lambda request, attempt: None
-        self._record = record
+        self._record = record = parts.record
         self._engine = parts.engine
         self._encode_prompt = parts.encode_prompt
         self._limits = limits = parts.limits
         self._meet = parts.neighbours.meet
         self._tracer = parts.tracer
+        self._on_let_go = on_let_go
         self._frames = frames
         self._outbox = outbox
         self._broadcast = broadcast
@@ -185,7 +178,7 @@ class RequestDesk:
             self._park(known)  # a newcomer wants to read
         self._acknowledge(request, reply)
         if known.trace is not None and known.terminal is None:
-            known.trace.joined(request.traceparent)
+            known.trace.span.link(request.traceparent)  # the newcomer's may be another trace
         self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
         if request.watcher and known.terminal is not None:
             self._outbox.send(reply, codec.encode_frames([known.terminal]))
@@ -239,7 +232,8 @@ class RequestDesk:
             self._departures.answered(count, () if failed else answer.result())
 
         self._departures.ask(count)
-        self._engine.make_room(request.request, request.attempt, count).add_done_callback(answered)
+        key = request.request, request.attempt
+        self._engine.call(lambda engine: engine.make_room(*key, count)).add_done_callback(answered)
 
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
@@ -289,7 +283,7 @@ class RequestDesk:
             and (not cancel.inbox or cancel.inbox == inbox)
         }
         for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker):
-            self.on_let_go(cancel.request, attempt)
+            self._on_let_go(cancel.request, attempt)
         for attempt in self._frames.attempts(cancel.request, asker):
             if cancel.attempt in (None, attempt):
                 self._leave(cancel.request, attempt, cancel.inbox, cancel.received)
@@ -359,11 +353,7 @@ class RequestDesk:
             log.warning("%s asks for an attempt of another tenant", asked.inbox)
             return
         frames = self._frames.repeat(
-            asked.request,
-            asked.attempt,
-            asked.from_index,
-            asked.from_indices,
-            step_age_s=self._engine.step_age_s,
+            asked.request, asked.attempt, asked.from_index, asked.from_indices, step_age_s=self._engine.step_age_s
         )
         if not frames:
             lost = WorkerLost(f"worker {self._record.id} does not know this attempt")

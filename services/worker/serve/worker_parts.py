@@ -12,7 +12,7 @@ from kvfleet.worker.serve.request_intake import WorkerLimits
 from kvfleet.worker.tiers.base import Remote
 from kvproto.connection import Connection
 from kvproto.members import Lease
-from kvproto.messages import Bundle
+from kvproto.messages import Bundle, WorkerRecord
 from kvproto.subjects import Subjects
 from kvservice import tracing
 from kvservice.tracing import Tracer
@@ -32,11 +32,12 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """`encode_prompt` raises InvalidRequest."""
+    """`record` is the lease's as this life begins. `encode_prompt` raises InvalidRequest."""
 
     connection: Connection
     subjects: Subjects
     lease: Lease
+    record: WorkerRecord
     engine: EngineThread
     publisher: KvPublisher
     bundle: Bundle

@@ -66,10 +66,6 @@ class FrameBook:
         return list(self._running.values())
 
     @property
-    def running_count(self) -> int:
-        return len(self._running)
-
-    @property
     def pending_sequences(self) -> int:
         """What the engine has to do with: choices of running attempts that have not ended."""
         return sum(len(record.pending) for record in self._running.values())
@@ -199,34 +195,15 @@ class FrameBook:
             if record.started is not None:
                 return []  # another choice of the same prompt: what it found is what the first one left
             # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
-            hit = min(output.cached_tokens, output.prompt_tokens)
-            cached = _by_tier(hit, output.restored)
-            record.started = Started(
-                output.request,
-                output.attempt,
-                self._worker,
-                output.prompt_tokens,
-                cached,
-                output.queue_seconds,
-                output.recomputed_tokens,
-            )
+            cached = _by_tier(min(output.cached_tokens, output.prompt_tokens), output.restored)
+            key, prompt, again = (output.request, output.attempt), output.prompt_tokens, output.recomputed_tokens
+            record.started = Started(*key, self._worker, prompt, cached, output.queue_seconds, again)
             record.course.started(record.started, now)
             return [(record, record.started)]
         if isinstance(output, SequenceFinished):
             return self._finish(record, output, now)
         assert isinstance(output, SequenceFailed)
-        error = output.error
-        failed = Failed(
-            output.request,
-            output.attempt,
-            error.code,
-            error.message,
-            error.retryable,
-            error.field,
-            record.output_tokens,
-            error.retry_after_s,
-        )
-        return [self.end(record, failed, now)]
+        return [self.end(record, record.failed(output.error), now)]
 
     def _finish(self, record: AttemptRecord, output: SequenceFinished, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """A choice has ended; the attempt with it, if it was the last."""
@@ -272,19 +249,13 @@ class FrameBook:
         self._running.pop((record.request, record.attempt), None)
         record.course.ended(terminal, now)
         if record.trace is not None:
-            record.trace.end(record, terminal)
+            record.trace.end(record.started, record.output_tokens, terminal)
         while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
             self._forget()
         return record, terminal
 
     def repeat(
-        self,
-        request: str,
-        attempt: int,
-        from_index: int,
-        from_indices: Sequence[int] = (),
-        *,
-        step_age_s: float = 0.0,
+        self, request: str, attempt: int, from_index: int, from_indices: Sequence[int] = (), *, step_age_s: float = 0.0
     ) -> list[Frame]:
         """How far the attempt is, and everything from `from_index` on. Empty for an unknown attempt.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvproto.messages import Failed, Finished, Milestone, Milestones, Moved, Passed, Started
 
@@ -38,7 +39,7 @@ class MilestoneLog:
     def accept(self, tenant: str, request: str, attempt: int, now: float) -> Course:
         """A new attempt; it says of itself what else it comes to."""
         self.add(Milestone(tenant, request, attempt, Passed.ACCEPTED))
-        return Course(self, tenant, request, attempt, now)
+        return Course(self, (tenant, request, attempt), now)
 
     def add(self, item: Milestone) -> None:
         """The oldest one gives way if there are too many."""
@@ -69,26 +70,22 @@ class MilestoneLog:
             self._first -= 1
 
 
+@dataclass(slots=True)
 class Course:
     """One attempt's way. Its owner calls each method at most once, `ended` last.
 
     `spoke` is for the owner to ask before `first_token`: tokens come thousands a second, and a flag is all they pay.
     """
 
-    __slots__ = ("_accepted_at", "_attempt", "_log", "_request", "_tenant", "spoke")
-
-    def __init__(self, log: MilestoneLog, tenant: str, request: str, attempt: int, now: float) -> None:
-        self._log = log
-        self._tenant = tenant
-        self._request = request
-        self._attempt = attempt
-        self._accepted_at = now
-        self.spoke = False
+    log: MilestoneLog
+    who: tuple[str, str, int]  # tenant, request, attempt
+    accepted_at: float
+    spoke: bool = False
 
     def started(self, frame: Started, now: float) -> None:
         """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
-        left_at = min(self._accepted_at + frame.queue_s, now)
-        self._pass(Passed.STARTED, left_at, prompt_tokens=frame.prompt_tokens, cached=frame.cached)
+        left_at = min(self.accepted_at + frame.queue_s, now)
+        self._pass(Passed.STARTED, left_at, frame.prompt_tokens, frame.cached)
 
     def first_token(self, now: float) -> None:
         self.spoke = True
@@ -96,18 +93,16 @@ class Course:
 
     def ended(self, frame: Finished | Failed | Moved, now: float) -> None:
         code = frame.code if isinstance(frame, Failed) else MOVED if isinstance(frame, Moved) else None
-        self._pass(Passed.ENDED, now, output_tokens=frame.output_tokens, code=code)
+        self._pass(Passed.ENDED, now, 0, {}, frame.output_tokens, code)
 
     def _pass(
         self,
         passed: Passed,
         now: float,
-        *,
         prompt_tokens: int = 0,
-        cached: Mapping[str, int] | None = None,
+        cached: Mapping[str, int] = {},
         output_tokens: int = 0,
         code: str | None = None,
     ) -> None:
-        seconds = max(0.0, now - self._accepted_at)
-        who = self._tenant, self._request, self._attempt
-        self._log.add(Milestone(*who, passed, seconds, prompt_tokens, dict(cached or {}), output_tokens, code))
+        seconds = max(0.0, now - self.accepted_at)
+        self.log.add(Milestone(*self.who, passed, seconds, prompt_tokens, dict(cached), output_tokens, code))

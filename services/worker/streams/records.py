@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvfleet.worker.streams.milestones import Course
 from kvfleet.worker.streams.readers import Reader
+from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
 
 if TYPE_CHECKING:
-    from kvservice.tracing import Span
+    from kvfleet.worker.streams.request_trace import AttemptTrace
 
 
 @dataclass(slots=True)
@@ -31,19 +32,6 @@ class Track:
     def weight(self) -> int:
         """What it takes to keep, in tokens."""
         return len(self.ids) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
-
-
-class RecordedTrace(Protocol):
-    """What is recorded of a traced attempt."""
-
-    @property
-    def span(self) -> Span: ...
-
-    def joined(self, traceparent: str | None) -> None: ...
-
-    def moving(self) -> None: ...
-
-    def end(self, record: AttemptRecord, terminal: Finished | Failed | Moved) -> None: ...
 
 
 @dataclass(slots=True)
@@ -67,12 +55,17 @@ class AttemptRecord:
     paused_at: float | None = None
     paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them
     is_left: bool = False  # by its last reader: the engine was told to cancel it
-    trace: RecordedTrace | None = None
+    trace: AttemptTrace | None = None
 
     @property
     def output_tokens(self) -> int:
         """Of all choices together, those of earlier attempts included."""
         return sum(track.next_index for track in self.tracks)
+
+    def failed(self, error: KvfleetError) -> Failed:
+        """The terminal frame that says so."""
+        what = error.code, error.message, error.retryable, error.field
+        return Failed(self.request, self.attempt, *what, self.output_tokens, error.retry_after_s)
 
     def is_of(self, tenant: str | None) -> bool:
         """None: the asker may ask for any tenant."""

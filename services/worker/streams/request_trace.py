@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import time
 
-from kvfleet.worker.schedule.sequence_trace import Restored, SequenceTrace
-from kvfleet.worker.streams.records import AttemptRecord
-from kvproto.messages import Failed, Finished, GenerateRequest, Moved
+from kvfleet.worker.schedule.sequence_trace import SequenceTrace
+from kvproto.messages import Failed, Finished, GenerateRequest, Moved, Started
 from kvservice.tracing import Span, Tracer, Value, unix_ns
 
 
@@ -54,30 +53,21 @@ class AttemptTrace:
         self.sequence = SequenceTrace()
         self._moving_since: int | None = None
 
-    def joined(self, traceparent: str | None) -> None:
-        """One more reader, of another trace perhaps."""
-        self.span.link(traceparent)
-
     def moving(self) -> None:
         """The worker lets go of it."""
         self._moving_since = time.time_ns()
 
-    def end(self, record: AttemptRecord, terminal: Finished | Failed | Moved) -> None:
+    def end(self, started: Started | None, output_tokens: int, terminal: Finished | Failed | Moved) -> None:
         """Its terminal frame is there."""
-        now, span, came = time.time_ns(), self.span, self.sequence
-        span.set({"gen_ai.usage.output_tokens": record.output_tokens})
-        if record.started is not None:
-            started = record.started
-            tiers = {f"kvfleet.cached.{tier}_tokens": count for tier, count in started.cached.items()}
-            span.set(
-                {
-                    "gen_ai.usage.input_tokens": started.prompt_tokens,
-                    "gen_ai.usage.cache_read.input_tokens": started.cached_tokens,
-                    "kvfleet.recomputed_tokens": started.recomputed_tokens,
-                }
-                | tiers
-            )
-        self._phases(came, now)
+        now, span = time.time_ns(), self.span
+        said: dict[str, Value] = {"gen_ai.usage.output_tokens": output_tokens}
+        if started is not None:
+            said["gen_ai.usage.input_tokens"] = started.prompt_tokens
+            said["gen_ai.usage.cache_read.input_tokens"] = started.cached_tokens
+            said["kvfleet.recomputed_tokens"] = started.recomputed_tokens
+            said |= {f"kvfleet.cached.{tier}_tokens": count for tier, count in started.cached.items()}
+        span.set(said)
+        self._phases(self.sequence, now)
         if self._moving_since is not None:
             moved = {"kvfleet.hand_over.moved": isinstance(terminal, Moved)}
             span.child("hand_over", moved, at=self._moving_since).end(at=now)
@@ -95,9 +85,14 @@ class AttemptTrace:
         admitted = ended if came.admitted is None else unix_ns(came.admitted)
         span.child("queue", at=enqueued).end(at=admitted)
         for restored in came.restores:
-            span.child("restore", _about(restored), at=unix_ns(restored.began)).end(
-                error=restored.failure or None, at=unix_ns(restored.ended)
-            )
+            about = {
+                "kvfleet.tier": restored.tier.value,
+                "kvfleet.blocks": restored.wanted,
+                "kvfleet.blocks.hit": restored.blocks,
+                "kvfleet.bytes": restored.nbytes,
+            }
+            restore = span.child("restore", about, at=unix_ns(restored.began))
+            restore.end(error=restored.failure or None, at=unix_ns(restored.ended))
         if came.admitted is None:
             return
         prefilled = ended if came.prefilled is None else unix_ns(came.prefilled)
@@ -112,12 +107,3 @@ class AttemptTrace:
             "kvfleet.preemptions": came.preemptions,
         }
         span.child("decode", drawn, at=prefilled).end(at=ended)
-
-
-def _about(restored: Restored) -> dict[str, Value]:
-    return {
-        "kvfleet.tier": restored.tier.value,
-        "kvfleet.blocks": restored.wanted,
-        "kvfleet.blocks.hit": restored.blocks,
-        "kvfleet.bytes": restored.nbytes,
-    }

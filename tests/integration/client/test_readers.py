@@ -131,7 +131,7 @@ async def readers(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Any]:
 
 async def until_idle(worker: FakeWorker, seconds: float = FREED_S) -> None:
     async with asyncio.timeout(seconds):
-        while worker.loop.frames.running_count or worker.thread._engine.load().blocks_used:
+        while len(worker.loop.frames.running) or worker.thread._engine.load().blocks_used:
             await asyncio.sleep(0.02)
 
 
@@ -239,7 +239,7 @@ async def test_an_attempt_runs_for_as_long_as_it_has_a_reader(worker: FakeWorker
     await asyncio.sleep(0.1)
     assert len(first.ids) == seen, "who left is sent nothing more"
     assert len(second.ids) > had
-    assert worker.loop.frames.running_count == 1
+    assert len(worker.loop.frames.running) == 1
     await second.leave()
     failed = await second.until(Failed)
     assert failed.code == "cancelled"
@@ -423,12 +423,12 @@ async def test_readers_that_vanish_free_their_blocks(
         back = client.generate(Generation("demo", ENDLESS, (*PROMPT, 4)))
         await back.read()
         client.connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
-        assert worker.loop.frames.running_count == 9
+        assert len(worker.loop.frames.running) == 9
         process.kill()
         for reader in (batch, parked, plain):
             reader.vanish()
         async with asyncio.timeout(FREED_S):
-            while worker.loop.frames.running_count > 2 or worker.thread._engine.load().running > 2:
+            while len(worker.loop.frames.running) > 2 or worker.thread._engine.load().running > 2:
                 await asyncio.sleep(0.02)
         had = len(stays.ids)
         await until(lambda: len(stays.ids) > had)

@@ -119,7 +119,7 @@ def test_overdue_and_forgotten_pauses_are_found() -> None:
     assert book.overdue(4.0) == []
     assert book.overdue(6.0) == [late]
     assert book.overdue(PAUSED_LIMIT_S + 1) == [late, paused]
-    assert book.running_count == 3
+    assert len(book.running) == 3
 
 
 # ---------------------------------------------------------------------------------------------- several choices
@@ -177,7 +177,7 @@ def test_a_choice_that_fails_ends_the_attempt() -> None:
     (_, _, terminal) = say(book, tokens(0, 0, 1, 2), tokens(1, 0, 3), failed)
     assert terminal == Failed("r", 0, "engine_failure", "broke", True, None, 3)
     assert say(book, tokens(0, 2, 4), done(0, 3), SequenceFailed("r", 0, EngineFailure("broke"), 0)) == []
-    assert book.pending_sequences == book.running_count == 0
+    assert book.pending_sequences == len(book.running) == 0
 
 
 def test_a_continued_attempt_generates_what_has_not_ended() -> None:
@@ -196,7 +196,7 @@ def test_an_attempt_of_which_only_the_end_was_lost_is_concluded_without_the_engi
     assert record.pending == set()
     frames = [frame for _, frame in book.conclude(record, 7, 1.0)]
     assert frames == [Started("r", 0, "w0", 7, {}), Finished("r", 0, FinishReason.STOP, 7, 1, 0, "w0")]
-    assert book.running_count == 0
+    assert len(book.running) == 0
 
 
 def test_what_is_repeated_restores_every_choice() -> None:
@@ -271,7 +271,7 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
     assert 8 <= len(book) < 10
     assert book.known("r49", 0) is not None
     assert book.known("r0", 0) is None
-    assert book.running_count == 0
+    assert len(book.running) == 0
     book.sweep(100.0)
     assert len(book) == book._kept == 0
     big = book.open(replace(request(), request="big"), "", "public", 0.0)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.serve import long_questions
-from kvfleet.worker.serve.long_questions import KEEP_S, MAX_QUESTIONS, LongAdminQuestions
+from kvfleet.worker.serve import admin
+from kvfleet.worker.serve.admin import KEEP_S, MAX_KEPT, LongAdminQuestions
 from kvproto.errors import InvalidRequest, PayloadTooLarge
 from kvproto.messages import AdminCommand, AdminRequest
 
@@ -62,9 +62,9 @@ def test_pieces_that_do_not_follow_are_refused(before: int) -> None:
 
 def test_it_keeps_few_questions_for_a_while() -> None:
     questions = LongAdminQuestions()
-    for n in range(MAX_QUESTIONS + 1):
+    for n in range(MAX_KEPT + 1):
         questions.ids_of(told((n,), 0, f"q{n}"), 0.0)
-    assert len(questions) == MAX_QUESTIONS
+    assert len(questions) == MAX_KEPT
     with pytest.raises(InvalidRequest):
         questions.ids_of(asked(1, "q0"), 0.0)
     assert questions.ids_of(asked(1, "q8"), KEEP_S - 0.1) == (8,)
@@ -75,7 +75,7 @@ def test_it_keeps_few_questions_for_a_while() -> None:
 
 
 def test_no_question_is_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_questions, "MAX_IDS", 5)
+    monkeypatch.setattr(admin, "MAX_IDS", 5)
     questions = LongAdminQuestions()
     questions.ids_of(told((1, 2, 3), 0), 0.0)
     with pytest.raises(PayloadTooLarge) as error:
