@@ -334,8 +334,8 @@ class BlockPool:
         content = self._index[block]
         siblings = self._idle_children.get(content.before, 0)
         self._idle_children[content.before] = siblings + 1
-        if not siblings and self.windowed and (before := self._index.find(content.before)) is not None:
-            self._policy.withdraw(before)  # evictable until now, as only held blocks continued it
+        if not siblings and (before := self._index.find(content.before)) is not None:
+            self._policy.withdraw(before)  # maybe evictable until now, as only held blocks continued it
         self._policy.touch(block, self._tick)
         if self._is_leaf(block):
             self._policy.offer(block)

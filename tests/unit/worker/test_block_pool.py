@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from engine_rig import relaxed
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvfleet.worker.blocks.block_pool import BlockPool
@@ -235,8 +235,14 @@ operations = st.lists(
 )
 
 
+SHARED = (*PUBLIC, 0)
+
+
 @settings(relaxed, max_examples=300)
 @given(operations, st.integers(2, 9))
+@example(  # a tail that is kept behind a block which was wrong, and which another sequence has computed again
+    [("start", ROOT, SHARED, 4), ("drop", 0), ("start", ROOT, SHARED, 3), ("end", 1, False), ("end", 0, True)], 8
+)
 def test_pool_equals_its_naive_twin(steps: list[tuple], num_blocks: int) -> None:
     pair = Pair(num_blocks)
     for step in steps:
