@@ -46,7 +46,7 @@ def follow(page: Path, tree: Path) -> list[str]:
 def run(tree: Path, *command: str, **env: str) -> None:
     """Kernels are not compiled: a copy has none that an earlier run compiled, and each would take a minute. NumPy warns
     of what they let overflow."""
-    uncompiled = {"NUMBA_DISABLE_JIT": "1", "PYTEST_ADDOPTS": "-W ignore::RuntimeWarning"}
+    uncompiled = {"NUMBA_DISABLE_JIT": "1", "PYTEST_ADDOPTS": "--part quick -W ignore::RuntimeWarning"}
     env = {**os.environ, "PYTHONPATH": f"{tree / 'libs'}:{tree}", **uncompiled, **env}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=tree, env=env, capture_output=True, text=True, timeout=240

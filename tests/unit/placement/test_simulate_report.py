@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -16,6 +17,7 @@ from kvfleet.placement.simulate.plot import draw, plot
 from kvfleet.placement.simulate.report import as_values, headline, loads_table, seconds, table
 from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 
+NUMBER = re.compile(r"-?\d+\.\d+")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -28,9 +30,14 @@ def study() -> Study:
 
 
 def texts(study: Study) -> list[str]:
-    """Of its picture, which is well formed, stays within its edges, and is the same each time."""
+    """Of its picture, which is well formed, stays within its edges, and is the same each time but for the
+    noise of the solver that lays it out."""
     picture = plot(study)
-    assert picture == plot(study)
+    again = plot(study)
+    assert NUMBER.split(picture) == NUMBER.split(again)
+    assert [float(one) for one in NUMBER.findall(picture)] == pytest.approx(
+        [float(one) for one in NUMBER.findall(again)], abs=1e-3
+    )
     assert "nan" not in picture
     assert "inf" not in picture
     with styled():
