@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 from kvfleet.worker.network.chain_lookup import ChainLookup, Hashed
 from kvfleet.worker.schedule.giving_way import Attempt, Departures
@@ -47,10 +48,20 @@ log = logging.getLogger(__name__)
 INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
 INLINE_IDS = 4096  # of hashing
 
+T = TypeVar("T", CancelRequest, PauseRequest, ResendRequest)
 Spawn = Callable[[Coroutine[object, object, None]], None]
 
 
-Aside = tuple[str, int, str, str]  # request, attempt, inbox, tenant
+class Asked(NamedTuple):
+    """Whose request it is, and who waits for the acknowledgement."""
+
+    request: GenerateRequest
+    tenant: str
+    reply: str
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        return self.request.request, self.request.attempt, self.request.inbox, self.tenant
 
 
 class RequestDesk:
@@ -86,7 +97,7 @@ class RequestDesk:
         self._spawn = spawn
         self._chain_lookup = ChainLookup(parts.neighbours.remote, parts.engine, record.block_size, limits.fleet_key)
         self._departures = Departures()
-        self._preparing: set[Aside] = set()
+        self._preparing: set[tuple[str, int, str, str]] = set()  # keys of those that were asked
         self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
 
     def close(self) -> None:
@@ -110,64 +121,49 @@ class RequestDesk:
             give_way = self._check(request, len(self._preparing))
             if not may_read(request.inbox, tenant):
                 raise InvalidRequest("is another tenant's", field="inbox")
-            key = request.request, request.attempt, request.inbox, tenant
-            if key in self._preparing:
+            asked = Asked(request, tenant, message.reply)
+            if asked.key in self._preparing:
                 return
             meeting = self._meet(request.source)
             known = len(request.prompt_ids) + _generated(request)
             if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
-                self._preparing.add(key)  # from now on a cancel finds it
-                self._spawn(self._prepare_aside(message, request, key, meeting))
+                self._preparing.add(asked.key)  # from now on a cancel finds it
+                self._spawn(self._prepare_aside(asked, meeting))
                 return
             ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
-            self._take(request, ids, self._roots.of(tenant, ids), tenant, message.reply, give_way, {})
+            self._take(asked, ids, self._roots.of(tenant, ids), give_way, {})
         except KvfleetError as error:
             if isinstance(error, CodecError):
                 self.malformed_total += 1
-            self.refused_total += 1
-            await self._refuse(message, request, error)
+            self._refuse(message.reply, request, error)
 
-    async def _prepare_aside(
-        self, message: Message, request: GenerateRequest, key: Aside, meeting: Awaitable[None] | None
-    ) -> None:
+    async def _prepare_aside(self, asked: Asked, meeting: Awaitable[None] | None) -> None:
         """A long prompt takes long to be tokenised and hashed: on a thread, so that leases and other streams do not
         wait for it."""
-        tenant = key[-1]
+        request = asked.request
         on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         try:
             if meeting is not None:
                 await meeting
             ids = request.prompt_ids or tuple(await on_thread(self._encode_prompt, request.prompt or ""))
-            root = self._roots.of(tenant, ids)
-            hashed = (
-                await on_thread(self._chain_lookup.hash, request, root, ids)
-                if self._chain_lookup.would_look(request, len(ids) + _generated(request))
-                else {}
-            )
-            if key in self._preparing:  # else it was cancelled meanwhile
+            root, hashed = self._roots.of(asked.tenant, ids), {}
+            if self._chain_lookup.would_look(request, len(ids) + _generated(request)):
+                hashed = await on_thread(self._chain_lookup.hash, request, root, ids)
+            if asked.key in self._preparing:  # else it was cancelled meanwhile
                 give_way = self._check(request)  # others came meanwhile
-                self._take(request, ids, root, tenant, message.reply, give_way, hashed)
+                self._take(asked, ids, root, give_way, hashed)
         except KvfleetError as error:
-            self.refused_total += 1
-            await self._refuse(message, request, error)
+            self._refuse(asked.reply, request, error)
         finally:
-            self._preparing.discard(key)
+            self._preparing.discard(asked.key)
 
-    def _take(
-        self,
-        request: GenerateRequest,
-        ids: tuple[int, ...],
-        root: Root,
-        tenant: str,
-        reply: str,
-        give_way: int,
-        hashed: Hashed,
-    ) -> None:
+    def _take(self, asked: Asked, ids: tuple[int, ...], root: Root, give_way: int, hashed: Hashed) -> None:
         """Raises InvalidRequest or Unavailable if the attempt is known and this is no further reader of it."""
-        content = content_of(request, ids, tenant)
+        request, reply = asked.request, asked.reply
+        content = content_of(request, ids, asked.tenant)
         known = self._frames.known(request.request, request.attempt)
         if known is None:
-            self._accept(request, ids, root, tenant, reply, content, hashed)
+            self._accept(asked, ids, root, content, hashed)
             if give_way:
                 self._make_room(request, give_way)
             return
@@ -188,16 +184,8 @@ class RequestDesk:
             accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
             self._outbox.send(reply, codec.encode_frames([accepted]))
 
-    def _accept(
-        self,
-        request: GenerateRequest,
-        ids: tuple[int, ...],
-        root: Root,
-        tenant: str,
-        reply: str,
-        content: bytes,
-        hashed: Hashed,
-    ) -> None:
+    def _accept(self, asked: Asked, ids: tuple[int, ...], root: Root, content: bytes, hashed: Hashed) -> None:
+        request, tenant, reply = asked
         self.requests_total += 1
         about = {"request": request.request, "tenant": tenant}
         log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
@@ -206,24 +194,24 @@ class RequestDesk:
         record.trace = trace = request_trace.begin(self._tracer, self._record.id, request, tenant)
         self._broadcast.wake()
         self._acknowledge(request, reply)
-        remaining = None if request.deadline_ms is None else request.deadline_ms / 1000
-        if remaining is not None:
-            record.deadline = now + remaining
+        deadline = None
+        if request.deadline_ms is not None:
+            record.deadline = now + request.deadline_ms / 1000
+            deadline = time.monotonic() + request.deadline_ms / 1000
         if not record.pending:
             self._outbox.send_frames(self._frames.conclude(record, len(ids), now))
             return
-        for spec in sequences_of(
+        specs = sequences_of(
             request,
             sorted(record.pending),
             prompt_ids=ids,
             root=root,
             tenant=tenant,
-            deadline=None if remaining is None else time.monotonic() + remaining,
-            location=self._chain_lookup.of(
-                request, root, ids, hashed, trace.span.traceparent if trace is not None else ""
-            ),
-            trace=None if trace is None else trace.sequence,
-        ):
+            deadline=deadline,
+            location=self._chain_lookup.of(request, root, ids, hashed, trace.span.traceparent if trace else ""),
+            trace=trace.sequence if trace else None,
+        )
+        for spec in specs:
             self._engine.submit(spec)
 
     def _make_room(self, request: GenerateRequest, count: int) -> None:
@@ -248,30 +236,24 @@ class RequestDesk:
         load, rates = self._engine.measure()
         return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
-    async def _refuse(self, message: Message, request: GenerateRequest | None, error: KvfleetError) -> None:
+    def _refuse(self, reply: str, request: GenerateRequest | None, error: KvfleetError) -> None:
         """Only the asker that waits for the acknowledgement hears of a refusal: it decides what the client sees."""
-        if not is_inbox(message.reply):
+        self.refused_total += 1
+        if not is_inbox(reply):
             return
-        *_, name, attempt = ("", *message.reply.split("."))  # an inbox of ours ends in both
-        failed = Failed(
-            request.request if request else name,
-            request.attempt if request else int(attempt) if attempt.isdigit() else 0,
-            error.code,
-            error.message,
-            error.retryable,
-            error.field,
-            retry_after_s=error.retry_after_s,
-        )
-        log.debug("request %s: refused: %s", failed.request, error, extra={"request": failed.request})
-        self._outbox.send(message.reply, codec.encode_frames([failed]))
+        *_, name, number = ("", *reply.split("."))  # an inbox of ours ends in both
+        attempt = int(number) if number.isdigit() else 0
+        if request is not None:
+            name, attempt = request.request, request.attempt
+        what = error.code, error.message, error.retryable, error.field
+        log.debug("request %s: refused: %s", name, error, extra={"request": name})
+        failed = Failed(name, attempt, *what, retry_after_s=error.retry_after_s)
+        self._outbox.send(reply, codec.encode_frames([failed]))
 
     # ------------------------------------------------------------------ what runs
 
     async def on_cancel(self, message: Message) -> None:
-        try:
-            cancel = codec.decode(CancelRequest, message.data)
-        except CodecError as error:
-            self._malformed(message, error)
+        if (cancel := self._read(CancelRequest, message)) is None:
             return
         asker = tenant_of_word(message.subject)
         self._preparing -= {
@@ -314,10 +296,7 @@ class RequestDesk:
         self._outbox.ask_for_receipts(now)
 
     async def on_pause(self, message: Message) -> None:
-        try:
-            pause = codec.decode(PauseRequest, message.data)
-        except CodecError as error:
-            self._malformed(message, error)
+        if (pause := self._read(PauseRequest, message)) is None:
             return
         record = self._frames.find(pause.request, pause.attempt)
         if record is None or not record.is_of(tenant_of_word(message.subject)):
@@ -339,13 +318,11 @@ class RequestDesk:
 
     async def on_resend(self, message: Message) -> None:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
-        try:
-            asked = codec.decode(ResendRequest, message.data)
-            asker = tenant_of_word(message.subject)
-            if not is_inbox(asked.inbox) or (asker is not None and producers_tenant(asked.inbox) != asker):
-                raise CodecError("must be an inbox of one's own", field="inbox")
-        except CodecError as error:
-            self._malformed(message, error)
+        if (asked := self._read(ResendRequest, message)) is None:
+            return
+        asker = tenant_of_word(message.subject)
+        if not is_inbox(asked.inbox) or (asker is not None and producers_tenant(asked.inbox) != asker):
+            self._malformed(message, CodecError("must be an inbox of one's own", field="inbox"))
             return
         known = self._frames.known(asked.request, asked.attempt)
         if known is not None and not (known.is_of(asker) and may_read(asked.inbox, known.tenant)):
@@ -360,6 +337,13 @@ class RequestDesk:
             frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
         for frame in frames:
             self._outbox.send(asked.inbox, codec.encode_frames([frame]))
+
+    def _read(self, kind: type[T], message: Message) -> T | None:
+        try:
+            return codec.decode(kind, message.data)
+        except CodecError as error:
+            self._malformed(message, error)
+            return None
 
     def _malformed(self, message: Message, error: CodecError) -> None:
         self.malformed_total += 1
