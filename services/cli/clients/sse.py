@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+from httpx_sse import EventSource
 
 from kvfleet.cli.console import printable
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Each `data:` line's JSON object; comments are skipped, `[DONE]` ends."""
-    for line in _lines(response):
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
+    """Each event's JSON object; comments are skipped, `[DONE]` ends."""
+    for event in EventSource(response).iter_sse():
+        if event.data == "[DONE]":
             return
-        yield json.loads(data)
-
-
-def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """Whole lines. `iter_lines` would also break them at U+2028 and its like, which a token's text may hold."""
-    rest = b""
-    for data in response.iter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
+        yield event.json()
 
 
 def error_text(response: httpx.Response) -> str:

@@ -27,4 +27,5 @@ def test_what_a_token_holds_ends_no_line(size: int, end: str) -> None:
     sent = [f": waiting{end}"]
     sent += [f"id: 1{end}data: {json.dumps({'token': text}, ensure_ascii=False)}{end}{end}" for text in TEXTS]
     data = "".join([*sent, f"data: [DONE]{end}{end}"]).encode()
-    assert [event["token"] for event in events(httpx.Response(200, stream=Pieces(data, size)))] == TEXTS
+    response = httpx.Response(200, stream=Pieces(data, size), headers={"content-type": "text/event-stream"})
+    assert [event["token"] for event in events(response)] == TEXTS
