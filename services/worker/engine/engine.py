@@ -329,17 +329,14 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         changes = self.pool.take_changes()
         now = self._clock()
-        decodes, prefill, seconds = plan.decodes, plan.prefill_tokens, now - began
-        self.counters.stepped(plan, seconds)
-        self.scheduler.pacer.observe(decodes, prefill, plan.prefill_positions, seconds, now)
+        (prefill, positions), seconds, count = plan.prefill, now - began, len(plan.slices)
+        fed = plan.decodes + prefill
+        self.counters.stepped(count, fed, seconds)
+        self.scheduler.pacer.observe(plan.decodes, prefill, positions, seconds, now)
         if self._traced.undrawn:
             self._traced.note(now)
         below = self.tiers.take_changes() if self.tiers is not None else []
-        return StepResult(
-            outputs, changes.stored, changes.removed, decodes + prefill, prefill, len(plan.slices), seconds, below
-        )
-
-    # ------------------------------------------------------------------ queries
+        return StepResult(outputs, changes.stored, changes.removed, fed, prefill, count, seconds, below)
 
     def load(self) -> Load:
         """Requests, blocks and tokens now; `*_total` count since the start."""

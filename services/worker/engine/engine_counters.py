@@ -8,7 +8,6 @@ from __future__ import annotations
 from kvfleet.worker.schedule.giving_way import by_priority
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence
-from kvfleet.worker.schedule.step_plan import StepPlan
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.messages import Load
@@ -40,10 +39,10 @@ class EngineCounters:
         sequence.account.prompt_tokens += tokens
         sequence.account.cached_tokens += cached
 
-    def stepped(self, plan: StepPlan, seconds: float) -> None:
-        self.fed_tokens_total += plan.fed_tokens
+    def stepped(self, sequences: int, tokens: int, seconds: float) -> None:
+        self.fed_tokens_total += tokens
         self.busy_seconds_total += seconds
-        if plan.slices:
+        if sequences:
             self.steps_total += 1
             self.costs.share(seconds)
 

@@ -94,12 +94,6 @@ class EngineThread:
         self._engine.give_up(request, attempt)
         self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
 
-    def pause(self, request: str, attempt: int | None = None) -> None:
-        self._command(partial(self._engine.pause, request, attempt))
-
-    def resume(self, request: str, attempt: int | None = None) -> None:
-        self._command(partial(self._engine.resume, request, attempt))
-
     def wake(self) -> None:
         """Have the engine look after its tiers. From any thread."""
         self._wake.set()
@@ -172,8 +166,10 @@ class EngineThread:
                         self._wake.wait(NOTHING_RAN_S)
                 elif not self._stopping and not self._engine.verify():
                     self._measure(0.0)
-                    if (due_in := self._engine.due_in) is None:
-                        self._check()
+                    if (due_in := self._engine.due_in) is None and time.monotonic() >= self._check_due:
+                        # Better to crash on wrong books than to serve wrong blocks: a part of them each time.
+                        self._engine.audit()
+                        self._check_due = time.monotonic() + CHECK_PERIOD_S
                     self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
             self._end(EngineFailure("the engine was stopped"))
         except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
@@ -214,23 +210,16 @@ class EngineThread:
                 raise self._over
             result = query(self._engine)
         except Exception as error:  # noqa: BLE001 - the question failed: the caller gets the error, the engine goes on
-            self._hand_over(partial(_reject, future, error))
+            failure = error
+            self._hand_over(lambda: None if future.done() else future.set_exception(failure))
         else:
-            self._hand_over(partial(_resolve, future, result))
+            self._hand_over(lambda: None if future.done() else future.set_result(result))
 
     def _measure(self, period: float) -> None:
         now = time.monotonic()
         if now - self._measured_at >= period:
             self._measured = self._engine.load(), self._engine.rates()
             self._measured_at = now
-
-    def _check(self) -> None:
-        """Look through the books while there is nothing to do, a part each time: better to crash on wrong ones than to
-        serve wrong blocks."""
-        now = time.monotonic()
-        if now >= self._check_due:
-            self._engine.audit()
-            self._check_due = now + CHECK_PERIOD_S
 
     def _hand_over(self, result: StepResult | Callable[[], None]) -> None:
         self._results.append(result)
@@ -271,13 +260,3 @@ class EngineThread:
             self._wake.set()
             if self._on_crash is not None:
                 self._on_crash(error)
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _reject(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

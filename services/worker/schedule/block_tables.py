@@ -34,8 +34,6 @@ class BlockTables:
             return all_of_them
         return min(all_of_them, self.pool.blocks_for(self.window - 1) + 1)
 
-    # ------------------------------------------------------------------ begin
-
     def match(self, sequence: Sequence) -> Match:
         """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
         limit = len(sequence.ids) - 1
@@ -69,8 +67,6 @@ class BlockTables:
         sequence.filled = full
         sequence.lossy, sequence.private = match.lossy, False
         return [] if match.donor is None else [(match.donor, sequence.blocks[full])]
-
-    # ------------------------------------------------------------------ go on
 
     def extend(self, sequence: Sequence, tokens: int, spare: int = 0) -> int:
         """For how many of the next `tokens` tokens there is room, taking blocks of which `spare` stay available."""
@@ -109,8 +105,6 @@ class BlockTables:
         self.pool.release(sequence.blocks[sequence.passed :])
         sequence.blocks = []
         sequence.computed = sequence.filled = sequence.passed = 0
-
-    # ------------------------------------------------------------------ inside
 
     def _first_reached(self, computed: int) -> int:
         """Index of the first block that tokens from `computed` on attend to."""

@@ -250,9 +250,10 @@ class Scheduler:
         if not count:
             return
         draw = _draw(sequence) if count == remaining else None
-        if sequence.spec.trace is not None:
-            sequence.spec.trace.chunk(count)
-        plan.add_chunk(sequence, Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
+        if (trace := sequence.spec.trace) is not None:
+            trace.chunks, trace.fed_tokens = trace.chunks + 1, trace.fed_tokens + count
+        plan.slices.append(Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
+        plan.sequences.append(sequence)
         allowance.spend(start, count)
         if start + count > sequence.charged:
             sequence.share.served += start + count - max(start, sequence.charged)

@@ -38,10 +38,6 @@ class SequenceTrace:
     restores: list[Restored] = field(default_factory=list)
     steps_before: int = 0  # the engine's count at the first token
 
-    def chunk(self, tokens: int) -> None:
-        self.chunks += 1
-        self.fed_tokens += tokens
-
     def drawn(self, now: float, steps: int) -> None:
         self.prefilled, self.steps_before = now, steps
 

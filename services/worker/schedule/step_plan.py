@@ -69,34 +69,19 @@ class StepPlan:
     started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     failed: list[tuple[Sequence, KvfleetError]] = field(default_factory=list)
     decodes: int = 0  # the first so many slices: sequences that run on their one last token
-    prefill_tokens: int = 0
-    prefill_positions: float = 0.0  # sum over the prefill tokens
 
     @property
-    def fed_tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
-
-    def add_chunk(self, sequence: Sequence, part: Slice) -> None:
-        """Prompt tokens, or tokens that have to be computed again."""
-        self.slices.append(part)
-        self.sequences.append(sequence)
-        count = len(part.ids)
-        self.prefill_tokens += count
-        self.prefill_positions += count * (part.start + (count - 1) / 2)
+    def prefill(self) -> tuple[int, float]:
+        """How many tokens of prompts, or that have to be computed again, and the sum of their positions."""
+        parts = [(len(part.ids), part.start) for part in self.slices[self.decodes :]]
+        return sum(count for count, _ in parts), sum(count * (start + (count - 1) / 2) for count, start in parts)
 
     def abandon(self) -> None:
         """Nothing of it was computed."""
-        self.slices, self.sequences = [], []
-        self.decodes = self.prefill_tokens = 0
-        self.prefill_positions = 0.0
+        self.slices, self.sequences, self.decodes = [], [], 0
 
     def drop(self, at: int) -> Sequence:
         """Take one slice out again. Returns whose it was."""
-        part = self.slices.pop(at)
-        if at < self.decodes:
-            self.decodes -= 1
-        else:
-            count = len(part.ids)
-            self.prefill_tokens -= count
-            self.prefill_positions -= count * (part.start + (count - 1) / 2)
+        del self.slices[at]
+        self.decodes -= at < self.decodes
         return self.sequences.pop(at)

@@ -146,7 +146,8 @@ class RequestDesk:
             if meeting is not None:
                 await meeting
             ids = request.prompt_ids or tuple(await on_thread(self._encode_prompt, request.prompt or ""))
-            root, hashed = self._roots.of(asked.tenant, ids), {}
+            root = self._roots.of(asked.tenant, ids)
+            hashed: Hashed = {}
             if self._chain_lookup.would_look(request, len(ids) + _generated(request)):
                 hashed = await on_thread(self._chain_lookup.hash, request, root, ids)
             if asked.key in self._preparing:  # else it was cancelled meanwhile
@@ -311,10 +312,10 @@ class RequestDesk:
         if record.wants_pause and (again or not parked):
             record.paused_at = asyncio.get_running_loop().time()
             if not parked:
-                self._engine.pause(*key)
+                self._engine.post(lambda engine: engine.pause(*key))
         elif parked and not record.wants_pause:
             record.paused_at = None
-            self._engine.resume(*key)
+            self._engine.post(lambda engine: engine.resume(*key))
 
     async def on_resend(self, message: Message) -> None:
         """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
