@@ -23,7 +23,7 @@ from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.giving_way import full, giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence, SequenceSpec, SequenceState
-from kvfleet.worker.schedule.step_memory import run_step
+from kvfleet.worker.schedule.step_pacer import run_step
 from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.blocks.content_index import common_prefix
-from kvfleet.worker.schedule.sequence_trace import SequenceTrace
 from kvfleet.worker.schedule.tenants import TenantAccount, TenantShare
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
@@ -28,6 +27,48 @@ from kvproto.messages import FinishReason, Sampling, Tier
 AGE_S = 20.0  # of having come earlier: what a level of priority is worth
 
 Key = tuple[str, int, int]  # request, attempt, choice
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """One tier's part of one restore; `blocks` came of `wanted`."""
+
+    tier: Tier
+    began: float
+    ended: float
+    wanted: int
+    blocks: int
+    nbytes: int
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class SequenceTrace:
+    """What a traced sequence came to inside the engine, of no meaning to decisions; times are of the engine's clock.
+
+    The engine's thread fills it; the loop reads it once the sequence has ended, and makes spans of it. Sequences that
+    are not traced have none, and nothing here is touched per token.
+    """
+
+    enqueued: float | None = None
+    admitted: float | None = None  # into the first step that it runs in
+    prefilled: float | None = None  # its first new token was drawn
+    ended: float | None = None
+    chunks: int = 0  # of prompt, and of what was computed anew after a preemption
+    fed_tokens: int = 0  # in them
+    drawn_tokens: int = 0  # by this attempt
+    steps: int = 0  # of the engine between the first token and the end
+    preemptions: int = 0
+    restores: list[Restored] = field(default_factory=list)
+    steps_before: int = 0  # the engine's count at the first token
+
+    def drawn(self, now: float, steps: int) -> None:
+        self.prefilled, self.steps_before = now, steps
+
+    def leaves(self, now: float, steps: int, tokens: int) -> None:
+        self.ended, self.drawn_tokens = now, tokens
+        if self.prefilled is not None:
+            self.steps = steps - self.steps_before
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from typing import Any
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
-from kvfleet.worker.serve.demand_keeper import leave_demand_behind
-from kvfleet.worker.serve.hand_over import HandOver
+from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.frames import FrameBook

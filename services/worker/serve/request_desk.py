@@ -24,8 +24,7 @@ from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.outbox import Outbox
-from kvfleet.worker.streams.readers import Reader
-from kvfleet.worker.streams.records import AttemptRecord
+from kvfleet.worker.streams.records import AttemptRecord, Reader
 from kvproto import codec
 from kvproto.block_hash import Root
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost

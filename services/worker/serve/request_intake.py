@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.schedule.giving_way import could_give_way, full, until_served
-from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.sequence_trace import SequenceTrace
+from kvfleet.worker.schedule.sequence import SequenceSpec, SequenceTrace
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
-from kvfleet.worker.streams.readers import Leases, Reader
-from kvfleet.worker.streams.records import AttemptRecord, tracks_of
+from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, tracks_of
 from kvproto.errors import Unavailable
 from kvproto.messages import (
     ChoiceFinished,

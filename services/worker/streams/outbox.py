@@ -1,6 +1,6 @@
 """Loop: sends a worker's frames, in order, from one task, so that no producer of frames ever waits for NATS.
 
-Now and then a message asks for a receipt, to learn whether anybody listens: `readers` says which. While NATS is away
+Now and then a message asks for a receipt, to learn whether anybody listens: `records` says which. While NATS is away
 frames are dropped once the connection's buffer is full: the frame book still has them, and readers ask again.
 """
 
@@ -11,8 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from kvfleet.worker.streams.readers import Leases, Reader
-from kvfleet.worker.streams.records import AttemptRecord
+from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Unavailable

@@ -1,4 +1,14 @@
-"""What is known of one attempt: who reads it, how far each of its choices is, how it ended. Pure; the frame book's."""
+"""What is known of one attempt: who reads it, how far each of its choices is, how it ended. Pure; the frame book's.
+
+A request is leased by its readers' subscriptions. About once a second a message to an inbox asks for a receipt: it has
+a reply subject, where NATS itself says so when nobody subscribes to the inbox. What is sent anyway does for it; where
+nothing is, an empty batch of frames is sent to those who read batches. Nothing of the kind exists for plain readers:
+one of those that is gone is noticed with its first frame.
+
+    listens ──nobody there──▶ unheard ──for 2.5 s, told several times──▶ gone: its requests end here
+       ▲                          │
+       └──a message was taken─────┴── this worker's own connection is new: others are still on their way back
+"""
 
 from __future__ import annotations
 
@@ -6,12 +16,112 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvfleet.worker.streams.milestones import Course
-from kvfleet.worker.streams.readers import Reader
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
+from kvproto.messages import ChoiceFinished, Encoding, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvfleet.worker.streams.request_trace import AttemptTrace
+
+
+RECEIPT_PERIOD_S = 0.9  # below a second, whatever the beat that asks
+AGAIN_S = 0.4  # of an inbox that nobody listens to
+NOTICE_S = 0.3  # by then NATS would have said that nobody listens
+GONE_S = 2.5  # a client that lost its server is back by then
+GONE_NOTICES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Where frames of an attempt go, and how they are written."""
+
+    inbox: str
+    encoding: Encoding
+
+
+@dataclass(slots=True)
+class _Lease:
+    inbox: str
+    number: int  # names it in the reply subject
+    batches: bool  # a batch without frames may be sent
+    attempts: int = 0  # that it reads
+    asked_at: float = -1e9
+    noticed_at: float = -1e9
+    unheard_since: float | None = None
+    notices: int = 0
+
+    def period_s(self) -> float:
+        return RECEIPT_PERIOD_S if self.unheard_since is None else AGAIN_S
+
+
+class Leases:
+    """One per inbox, held by the attempts that are read there."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, _Lease] = {}
+        self._by_number: dict[int, _Lease] = {}
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def hold(self, reader: Reader) -> None:
+        lease = self._leases.get(reader.inbox)
+        if lease is None:
+            self._numbers += 1
+            lease = _Lease(reader.inbox, self._numbers, batches=True)
+            self._leases[reader.inbox] = self._by_number[lease.number] = lease
+        lease.batches = lease.batches and reader.encoding is Encoding.FRAMES
+        lease.attempts += 1
+
+    def release(self, reader: Reader) -> None:
+        lease = self._leases[reader.inbox]
+        lease.attempts -= 1
+        if not lease.attempts:
+            del self._leases[reader.inbox], self._by_number[lease.number]
+
+    def receipt(self, subject: str, now: float) -> int | None:
+        """Whether the message that leaves for `subject` now asks for a receipt: the number to ask for it by."""
+        lease = self._leases.get(subject)
+        if lease is None or now - lease.asked_at < lease.period_s():
+            return None
+        if lease.noticed_at < lease.asked_at <= now - NOTICE_S:
+            lease.unheard_since, lease.notices = None, 0
+        lease.asked_at = now
+        return lease.number
+
+    def due(self, now: float) -> list[str]:
+        """Inboxes of batches that no message has gone to for so long that an empty one should."""
+        return [
+            lease.inbox for lease in self._leases.values() if lease.batches and now - lease.asked_at >= lease.period_s()
+        ]
+
+    def on_notice(self, number: int, now: float) -> None:
+        """NATS: nobody subscribes to what was sent under this number."""
+        lease = self._by_number.get(number)
+        if lease is None:
+            return
+        lease.noticed_at = now
+        lease.notices += 1
+        if lease.unheard_since is None:
+            lease.unheard_since = now
+
+    def gone(self, now: float, *, steady: bool) -> list[str]:
+        """Inboxes that nobody has listened to for long enough. Unless this worker's own connection is `steady` no
+        notice counts."""
+        if not steady:
+            for lease in self._leases.values():
+                lease.unheard_since, lease.notices = None, 0
+            return []
+        return [lease.inbox for lease in self._leases.values() if _is_gone(lease, now)]
+
+
+def _is_gone(lease: _Lease, now: float) -> bool:
+    return (
+        lease.unheard_since is not None
+        and lease.notices >= GONE_NOTICES
+        and now - lease.unheard_since >= GONE_S
+        and lease.noticed_at >= lease.asked_at  # the last one was not taken either
+    )
 
 
 @dataclass(slots=True)

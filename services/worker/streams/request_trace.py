@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 
-from kvfleet.worker.schedule.sequence_trace import SequenceTrace
+from kvfleet.worker.schedule.sequence import SequenceTrace
 from kvproto.messages import Failed, Finished, GenerateRequest, Moved, Started
 from kvservice.tracing import Span, Tracer, Value, unix_ns
 

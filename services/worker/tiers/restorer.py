@@ -20,8 +20,8 @@ from functools import partial
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_of
 from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.schedule.sequence import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.schedule.sequence_trace import Restored
 from kvfleet.worker.tiers.base import Landing, Remote
 from kvfleet.worker.tiers.break_even import RestoredPart, cheapest, is_worth_going_on
 from kvfleet.worker.tiers.copier import Copier, CopyJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.streams.readers import AGAIN_S, GONE_S, RECEIPT_PERIOD_S, Leases, Reader
+from kvfleet.worker.streams.records import AGAIN_S, GONE_S, RECEIPT_PERIOD_S, Leases, Reader
 from kvproto.messages import Encoding
 
 BATCH = Reader("_ing.x.b", Encoding.FRAMES)

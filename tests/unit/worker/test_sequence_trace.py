@@ -7,7 +7,7 @@ from engine_rig import Clock, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFinished
-from kvfleet.worker.schedule.sequence_trace import SequenceTrace
+from kvfleet.worker.schedule.sequence import SequenceTrace
 
 
 def run(engine: Engine, clock: Clock, steps: int = 1000) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.schedule.step_memory import RECOVER_STEPS, TokenBudget, run_step
+from kvfleet.worker.schedule.step_pacer import RECOVER_STEPS, TokenBudget, run_step
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
