@@ -119,10 +119,7 @@ def _tier_readings(worker: WorkerLoop, engine: EngineThread) -> list[Reading]:
         }
 
     text = "blocks not had from the tier, or not in time"
-    return [
-        *_by_label("tier", _TIER_LOAD, known),
-        _labelled("tier_failures_total", ("tier", "reason"), text, failures),
-    ]
+    return [*_by_label("tier", _TIER_LOAD, known), _labelled("tier_failures_total", ("tier", "reason"), text, failures)]
 
 
 def _transfer_readings(

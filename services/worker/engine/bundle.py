@@ -117,13 +117,7 @@ def _tensor_places(file: BinaryIO, size: int) -> list[int]:
 
 
 def read_bundle(
-    folder: Path,
-    name: str,
-    *,
-    load_format: str,
-    dtype: str,
-    block_size: int,
-    public_prefixes: Sequence[str] = (),
+    folder: Path, name: str, *, load_format: str, dtype: str, block_size: int, public_prefixes: Sequence[str] = ()
 ) -> Bundle:
     """Raises UnsupportedModel naming the file that is missing or wrong."""
     config_path = folder / "config.json"

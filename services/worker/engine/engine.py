@@ -196,7 +196,6 @@ class Engine:
         return self.tiers.due_in() if self.tiers is not None else None
 
     def step(self) -> StepResult:
-        """One forward pass over everything that runs."""
         now = self._clock()
         plan = self.scheduler.schedule(now)
         for sequence, error in plan.failed:
@@ -339,7 +338,6 @@ class Engine:
         return StepResult(outputs, changes.stored, changes.removed, fed, prefill, count, seconds, below)
 
     def load(self) -> Load:
-        """Requests, blocks and tokens now; `*_total` count since the start."""
         return self.counters.load(self.scheduler, self.tiers, self._clock())
 
     def rates(self) -> Rates:
@@ -362,7 +360,6 @@ class Engine:
             self.tiers.audit()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if engine, scheduler and pool disagree."""
         self.scheduler.check_integrity(self.tiers.held() if self.tiers is not None else ())
         if self.tiers is not None:
             self.tiers.check_integrity()

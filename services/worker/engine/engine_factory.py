@@ -33,10 +33,7 @@ TORCH_MODULES = ("kvfleet.worker.model.loader", "kvfleet.worker.model.assembly",
 
 
 def build_engine(
-    settings: WorkerSettings,
-    folder: Path,
-    bundle: Bundle,
-    remote_for: Callable[[BlockMemory], Remote] | None = None,
+    settings: WorkerSettings, folder: Path, bundle: Bundle, remote_for: Callable[[BlockMemory], Remote] | None = None
 ) -> Engine:
     """Load the model and put an engine around it. Blocks for as long as the loading takes. `remote_for` makes what
     speaks to vaults and peers about such blocks.

@@ -109,7 +109,6 @@ class EngineThread:
 
     @property
     def protected_blocks_total(self) -> int:
-        """Blocks of running sequences that went to vaults so that a crash costs less."""
         tiers = self._engine.tiers
         return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
 

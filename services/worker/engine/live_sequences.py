@@ -74,7 +74,6 @@ class LiveSequences:
         return sequence
 
     def _text(self, spec: SequenceSpec) -> TextStream:
-        """The sequence's text, rebuilt from what an earlier attempt generated."""
         try:
             text = TextStream(self.detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
             text.replay(spec.output_ids, spec.text_sent)
@@ -100,7 +99,6 @@ class LiveSequences:
         return keys
 
     def find(self, request: str, attempt: int | None) -> list[Sequence]:
-        """All choices of an attempt, or of all attempts."""
         if attempt is not None:
             return list(self._choices.get((request, attempt), ()))
         return [sequence for key, sequence in self._sequences.items() if key[0] == request]
@@ -113,7 +111,6 @@ class LiveSequences:
         return is_first
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the scheduler has others than these."""
         queued = {s.key for s in (*self._scheduler.waiting, *self._scheduler.running)}
         queued |= {key for key, s in self._sequences.items() if s.state is SequenceState.RESTORING}
         paused = {key for key, s in self._sequences.items() if s.state is SequenceState.PAUSED}

@@ -65,7 +65,6 @@ class Scheduler:
     # ------------------------------------------------------------------ queue
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Add a new or resumed sequence."""
         sequence.share = self._shares.enter(sequence.spec.tenant)
         self.requeue(sequence)
 
@@ -280,7 +279,6 @@ class Scheduler:
         self._withdraw(sequence, keep_tail=keep_tail)
 
     def _withdraw(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """Out of the queue it is in; its blocks go back to the pool."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         elif sequence.state is SequenceState.RUNNING:

@@ -110,7 +110,6 @@ class WaitingQueue:
         return list(self._groups.values())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the queue disagrees with its sequences."""
         assert self._count == sum(map(len, self._groups.values()))
         for key, group in self._groups.items():
             assert group

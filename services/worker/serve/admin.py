@@ -225,12 +225,10 @@ class AdminDesk:
 
 
 def _erase(engine: Engine, root: Root, ids: tuple[int, ...], keep: int) -> None:
-    """On the engine's thread."""
     engine.kv.erase(root, ids, keep)
 
 
 def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:
-    """On the engine's thread."""
     cached, blocks = engine.kv.locate(root, ids)
     tiers = {tier.value: tokens for tier, tokens in engine.kv.depths(root, ids).items()}
     return Inspection(cached, tuple(blocks), tiers)

@@ -212,7 +212,6 @@ def _has_vaults(engine: Engine) -> bool:
 
 
 def _offer(engine: Engine, chains: list[Chain]) -> None:
-    """On the engine's thread."""
     if engine.tiers is not None and engine.tiers.offloader is not None:
         for chain in chains:
             engine.tiers.offloader.offer_chain(chain)
@@ -229,7 +228,6 @@ def _needs_placement(record: AttemptRecord) -> bool:
 
 
 def _hand_over(engine: Engine, keys: Iterable[tuple[str, int]], *, keep: bool) -> None:
-    """On the engine's thread."""
     for request, attempt in keys:
         engine.hand_over(request, attempt, keep=keep)
 

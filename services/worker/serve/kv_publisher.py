@@ -17,8 +17,6 @@ from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 
 class KvPublisher(EventLog):
-    """Events of a worker's epoch."""
-
     def batch(self, results: Iterable[StepResult], now: float, *, hold: bool = True) -> KvEvents | None:
         """One event for what the steps changed, in their order; None if that is nothing, or if it waits.
 

@@ -123,7 +123,6 @@ class WorkerLoop:
         self._on_drain()
 
     def begin_drain(self) -> None:
-        """Take no new work; what runs goes on."""
         if self._state is not State.DRAINING:
             self._state = State.DRAINING
             self._spawn(self._announce_drain())

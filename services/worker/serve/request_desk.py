@@ -28,15 +28,7 @@ from kvfleet.worker.streams.records import AttemptRecord, Reader
 from kvproto import codec
 from kvproto.block_hash import Root
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
-from kvproto.messages import (
-    Accepted,
-    CancelRequest,
-    Failed,
-    GenerateRequest,
-    PauseRequest,
-    ResendRequest,
-    State,
-)
+from kvproto.messages import Accepted, CancelRequest, Failed, GenerateRequest, PauseRequest, ResendRequest, State
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.tenant_roots import TenantRoots

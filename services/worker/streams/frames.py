@@ -75,7 +75,6 @@ class FrameBook:
         return 0 if record is None else len(record.pending)
 
     def find(self, request: str, attempt: int) -> AttemptRecord | None:
-        """A running attempt."""
         return self._running.get((request, attempt))
 
     def known(self, request: str, attempt: int) -> AttemptRecord | None:
@@ -91,7 +90,6 @@ class FrameBook:
     def open(
         self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b""
     ) -> AttemptRecord:
-        """Accept an attempt that is not known yet."""
         reader = Reader(request.inbox, request.encoding)
         self.leases.hold(reader)
         record = AttemptRecord(
@@ -172,7 +170,6 @@ class FrameBook:
         return free
 
     def read_at(self, inbox: str) -> list[AttemptRecord]:
-        """Running attempts with a reader there."""
         return [record for record in self._running.values() if record.is_read_at(inbox)]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
@@ -293,7 +290,6 @@ class FrameBook:
             self._forget()
 
     def _forget(self) -> None:
-        """What finished first."""
         key, kept = self._finished.popitem(last=False)
         self._kept -= kept
         del self._records[key]

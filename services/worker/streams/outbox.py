@@ -59,7 +59,6 @@ class Outbox:
             self._send_batch(inbox, frames)
 
     def send_to(self, reader: Reader, frames: list[Frame]) -> None:
-        """What one reader lacks."""
         if reader.encoding is Encoding.FRAMES:
             self._send_batch(reader.inbox, frames)
         else:

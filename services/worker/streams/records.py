@@ -173,7 +173,6 @@ class AttemptRecord:
         return sum(track.next_index for track in self.tracks)
 
     def failed(self, error: KvfleetError) -> Failed:
-        """The terminal frame that says so."""
         what = error.code, error.message, error.retryable, error.field
         return Failed(self.request, self.attempt, *what, self.output_tokens, error.retry_after_s)
 

@@ -58,7 +58,6 @@ class AttemptTrace:
         self._moving_since = time.time_ns()
 
     def end(self, started: Started | None, output_tokens: int, terminal: Finished | Failed | Moved) -> None:
-        """Its terminal frame is there."""
         now, span = time.time_ns(), self.span
         said: dict[str, Value] = {"gen_ai.usage.output_tokens": output_tokens}
         if started is not None:

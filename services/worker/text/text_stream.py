@@ -131,7 +131,6 @@ class TextStream:
         return self._pop(count)
 
     def _cut(self) -> bool:
-        """Cut the held text before the first stop string in it, if there is one."""
         end = self._stops.find("".join(self._pieces)) if self._watches else -1
         if end < 0:
             return False
