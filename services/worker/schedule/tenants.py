@@ -76,9 +76,6 @@ class TenantShares:
     def __init__(self) -> None:
         self._shares: dict[str, TenantShare] = {}
 
-    def __len__(self) -> int:
-        return len(self._shares)
-
     def enter(self, tenant: str) -> TenantShare:
         """A sequence of `tenant` begins to wait. Returns the counter to charge."""
         share = self._shares.get(tenant)

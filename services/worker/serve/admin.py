@@ -15,7 +15,6 @@ import logging
 from array import array
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvfleet.worker.blocks.chain_location import names_of
@@ -47,7 +46,7 @@ KEEP_S = 15.0  # answers, and ids of questions that nobody goes on with
 MAX_KEPT = 8  # of each
 MAX_IDS = 4_194_304  # as many as any message may have
 VAULT_LIMIT_S = 0.1
-REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions may ask
+REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions need, and may ask
 
 
 class LongAdminQuestions:
@@ -56,9 +55,6 @@ class LongAdminQuestions:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[float, array[int]]] = {}  # since when nobody went on; oldest first
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def ids_of(self, request: AdminRequest, now: float) -> tuple[int, ...] | None:
         """All ids of a question; None while there are more to come. Raises InvalidRequest or PayloadTooLarge."""
@@ -101,14 +97,9 @@ class AdminDesk:
         self._long_questions = LongAdminQuestions()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def on_admin(self, message: Message) -> None:
+    async def on_admin(self, message: Message, among: Collection[AdminCommand] = tuple(AdminCommand)) -> None:
         if is_inbox(message.reply):
-            self._spawn(self._answer(message))
-
-    async def on_region_admin(self, message: Message) -> None:
-        """Of another region: only what that one needs of a worker here."""
-        if is_inbox(message.reply):
-            self._spawn(self._answer(message, among=REGION_COMMANDS))
+            self._spawn(self._answer(message, among))
 
     async def on_snapshot(self, message: Message) -> None:
         if is_inbox(message.reply):
@@ -119,7 +110,7 @@ class AdminDesk:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: Message, among: Collection[AdminCommand] = tuple(AdminCommand)) -> None:
+    async def _answer(self, message: Message, among: Collection[AdminCommand]) -> None:
         try:
             request = codec.decode(AdminRequest, message.data)
             if request.command not in among:
@@ -172,8 +163,10 @@ class AdminDesk:
                 raise InvalidRequest(f"begins behind {stray.start} ids, there are {len(ids)}", field="strays")
             chains.append(ids[: stray.start] + stray.ids)
         for one in chains:
-            root = self._roots.of(tenant, one)
-            await self._engine.call(partial(_erase, root=root, ids=one, keep=request.keep))
+            await self._erase_one(self._roots.of(tenant, one), one, request.keep)
+
+    async def _erase_one(self, root: Root, ids: tuple[int, ...], keep: int) -> None:
+        await self._engine.call(lambda engine: engine.kv.erase(root, ids, keep))
 
     async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
         """Also what vaults have of it, as far as they say in time."""
@@ -222,10 +215,6 @@ class AdminDesk:
             return
         for part in parts:
             await self._publish(message.reply, codec.encode(part))
-
-
-def _erase(engine: Engine, root: Root, ids: tuple[int, ...], keep: int) -> None:
-    engine.kv.erase(root, ids, keep)
 
 
 def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:

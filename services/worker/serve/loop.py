@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
-from kvfleet.worker.serve.admin import AdminDesk
+from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
 from kvfleet.worker.serve.request_desk import RequestDesk
@@ -72,30 +73,30 @@ class WorkerLoop:
 
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
-        me, names = self.record.id, self._subjects
+        me, names, desk = self.record.id, self._subjects, self.requests
         self._connection.on_disconnect.append(self._broadcast.away)
         self._connection.on_reconnect.append(self._broadcast.back)
         verbs = (
-            ("generate.*", self.requests.on_generate),
-            ("cancel", self.requests.on_cancel),
-            ("cancel.*", self.requests.on_cancel),
-            ("resend", self.requests.on_resend),
-            ("resend.*", self.requests.on_resend),
-            ("pause", self.requests.on_pause),
-            ("pause.*", self.requests.on_pause),
-            ("admin", self.admin.on_region_admin),
+            ("generate.*", desk.on_generate),
+            ("cancel", desk.on_cancel),
+            ("cancel.*", desk.on_cancel),
+            ("resend", desk.on_resend),
+            ("resend.*", desk.on_resend),
+            ("pause", desk.on_pause),
+            ("pause.*", desk.on_pause),
+            ("admin", partial(self.admin.on_admin, among=REGION_COMMANDS)),
         )
         from_regions = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
         for subject, callback in (
             *from_regions,
-            (names.worker_generate_all(me), self.requests.on_generate),
-            (names.worker_cancel(me), self.requests.on_cancel),
-            (names.worker_cancel_all(me), self.requests.on_cancel),
-            (names.worker_resend(me), self.requests.on_resend),
-            (names.worker_resend_all(me), self.requests.on_resend),
-            (names.worker_pause(me), self.requests.on_pause),
-            (names.worker_pause_all(me), self.requests.on_pause),
-            (receipt_inboxes(self._connection.inbox_prefix), self.requests.on_unheard),
+            (names.worker_generate_all(me), desk.on_generate),
+            (names.worker_cancel(me), desk.on_cancel),
+            (names.worker_cancel_all(me), desk.on_cancel),
+            (names.worker_resend(me), desk.on_resend),
+            (names.worker_resend_all(me), desk.on_resend),
+            (names.worker_pause(me), desk.on_pause),
+            (names.worker_pause_all(me), desk.on_pause),
+            (receipt_inboxes(self._connection.inbox_prefix), desk.on_unheard),
             (names.worker_admin(me), self.admin.on_admin),
             (names.blocks(me), self.admin.on_snapshot),
         ):

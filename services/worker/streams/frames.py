@@ -57,9 +57,6 @@ class FrameBook:
         self._running: dict[Key, AttemptRecord] = {}
         self.leases = Leases()
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     @property
     def running(self) -> list[AttemptRecord]:
         return list(self._running.values())

@@ -61,9 +61,6 @@ class Leases:
         self._by_number: dict[int, _Lease] = {}
         self._numbers = 0
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
     def hold(self, reader: Reader) -> None:
         lease = self._leases.get(reader.inbox)
         if lease is None:

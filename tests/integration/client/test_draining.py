@@ -111,7 +111,7 @@ async def test_a_request_that_ends_while_it_is_offered_to_placement_ends_once(
     failed = await placement.until("_prd.public.a.plain", Failed)
     assert failed.code == "deadline_exceeded"
     assert worker.loop.hand_over.moved_total == 0
-    assert len(worker.loop.frames.leases) == 0
+    assert len(worker.loop.frames.leases._leases) == 0
 
 
 async def test_a_cancel_while_it_is_offered_to_placement_is_kept(worker: FakeWorker, placement: Placement) -> None:

@@ -157,7 +157,7 @@ async def test_a_second_reader_gets_everything_from_the_first_token_on(worker: F
     await first.ask()
     await first.until(Finished, 2)
     assert worker.loop.requests.requests_total == 1
-    assert len(worker.loop.frames.leases) == 0
+    assert len(worker.loop.frames.leases._leases) == 0
 
 
 async def test_who_is_asked_again_answers_and_streams_nothing_twice(worker: FakeWorker, readers: Any) -> None:
@@ -439,7 +439,7 @@ async def test_readers_that_vanish_free_their_blocks(
             assert await back.read()
         await back.cancel()
         await until_idle(worker)
-        assert len(worker.loop.frames.leases) == 0
+        assert len(worker.loop.frames.leases._leases) == 0
     finally:
         if process.returncode is None:
             process.kill()

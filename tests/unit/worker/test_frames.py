@@ -66,7 +66,7 @@ def test_life_of_an_attempt() -> None:
     assert stream.ids == [4, 5]
     assert stream.terminal == done
     book.sweep(1.0 + KEEP_FINISHED_S + 0.1)
-    assert len(book) == 0
+    assert len(book._records) == 0
     assert book.repeat("r", 0, 0) == []
 
 
@@ -236,7 +236,7 @@ def test_readers_and_watchers_are_bounded() -> None:
         book.join(record, replace(request(), inbox="_ing.more.b"), "")
     assert refused.value.retryable
     assert book.join(record, replace(request(watcher="p1"), inbox="_ing.1.b"), "") == [], "who reads already may ask"
-    assert len(record.readers) == len(book.leases) == MAX_READERS
+    assert len(record.readers) == len(book.leases._leases) == MAX_READERS
     book.join(record, request(watcher="p1"), "_plc.last")
     with pytest.raises(Unavailable):
         book.join(record, request(watcher="p1"), "_plc.more")
@@ -245,7 +245,7 @@ def test_readers_and_watchers_are_bounded() -> None:
     book.end(record, Finished("r", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
     assert book.join(record, replace(request(), inbox="_ing.more.b"), ""), "what has ended everybody may read"
     assert len(record.readers) == MAX_READERS
-    assert len(book.leases) == 0
+    assert len(book.leases._leases) == 0
 
 
 def test_an_attempt_ends_once_whoever_ends_it() -> None:
@@ -254,7 +254,7 @@ def test_an_attempt_ends_once_whoever_ends_it() -> None:
     first = book.end(record, Finished("r", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
     assert book.end(record, Failed("r", 0, "cancelled", ""), 2.0) == first
     assert record.finished_at == 1.0
-    assert len(book.leases) == 0
+    assert len(book.leases._leases) == 0
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -268,12 +268,12 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
         scores = (TokenLogprobs(-1.0, tuple(range(100)), (-1.0,) * 100),) * each if scored else ()
         book.add(Tokens(f"r{number}", 0, 0, 0, ids, text, scores), 0.0)
         book.add(SequenceFinished(f"r{number}", 0, FinishReason.STOP, 7, each, 0), 1.0)
-    assert 8 <= len(book) < 10
+    assert 8 <= len(book._records) < 10
     assert book.known("r49", 0) is not None
     assert book.known("r0", 0) is None
     assert len(book.running) == 0
     book.sweep(100.0)
-    assert len(book) == book._kept == 0
+    assert len(book._records) == book._kept == 0
     big = book.open(replace(request(), request="big"), "", "public", 0.0)
     book.add(Tokens("big", 0, 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
     book.end(big, Finished("big", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)

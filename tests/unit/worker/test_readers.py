@@ -83,9 +83,9 @@ def test_a_lease_is_held_by_each_attempt_and_notices_of_old_ones_mean_nothing() 
     number = leases.receipt(BATCH.inbox, 0.0)
     assert number is not None
     leases.release(BATCH)
-    assert len(leases) == 1
+    assert len(leases._leases) == 1
     leases.release(BATCH)
-    assert len(leases) == 0
+    assert len(leases._leases) == 0
     leases.on_notice(number, 1.0)
     leases.hold(BATCH)
     for at in range(3):
