@@ -22,7 +22,9 @@ from kvproto.messages import (
     Finished,
     Frame,
     GenerateRequest,
+    Milestone,
     Moved,
+    Passed,
     Progress,
     Started,
     Tier,
@@ -37,6 +39,8 @@ MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
 SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
+
+MOVED = "moved"
 
 Key = tuple[str, int]
 
@@ -94,12 +98,13 @@ class FrameBook:
             request.attempt,
             [reader],
             [reply] if request.watcher and is_inbox(reply) else [],
-            self._milestones.accept(tenant, request.request, request.attempt, now),
             *tracks_of(request),
             tenant,
             request,
             content,
+            now,
         )
+        self._note(record, Passed.ACCEPTED, now)
         self._records[request.request, request.attempt] = record
         self._running[request.request, request.attempt] = record
         return record
@@ -180,8 +185,9 @@ class FrameBook:
             track.text.extend(output.text)
             if output.logprobs:
                 track.logprobs.extend(output.logprobs)
-            if not record.course.spoke:
-                record.course.first_token(now)
+            if not record.has_spoken:  # tokens come thousands a second, and a flag is all they pay
+                record.has_spoken = True
+                self._note(record, Passed.FIRST_TOKEN, now)
             return [(record, output)]
         if isinstance(output, SequenceStarted):
             self.recomputed_total += output.recomputed_tokens
@@ -190,9 +196,8 @@ class FrameBook:
             # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
             cached = _by_tier(min(output.cached_tokens, output.prompt_tokens), output.restored)
             key, prompt, again = (output.request, output.attempt), output.prompt_tokens, output.recomputed_tokens
-            record.started = Started(*key, self._worker, prompt, cached, output.queue_seconds, again)
-            record.course.started(record.started, now)
-            return [(record, record.started)]
+            started = Started(*key, self._worker, prompt, cached, output.queue_seconds, again)
+            return [self._start(record, started, now)]
         if isinstance(output, SequenceFinished):
             return self._finish(record, output, now)
         assert isinstance(output, SequenceFailed)
@@ -220,10 +225,30 @@ class FrameBook:
         """An attempt all of whose choices had ended before: nothing was lost but its end, so nothing is generated."""
         key = record.request, record.attempt
         ends = [track.ended for track in record.tracks if track.ended is not None]
-        record.started = Started(*key, self._worker, prompt_tokens, {})
-        record.course.started(record.started, now)
+        started = self._start(record, Started(*key, self._worker, prompt_tokens, {}), now)
         finished = Finished(*key, ends[0].reason, prompt_tokens, record.output_tokens, 0, self._worker)
-        return [(record, record.started), self.end(record, finished, now)]
+        return [started, self.end(record, finished, now)]
+
+    def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
+        """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
+        record.started = started
+        left_at = min(record.accepted_at + started.queue_s, now)
+        self._note(record, Passed.STARTED, left_at, started.prompt_tokens, started.cached)
+        return record, started
+
+    def _note(
+        self,
+        record: AttemptRecord,
+        passed: Passed,
+        now: float,
+        prompt_tokens: int = 0,
+        cached: Mapping[str, int] = {},
+        output_tokens: int = 0,
+        code: str | None = None,
+    ) -> None:
+        """Say to placements what an attempt came to."""
+        who, seconds = (record.tenant, record.request, record.attempt), max(0.0, now - record.accepted_at)
+        self._milestones.add(Milestone(*who, passed, seconds, prompt_tokens, dict(cached), output_tokens, code))
 
     def end(
         self, record: AttemptRecord, terminal: Finished | Failed | Moved, now: float
@@ -240,7 +265,8 @@ class FrameBook:
         self._finished[record.request, record.attempt] = kept
         self._kept += kept
         self._running.pop((record.request, record.attempt), None)
-        record.course.ended(terminal, now)
+        code = terminal.code if isinstance(terminal, Failed) else MOVED if isinstance(terminal, Moved) else None
+        self._note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, code)
         if record.trace is not None:
             record.trace.end(record.started, record.output_tokens, terminal)
         while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:

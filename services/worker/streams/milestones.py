@@ -11,12 +11,9 @@ is kept too: what a server took shortly before it hung or died has reached nobod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-from kvproto.messages import Failed, Finished, Milestone, Milestones, Moved, Passed, Started
+from kvproto.messages import Milestone, Milestones
 
-MOVED = "moved"
 KEPT = 16_384  # of an outage: some megabytes
 PER_MESSAGE = 512  # with ids of the longest kind 0.7 MB: below what one NATS message takes, and the wire's 65,536
 
@@ -35,11 +32,6 @@ class MilestoneLog:
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def accept(self, tenant: str, request: str, attempt: int, now: float) -> Course:
-        """A new attempt; it says of itself what else it comes to."""
-        self.add(Milestone(tenant, request, attempt, Passed.ACCEPTED))
-        return Course(self, (tenant, request, attempt), now)
 
     def add(self, item: Milestone) -> None:
         """The oldest one gives way if there are too many."""
@@ -68,41 +60,3 @@ class MilestoneLog:
         while self._taken and self._taken[-1][0] >= since:
             self._items.appendleft(self._taken.pop()[1])
             self._first -= 1
-
-
-@dataclass(slots=True)
-class Course:
-    """One attempt's way. Its owner calls each method at most once, `ended` last.
-
-    `spoke` is for the owner to ask before `first_token`: tokens come thousands a second, and a flag is all they pay.
-    """
-
-    log: MilestoneLog
-    who: tuple[str, str, int]  # tenant, request, attempt
-    accepted_at: float
-    spoke: bool = False
-
-    def started(self, frame: Started, now: float) -> None:
-        """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
-        left_at = min(self.accepted_at + frame.queue_s, now)
-        self._pass(Passed.STARTED, left_at, frame.prompt_tokens, frame.cached)
-
-    def first_token(self, now: float) -> None:
-        self.spoke = True
-        self._pass(Passed.FIRST_TOKEN, now)
-
-    def ended(self, frame: Finished | Failed | Moved, now: float) -> None:
-        code = frame.code if isinstance(frame, Failed) else MOVED if isinstance(frame, Moved) else None
-        self._pass(Passed.ENDED, now, 0, {}, frame.output_tokens, code)
-
-    def _pass(
-        self,
-        passed: Passed,
-        now: float,
-        prompt_tokens: int = 0,
-        cached: Mapping[str, int] = {},
-        output_tokens: int = 0,
-        code: str | None = None,
-    ) -> None:
-        seconds = max(0.0, now - self.accepted_at)
-        self.log.add(Milestone(*self.who, passed, seconds, prompt_tokens, dict(cached), output_tokens, code))

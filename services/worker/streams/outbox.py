@@ -48,9 +48,10 @@ class Outbox:
         batches: dict[str, list[Frame]] = {}
         for record, frame in framed:
             for reader in record.readers:
+                # Of a cancel plain readers hear nothing: placement cancels what runs elsewhere, or says why not itself.
                 if reader.encoding is Encoding.FRAMES:
                     batches.setdefault(reader.inbox, []).append(frame)
-                elif not _is_cancel(frame):  # placement cancels, having it run elsewhere or told the producer why not
+                elif not (isinstance(frame, Failed) and frame.code == Cancelled.code):
                     self._send_plain(reader, frame)
             if record.watchers and isinstance(frame, TERMINAL):
                 for watcher in record.watchers:
@@ -110,7 +111,3 @@ class Outbox:
         """Send what is left, before the process ends."""
         await self._flush()
         await self._connection.synced(1.0)
-
-
-def _is_cancel(frame: Frame) -> bool:
-    return isinstance(frame, Failed) and frame.code == Cancelled.code

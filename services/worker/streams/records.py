@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvfleet.worker.streams.milestones import Course
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Encoding, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
 
@@ -149,12 +148,13 @@ class AttemptRecord:
     attempt: int
     readers: list[Reader]  # one at least; the last one stays until the end
     watchers: list[str]  # who wants to see it end: placements, for bare producers
-    course: Course
     tracks: list[Track]
     pending: set[int]
     tenant: str
     asked: GenerateRequest | None  # until it has ended
     content: bytes  # digest of what was asked for
+    accepted_at: float
+    has_spoken: bool = False  # its first token has come
     started: Started | None = None
     terminal: Finished | Failed | Moved | None = None
     finished_at: float = 0.0

@@ -12,7 +12,7 @@ from kvfleet.worker.serve.broadcast import MILESTONE_PERIOD_S, Broadcast
 from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvfleet.worker.streams.milestones import PER_MESSAGE, MilestoneLog
 from kvproto import codec
-from kvproto.messages import KvEvents, Milestones
+from kvproto.messages import KvEvents, Milestone, Milestones, Passed
 from kvproto.subjects import Subjects
 from kvservice.event_log import IDLE_PERIOD_S
 from tests.support.waiting import LIMIT_S
@@ -39,7 +39,7 @@ class Rig:
             self.milestones.append(codec.decode(Milestones, data))
 
     def accept(self, name: str) -> None:
-        self.log.accept("acme", name, 0, 0.0)
+        self.log.add(Milestone("acme", name, 0, Passed.ACCEPTED))
         self.broadcast.wake()
 
     @property
@@ -113,7 +113,7 @@ async def test_flush_leaves_nothing_and_no_timer(rig: Rig) -> None:
     for turn in range(2):
         rig.broadcast.changes([StepResult(stored=[(b"p" * 16, [bytes([turn]) * 16])])])
         for at in range(PER_MESSAGE + 1):
-            rig.log.accept("acme", f"r{at}", turn, 0.0)
+            rig.log.add(Milestone("acme", f"r{at}", turn, Passed.ACCEPTED))
         rig.broadcast.wake()
     assert not rig.sleeps
     rig.broadcast.flush()

@@ -126,7 +126,7 @@ def test_several_choices_are_one_attempt() -> None:
 def test_the_oldest_give_way_and_are_counted() -> None:
     log = MilestoneLog("w0", "e1", kept=3)
     for at in range(5):
-        log.accept("acme", f"r{at}", 0, 0.0)
+        log.add(Milestone("acme", f"r{at}", 0, Passed.ACCEPTED))
     assert (len(log), log.dropped_total) == (3, 2)
     message = log.take(0.0, 0.0)
     assert message is not None
@@ -138,7 +138,8 @@ def test_no_message_is_larger_than_nats_takes_and_all_of_a_full_log_come_in_orde
     log = MilestoneLog("w" * 64, "e" * 256)
     names = [f"{at:05}".ljust(256, "\u20ac") for at in range(KEPT)]
     for name in names:
-        log.accept("t" * 64, name, 2**62, 0.0).ended(Failed(name, 0, "c" * 64, ""), 1 / 3)
+        log.add(Milestone("t" * 64, name, 2**62, Passed.ACCEPTED))
+        log.add(Milestone("t" * 64, name, 2**62, Passed.ENDED, 1 / 3, code="c" * 64))
     assert len(log) == KEPT
     heard: list[str] = []
     while (message := log.take(0.0, 0.0)) is not None:
@@ -153,10 +154,10 @@ def test_no_message_is_larger_than_nats_takes_and_all_of_a_full_log_come_in_orde
 def test_what_was_taken_lately_can_be_taken_back() -> None:
     log = MilestoneLog("w0", "e1")
     for at in range(6):
-        log.accept("acme", f"r{at}", 0, 0.0)
+        log.add(Milestone("acme", f"r{at}", 0, Passed.ACCEPTED))
         if at % 2:
             assert log.take(float(at), sure_until=-10.0) is not None
-    log.accept("acme", "r6", 0, 0.0)
+    log.add(Milestone("acme", "r6", 0, Passed.ACCEPTED))
     log.take_back(since=3.0)
     again = log.take(7.0, sure_until=-10.0)
     assert again is not None
@@ -172,10 +173,10 @@ def test_what_was_taken_lately_can_be_taken_back() -> None:
 
 def test_what_gave_way_leaves_a_gap_in_the_numbers() -> None:
     log = MilestoneLog("w0", "e1", kept=2)
-    log.accept("acme", "r0", 0, 0.0)
+    log.add(Milestone("acme", "r0", 0, Passed.ACCEPTED))
     assert log.take(0.0, 0.0) is not None
     for at in range(1, 5):
-        log.accept("acme", f"r{at}", 0, 0.0)
+        log.add(Milestone("acme", f"r{at}", 0, Passed.ACCEPTED))
     log.take_back(since=0.0)
     said = log.take(1.0, 0.0)
     assert said is not None
