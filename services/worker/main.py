@@ -17,11 +17,11 @@ from kvfleet.worker.engine.bundle import bundle_hash, read_bundle, read_public_p
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import KvPublisher
 from kvfleet.worker.model.device_watch import watch_device
 from kvfleet.worker.model.model_folder import resolve_model, served_name
 from kvfleet.worker.network.preloading import preload
 from kvfleet.worker.network.tier_network import TierNetwork
-from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.request_intake import WorkerLimits
 from kvfleet.worker.serve.worker_parts import Neighbours, WorkerParts

@@ -40,7 +40,7 @@ PURE = {
     )),
     *(f"kvfleet.worker.{name}" for name in (
         "blocks.block_pool", "blocks.content_index", "schedule.scheduler", "schedule.sequence", "schedule.step_plan",
-        "text.stopping", "serve.kv_publisher", "streams.milestones", "streams.frames",
+        "text.text_stream", "engine.outputs", "streams.milestones", "streams.frames",
     )),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a step of the engine says to the outside. Plain values: they cross from the engine thread to the loop.
+"""What a step of the engine says to the outside. Pure: values that cross from the engine thread to the loop.
 
 A sequence is one choice of one attempt at a request. Per accepted one: `SequenceStarted` once, `Tokens` any number of
 times, then exactly one of `SequenceFinished` and `SequenceFailed`. One that fails before it is scheduled has no
@@ -8,10 +8,12 @@ character), so no text is ever left without an id to travel with.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, Tier, TierEvents, Tokens
+from kvproto.messages import BlockRun, FinishReason, KvEvents, Tier, TierEvents, Tokens
+from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +74,32 @@ class StepResult:
     sequences: int = 0  # that took part
     seconds: float = 0.0
     below: list[TierEvents] = field(default_factory=list)  # what changed in tiers below the device
+
+
+class KvPublisher(EventLog):
+    """What steps did to the worker's blocks, as events. Pure; one owner per worker: the loop.
+
+        a step ran ──▶ one event at once                          (what waited leaves with it)
+        nothing ran ──▶ changes wait ──`due`──▶ one event         (no sooner than 50 ms after the last)
+
+    A step that ran nothing costs next to nothing (all it scheduled failed, say), so there may be thousands in a second:
+    without the wait each could be a message.
+    """
+
+    def batch(self, results: Iterable[StepResult], now: float, *, hold: bool = True) -> KvEvents | None:
+        """One event for what the steps changed, in their order; None if that is nothing, or if it waits.
+
+        `hold` False: nothing waits, so every digest the engine may name has an event.
+        """
+        ran = False
+        for result in results:
+            ran = ran or result.sequences > 0
+            if result.removed:
+                self.note((TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(result.removed)),)),))
+            if result.stored:
+                runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in result.stored)
+                self.note((TierEvents(Tier.DEVICE, False, runs),))
+            self.note(result.below)
+        if ran or not hold or now >= self._last_at + IDLE_PERIOD_S:
+            return self.flush(now)
+        return None

@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import StepResult
-from kvfleet.worker.serve.kv_publisher import KvPublisher
+from kvfleet.worker.engine.outputs import KvPublisher, StepResult
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
 from kvproto import codec

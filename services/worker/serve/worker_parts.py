@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import KvPublisher
 from kvfleet.worker.network.peers import Meet
-from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvfleet.worker.serve.request_intake import WorkerLimits
 from kvfleet.worker.tiers.base import Remote
 from kvproto.connection import Connection

@@ -1,4 +1,4 @@
-"""Generated ids in, (ids, text pieces) that may leave the engine out. Pure apart from the detokenizer it is given.
+"""Generated ids in, (ids, text pieces) that may leave the engine out. Pure; a detokenizer is given to it.
 
 An id is released once all text up to its end can no longer change or be cut off by a stop string. Holding the id and
 not only its text means that text is never left over without an id, and that any prefix of the released ids is a state

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from kvfleet.worker.engine.outputs import StepResult
+from kvfleet.worker.engine.outputs import KvPublisher, StepResult
 from kvfleet.worker.serve import broadcast
 from kvfleet.worker.serve.broadcast import MILESTONE_PERIOD_S, Broadcast
-from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvfleet.worker.streams.milestones import PER_MESSAGE, MilestoneLog
 from kvproto import codec
 from kvproto.messages import KvEvents, Milestone, Milestones, Passed

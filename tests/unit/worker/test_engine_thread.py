@@ -11,10 +11,9 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import StepResult
+from kvfleet.worker.engine.outputs import KvPublisher, StepResult
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
-from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
 from tests.support.waiting import LIMIT_S

@@ -100,7 +100,7 @@ def _timed(runner: FakeRunner, slices: list[Slice]) -> float:
 def test_engine_and_fake_import_neither_torch_nor_nats() -> None:
     code = (
         "import sys; import kvfleet.worker.engine.engine_thread, kvfleet.worker.model.fake; "
-        "import kvfleet.worker.serve.kv_publisher; "
+        "import kvfleet.worker.engine.outputs; "
         "sys.exit(bool({'torch', 'transformers', 'nats', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 from engine_rig import Transcript, make_engine, spec
 
-from kvfleet.worker.engine.outputs import StepResult
+from kvfleet.worker.engine.outputs import KvPublisher, StepResult
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
-from kvfleet.worker.serve.kv_publisher import KvPublisher
 from kvproto.errors import OutOfMemory
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.event_log import HASHES_PER_PART, IDLE_PERIOD_S
