@@ -17,14 +17,12 @@ from kvfleet.worker.engine.bundle import bundle_hash, read_bundle, read_public_p
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import KvPublisher
 from kvfleet.worker.model.device_watch import watch_device
 from kvfleet.worker.model.model_folder import resolve_model, served_name
 from kvfleet.worker.network.preloading import preload
 from kvfleet.worker.network.tier_network import TierNetwork
 from kvfleet.worker.serve.loop import WorkerLoop
-from kvfleet.worker.serve.request_intake import WorkerLimits
-from kvfleet.worker.serve.worker_parts import Neighbours, WorkerParts
+from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.worker_metrics import readings
 from kvproto import codec
@@ -187,18 +185,18 @@ def assemble(
         kv_format=engine.runner.memory.kv_format,
     )
     parts = WorkerParts(
+        settings,
         connection,
         subjects,
         lease,
         record,
         thread,
-        KvPublisher(record.epoch),
         bundle,
         prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
-        WorkerLimits(settings.waiting, settings.fleet_key.encode(), settings.drain_s, settings.max_producer_priority),
-        Neighbours(network.remote, network.has_successor, network.meet) if network is not None else Neighbours(),
         tracer,
     )
+    if network is not None:
+        parts = replace(parts, remote=network.remote, has_successor=network.has_successor, meet=network.meet)
     loop = WorkerLoop(parts, on_fatal, on_drain)
     loops.append(loop)
     return loop, thread

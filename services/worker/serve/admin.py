@@ -86,7 +86,7 @@ class AdminDesk:
     ) -> None:
         self._connection = parts.connection
         self._engine = parts.engine
-        self._remote = parts.neighbours.remote
+        self._remote = parts.remote
         self._bundle = codec.encode(parts.bundle)
         self._record = parts.record
         self._roots = roots

@@ -61,7 +61,7 @@ class HandOver:
         self._parts = parts
         self._worker = parts.record.id
         self._engine = parts.engine
-        self._has_successor = parts.neighbours.has_successor
+        self._has_successor = parts.has_successor
         self._frames = frames
         self._outbox = outbox
         self._broadcast = broadcast
@@ -172,7 +172,7 @@ async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
 
     Only if somebody stays: where all go at once nobody will ask for them.
     """
-    has_successor = parts.neighbours.has_successor
+    has_successor = parts.has_successor
     if limit_s < LEAST_DEMAND_S:
         return
     try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
+from kvfleet.worker.engine.outputs import KvPublisher, SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
@@ -51,20 +51,21 @@ class WorkerLoop:
         self._subjects = parts.subjects
         self._engine = parts.engine
         self._lease = parts.lease
-        self._publisher = parts.publisher
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._state = State.READY
         self._load = Load()
         self._rates = Rates()
         self.record = record = parts.record
+        self._publisher = KvPublisher(record.epoch)
         self.milestones = MilestoneLog(record.id, record.epoch)
         self.frames = frames = FrameBook(record.id, self.milestones)
         self.outbox = outbox = Outbox(parts.connection, frames.leases)
         self._broadcast = broadcast = Broadcast(
-            parts.connection, outbox, parts.subjects, record.id, parts.publisher, self.milestones
+            parts.connection, outbox, parts.subjects, record.id, self._publisher, self.milestones
         )
-        roots = TenantRoots(record.model_revision, record.block_size, record.public_prefixes, parts.limits.fleet_key)
+        fleet_key = parts.settings.fleet_key.encode()
+        roots = TenantRoots(record.model_revision, record.block_size, record.public_prefixes, fleet_key)
         self.hand_over = HandOver(parts, frames, outbox, broadcast)
         self.requests = RequestDesk(
             parts, frames, outbox, broadcast, roots, self.hand_over.let_go, lambda: self._state, self._spawn
@@ -137,7 +138,7 @@ class WorkerLoop:
 
     async def drain(self) -> None:
         """Take no new work, hand over what runs, and leave behind what others will ask for, for a bounded time."""
-        clock, limit_s = asyncio.get_running_loop().time, self._parts.limits.drain_s
+        clock, limit_s = asyncio.get_running_loop().time, self._parts.settings.drain_s
         until = clock() + limit_s
         self.begin_drain()
         await self.hand_over.run(limit_s)

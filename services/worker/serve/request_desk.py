@@ -76,8 +76,9 @@ class RequestDesk:
         self._record = record = parts.record
         self._engine = parts.engine
         self._encode_prompt = parts.encode_prompt
-        self._limits = limits = parts.limits
-        self._meet = parts.neighbours.meet
+        self._settings = parts.settings
+        self._fleet_key = parts.settings.fleet_key.encode()
+        self._meet = parts.meet
         self._tracer = parts.tracer
         self._on_let_go = on_let_go
         self._frames = frames
@@ -86,7 +87,7 @@ class RequestDesk:
         self._roots = roots
         self._state = state
         self._spawn = spawn
-        self._chain_lookup = ChainLookup(parts.neighbours.remote, parts.engine, record.block_size, limits.fleet_key)
+        self._chain_lookup = ChainLookup(parts.remote, parts.engine, record.block_size, self._fleet_key)
         self._departures = Departures()
         self._preparing: set[tuple[str, int, str, str]] = set()  # keys of those that were asked
         self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
@@ -107,8 +108,8 @@ class RequestDesk:
             request = codec.decode(GenerateRequest, message.data)
             if message.headers and (given := sampled(in_headers(message.headers))) is not None:
                 request = replace(request, traceparent=given)
-            limits = self._limits
-            request = of_its_asker(request, message.reply, limits.fleet_key, limits.max_producer_priority)
+            highest = self._settings.max_producer_priority
+            request = of_its_asker(request, message.reply, self._fleet_key, highest)
             give_way = self._check(request, len(self._preparing))
             if not may_read(request.inbox, tenant):
                 raise InvalidRequest("is another tenant's", field="inbox")
@@ -222,7 +223,7 @@ class RequestDesk:
         check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
         if not new:
             return 0  # one more reader is no more work
-        limit = self._limits.waiting + self._record.slots
+        limit = self._settings.waiting + self._record.slots
         taken = self._frames.pending_sequences + before
         leaving = self._departures.count(self._frames.pending_of)
         load, rates = self._engine.measure()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.schedule.giving_way import could_give_way, full, until_served
@@ -25,14 +25,6 @@ def of_its_asker(request: GenerateRequest, reply: str, fleet_key: bytes, max_pri
     if request.priority <= max_priority or is_of_the_fleet(reply, fleet_key):
         return request
     return replace(request, priority=max_priority)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    waiting: int
-    fleet_key: bytes
-    drain_s: float
-    max_producer_priority: int = 0
 
 
 def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_ms: float) -> None:
@@ -73,17 +65,14 @@ def check_capacity(
     if request.sampling.n > limit:
         raise InvalidRequest(f"this worker takes at most {limit} choices, waiting and running", field="n")
     wait_s = until_served(load, rates, request.priority)
-    if request.deadline_ms is not None and wait_s > request.deadline_ms / 1000 and not _goes_on(request):
+    goes_on = request.attempt or request.output_ids or request.continuations or request.handed_over
+    if request.deadline_ms is not None and wait_s > request.deadline_ms / 1000 and not goes_on:
         late_s = wait_s - request.deadline_ms / 1000
         raise Overloaded(f"it would wait for {wait_s:.1f} s, past its deadline", retry_after_s=round(late_s, 3))
     excess = taken - leaving + request.sampling.n - limit
     if excess > 0 and excess > could_give_way(load, request.priority, leaving):
         raise full(wait_s / max(load.waiting, 1))  # until the next one is served there is no room for another
     return max(excess, 0)
-
-
-def _goes_on(request: GenerateRequest) -> bool:
-    return bool(request.attempt or request.output_ids or request.continuations or request.handed_over)
 
 
 def sequences_of(

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import KvPublisher
 from kvfleet.worker.network.peers import Meet
-from kvfleet.worker.serve.request_intake import WorkerLimits
+from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.base import Remote
 from kvproto.connection import Connection
 from kvproto.members import Lease
@@ -19,29 +18,22 @@ from kvservice.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Vaults and other workers, as far as this one deals with them; by default there are none.
+class WorkerParts:
+    """`record` is the lease's as this life begins. `encode_prompt` raises InvalidRequest.
 
-    `has_successor`: whether another worker of this model takes new work, None while that is being found out.
+    Of vaults and other workers it has `remote` and `meet`; by default there are none. `has_successor`: whether another
+    worker of this model takes new work, None while that is being found out.
     """
 
-    remote: Remote | None = None
-    has_successor: Callable[[], bool | None] = lambda: False
-    meet: Meet = lambda worker: None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """`record` is the lease's as this life begins. `encode_prompt` raises InvalidRequest."""
-
+    settings: WorkerSettings
     connection: Connection
     subjects: Subjects
     lease: Lease
     record: WorkerRecord
     engine: EngineThread
-    publisher: KvPublisher
     bundle: Bundle
     encode_prompt: Callable[[str], list[int]]
-    limits: WorkerLimits
-    neighbours: Neighbours
     tracer: Tracer = tracing.NULL
+    remote: Remote | None = None
+    has_successor: Callable[[], bool | None] = lambda: False
+    meet: Meet = lambda worker: None
