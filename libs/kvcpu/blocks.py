@@ -13,7 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32
+
 Ints = NDArray[np.int64]
+
+# torch's names of the numbers that kernels know: all, and those that products and fused operations take.
+STORED = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+MULTIPLIED = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
 @dataclass(frozen=True, slots=True)

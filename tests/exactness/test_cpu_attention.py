@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcpu.attention import plan
+from kvcpu.attention.attention_call import DECODE_CHUNK
 from kvcpu.attention.backend import SERIAL_TOKENS, CpuBackend
-from kvcpu.attention.chunks import DECODE_CHUNK
 from kvcpu.blocks import AttentionForm
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape

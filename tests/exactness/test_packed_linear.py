@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from kvcpu.linear import linear_call as c
 from kvcpu.linear import linear_kernels as kernels
 from kvcpu.linear.packed import Multiplier, PackedLinear, pack
-from kvcpu.vector import compiled, halves
+from kvcpu.vector import compiled, conversion
 from kvcpu.vector.compiled import CompiledEntry
 from kvfleet.worker.model.optimise import optimise
 
@@ -165,7 +165,7 @@ def test_infinity_stays_infinite(multiplier: Multiplier) -> None:
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch, multiplier: Multiplier) -> Multiplier:
     """The kernels as they are compiled for a processor that does not multiply bfloat16 by itself."""
-    monkeypatch.setattr(halves, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(conversion, "multiplies_pairs", lambda: False)
     spec = importlib.util.spec_from_file_location("portable_linear_kernels", kernels.__file__)
     assert spec is not None
     assert spec.loader is not None

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from kvcpu.vector import halves
+from kvcpu.vector import conversion
 from kvcpu.vector.rows import row_exp_halves
 from kvcpu.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
 
@@ -25,9 +25,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(params=[True, False], ids=["instruction", "portable"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], Any]:
     """Compiles with and without the processor's own instruction for pairs."""
-    if request.param and not halves.multiplies_pairs():
+    if request.param and not conversion.multiplies_pairs():
         pytest.skip("this processor does not multiply bfloat16 by itself")
-    monkeypatch.setattr(halves, "multiplies_pairs", lambda: request.param)
+    monkeypatch.setattr(conversion, "multiplies_pairs", lambda: request.param)
     return njit  # type: ignore[no-any-return]
 
 

@@ -13,23 +13,24 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from kvcpu.vector import halves
+from kvcpu.vector import conversion
 from kvcpu.vector import memory as memory_module
-from kvcpu.vector.cells import copy_bytes, read_float, read_int, take_ticket, write_byte, write_float
+from kvcpu.vector.cells import copy_bytes, read_float, read_int, row_fill, take_ticket, write_byte, write_float
+from kvcpu.vector.conversion import narrow, widen
 from kvcpu.vector.memory import HUGE_PAGE, PagesAhead, huge_pages
 from kvcpu.vector.products import dots, pair_product, product, transpose
 from kvcpu.vector.rows import (
-    narrow,
     row_act,
+    row_affine,
     row_cap,
     row_exp,
-    row_fill,
     row_gate,
     row_max,
+    row_rotate,
     row_scale,
-    widen,
+    row_spread,
+    row_sum,
 )
-from kvcpu.vector.statistics import row_affine, row_rotate, row_spread, row_sum
 
 Floats = NDArray[np.float32]
 NAN, INF = float("nan"), float("inf")
@@ -322,9 +323,9 @@ def test_products_and_transposition() -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["instruction", "portable"])
 def test_products_of_pairs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native and not halves.multiplies_pairs():
+    if native and not conversion.multiplies_pairs():
         pytest.skip("this processor does not multiply bfloat16 by itself")
-    monkeypatch.setattr(halves, "multiplies_pairs", lambda: native)
+    monkeypatch.setattr(conversion, "multiplies_pairs", lambda: native)
 
     @njit  # type: ignore[untyped-decorator]
     def multiply_pairs(left: int, right: int, sums: int) -> None:

@@ -1,11 +1,18 @@
 """The call block: everything a kernel needs to know, as one array of integers. Pure; the layout kernels read by index.
 
-Addresses are of the process's memory, strides count elements, tables are rows of int64.
+Addresses are of the process's memory, strides count elements, tables are rows of int64. Here is also how much kernels
+take at a time.
 """
 
 from __future__ import annotations
 
+from kvcpu.vector.numbers import LANES
+
 STORED_AT_ONCE = 16  # tokens a thread stores per ticket
+DECODE_CHUNK = 64  # tokens whose scores a decode keeps at a time: few, so that K and V are read nearly as they lie
+DECODE_BYTES = 256 * 1024  # of K in a chunk at most, over all heads of an item: K and V stay in the cache of a core
+PREFILL_CHUNK = 128
+SPREAD = 4  # heads that share K and V from which on so much is computed that requests for memory are spread over it
 
 # Fields of the call block.
 (
@@ -67,3 +74,13 @@ SLICE_FIRST, SLICE_START, SLICE_TABLE, SLICE_FIELDS = range(4)
 
 # Columns of the split table: flat token, first kv head of SPAN, first partial, partials.
 SPLIT_FIELDS = 4
+
+
+def record_floats(rows: int, padded: int) -> int:
+    """Floats of a record: maxima, sums and accumulators of some rows, each of the three beginning a cache line."""
+    return 2 * whole_lines(rows) + rows * padded
+
+
+def whole_lines(count: int) -> int:
+    """Floats, up to whole cache lines."""
+    return -(-count // LANES) * LANES

@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from kvcpu.attention import attention_call as c
-from kvcpu.attention.chunks import (
-    DECODE_BYTES,
-    DECODE_CHUNK,
-    PREFILL_CHUNK,
-    record_floats,
-    whole_lines,
-)
+from kvcpu.attention.attention_call import DECODE_BYTES, DECODE_CHUNK, PREFILL_CHUNK, record_floats, whole_lines
 from kvcpu.attention.plan import TILE_ROWS, Items, cut
-from kvcpu.blocks import AttentionForm, Batch, Pool
+from kvcpu.blocks import STORED, AttentionForm, Batch, Pool
 from kvcpu.vector import team
 from kvcpu.vector.compiled import CompiledEntry, entry, multiplies_pairs
-from kvcpu.vector.kinds import STORED
 from kvcpu.vector.numbers import BFLOAT16, FLOAT32, INT8, LANES
 
 SERIAL_TOKENS = 64  # up to here one thread stores K and V faster than a team is woken

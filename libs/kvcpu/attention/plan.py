@@ -11,22 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcpu.attention.attention_call import (
-    DECODE,
-    ITEM_FIELDS,
-    ITEM_HEAD,
-    ITEM_HIGH,
-    ITEM_KIND,
-    ITEM_LOW,
-    ITEM_PARTIAL,
-    ITEM_SLICE,
-    PREFILL,
-    SLICE_FIELDS,
-    SLICE_FIRST,
-    SLICE_START,
-    SLICE_TABLE,
-    SPLIT_FIELDS,
-)
+from kvcpu.attention import attention_call as c
 from kvcpu.blocks import Batch, Ints
 
 TILE_ROWS = 128  # query rows of a prefill item: enough to pay for staging K and V, few enough for the cache
@@ -51,8 +36,8 @@ class Items:
 def cut(batch: Batch, kv_heads: int, group: int, threads: int, widest: int = 1) -> Items:
     """`group` query heads share a kv head; a decode item has up to `widest` kv heads."""
     starts, counts = batch.starts, batch.counts
-    slices = np.empty((len(starts), SLICE_FIELDS), dtype=np.int64)
-    slices[:, SLICE_FIRST], slices[:, SLICE_START], slices[:, SLICE_TABLE] = batch.first, starts, batch.offsets
+    slices = np.empty((len(starts), c.SLICE_FIELDS), dtype=np.int64)
+    slices[:, c.SLICE_FIRST], slices[:, c.SLICE_START], slices[:, c.SLICE_TABLE] = batch.first, starts, batch.offsets
     work = int((counts * (starts + (counts + 1) / 2)).sum() * kv_heads * group)
     decoding = np.flatnonzero(counts == 1)
     shares = threads * DECODE_SHARES
@@ -71,15 +56,15 @@ def _prefill(at: int, count: int, start: int, kv_heads: int, group: int, threads
     tokens = max(1, min(max(TILE_ROWS // group, 1), fair))
     lows = np.arange(0, count, tokens, dtype=np.int64)
     highs = np.minimum(lows + tokens, count)
-    items = np.empty((len(lows), kv_heads, ITEM_FIELDS), dtype=np.int64)
-    items[:, :, ITEM_KIND] = PREFILL
-    items[:, :, ITEM_SLICE] = at
-    items[:, :, ITEM_HEAD] = np.arange(kv_heads)
-    items[:, :, ITEM_LOW] = lows[:, None]
-    items[:, :, ITEM_HIGH] = highs[:, None]
-    items[:, :, ITEM_PARTIAL] = -1
+    items = np.empty((len(lows), kv_heads, c.ITEM_FIELDS), dtype=np.int64)
+    items[:, :, c.ITEM_KIND] = c.PREFILL
+    items[:, :, c.ITEM_SLICE] = at
+    items[:, :, c.ITEM_HEAD] = np.arange(kv_heads)
+    items[:, :, c.ITEM_LOW] = lows[:, None]
+    items[:, :, c.ITEM_HIGH] = highs[:, None]
+    items[:, :, c.ITEM_PARTIAL] = -1
     cost = np.repeat((highs - lows) * (start + highs) * group, kv_heads)
-    return items.reshape(-1, ITEM_FIELDS), cost
+    return items.reshape(-1, c.ITEM_FIELDS), cost
 
 
 def _parts(ends: Ints, rows: int, fair: int) -> Ints:
@@ -103,29 +88,29 @@ def _decodes(
     parts = _parts(ends[which], span * group, fair)
     step = -(-ends[which] // parts)
     heads = np.arange(0, kv_heads, span)
-    items = np.empty((int(parts.sum()), len(heads), ITEM_FIELDS), dtype=np.int64)
+    items = np.empty((int(parts.sum()), len(heads), c.ITEM_FIELDS), dtype=np.int64)
     owner = np.repeat(np.arange(len(which)), parts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     lows = number * step[owner]
     highs = np.minimum(lows + step[owner], ends[which][owner])
-    items[:, :, ITEM_KIND] = DECODE
-    items[:, :, ITEM_SLICE] = which[owner][:, None]
-    items[:, :, ITEM_HEAD] = heads
-    items[:, :, ITEM_LOW] = lows[:, None]
-    items[:, :, ITEM_HIGH] = highs[:, None]
-    items[:, :, ITEM_PARTIAL] = -1
+    items[:, :, c.ITEM_KIND] = c.DECODE
+    items[:, :, c.ITEM_SLICE] = which[owner][:, None]
+    items[:, :, c.ITEM_HEAD] = heads
+    items[:, :, c.ITEM_LOW] = lows[:, None]
+    items[:, :, c.ITEM_HIGH] = highs[:, None]
+    items[:, :, c.ITEM_PARTIAL] = -1
     split = np.flatnonzero(parts > 1)
-    splits = np.empty((len(split), len(heads), SPLIT_FIELDS), dtype=np.int64)
+    splits = np.empty((len(split), len(heads), c.SPLIT_FIELDS), dtype=np.int64)
     partials = 0
     if len(split):  # partials of one (sequence, head) follow one another
         before = np.cumsum(np.where(parts > 1, parts, 0)) - np.where(parts > 1, parts, 0)
         base, place = before * len(heads), np.arange(len(heads))
         numbered = base[owner][:, None] + place * parts[owner][:, None] + number[:, None]
-        items[:, :, ITEM_PARTIAL] = np.where((parts[owner] > 1)[:, None], numbered, -1)
+        items[:, :, c.ITEM_PARTIAL] = np.where((parts[owner] > 1)[:, None], numbered, -1)
         splits[:, :, 0] = first[which][split][:, None]
         splits[:, :, 1] = heads
         splits[:, :, 2] = base[split][:, None] + place * parts[split][:, None]
         splits[:, :, 3] = parts[split][:, None]
         partials = int(parts[split].sum()) * len(heads)
     cost = ((highs - lows) * group)[:, None] * np.minimum(span, kv_heads - heads)
-    return (items.reshape(-1, ITEM_FIELDS), cost.reshape(-1)), splits.reshape(-1, SPLIT_FIELDS), partials
+    return (items.reshape(-1, c.ITEM_FIELDS), cost.reshape(-1)), splits.reshape(-1, c.SPLIT_FIELDS), partials

@@ -10,12 +10,11 @@ import numpy as np
 from numba import njit
 
 from kvcpu.attention import attention_call as c
-from kvcpu.attention.chunks import whole_lines
-from kvcpu.vector.cells import copy_bytes, read_float, write_float
+from kvcpu.attention.attention_call import whole_lines
+from kvcpu.vector.cells import copy_bytes, read_float, row_fill, write_float
 from kvcpu.vector.conversion import from_floats, to_floats
 from kvcpu.vector.numbers import ITEM_BYTES
-from kvcpu.vector.rows import row_exp, row_exp_halves, row_fill, row_max, row_scale
-from kvcpu.vector.statistics import row_sum
+from kvcpu.vector.rows import row_exp, row_exp_halves, row_max, row_scale, row_sum
 
 MINUS_INFINITY = np.float32(-math.inf)
 ONE = np.float32(1.0)

@@ -1,7 +1,8 @@
-"""Rows of stored numbers to int8 and back, with what that costs. Numba intrinsics on memory addresses.
+"""Rows of stored numbers to int8 and back, with what that costs. On memory addresses.
 
 A row is one (token, head) group. It is read from memory once; its second pass, which quantises and measures, finds it
-in the first-level cache. Addresses are in bytes, sizes count elements. Nothing here checks bounds.
+in the first-level cache. Addresses are in bytes, sizes count elements. Nothing here checks bounds. Plain loops in Numba
+take twice as long, and miss the floor of `benchmarks.codec`.
 """
 
 # mypy: ignore-errors
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from kvcpu.vector.emit import (
     ADDRESS,
@@ -24,17 +23,10 @@ from kvcpu.vector.emit import (
     I64,
     INTS,
     LANES,
+    LITERAL,
     VECTOR,
-    call,
     constant,
-    fma,
-    load,
-    loop,
-    offset_by,
-    plus,
-    returning_nothing,
-    splat,
-    store,
+    instruction,
 )
 from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, LEVELS, SCALE_BYTES
 
@@ -53,182 +45,170 @@ def _vector(element):
     return ir.VectorType(element, LANES)
 
 
-def _strips(builder, count, carried, body):
+def _strips(b, count, carried, body):
     """`body(start, whole, values) -> values` for each LANES elements, then for each element after them by itself."""
     lanes = ir.Constant(I64, LANES)
-    strips = builder.sdiv(count, lanes)
-    values = loop(builder, strips, carried, lambda i, values: body(builder.mul(i, lanes), True, values))
-    done = builder.mul(strips, lanes)
-    rest = builder.sub(count, done)
-    return loop(builder, rest, values, lambda i, values: body(builder.add(done, i), False, values))
+    strips = b.sdiv(count, lanes)
+    values = b.loop(strips, carried, lambda i, values: body(b.mul(i, lanes), True, values))
+    done = b.mul(strips, lanes)
+    rest = b.sub(count, done)
+    return b.loop(rest, values, lambda i, values: body(b.add(done, i), False, values))
 
 
-def _read(builder, element, address, whole):
+def _read(b, element, address, whole):
     """LANES numbers; of a single one, that and zeros."""
     if whole:
-        return load(builder, address, _vector(element), align=1)
+        return b.load(address, _vector(element), align=1)
     zeros = ir.Constant(_vector(element), None)
-    return builder.insert_element(zeros, load(builder, address, element, align=1), ir.Constant(I32, 0))
+    return b.insert_element(zeros, b.load(address, element, align=1), ir.Constant(I32, 0))
 
 
-def _write(builder, vector, address, whole):
+def _write(b, vector, address, whole):
     if not whole:
-        vector = builder.extract_element(vector, ir.Constant(I32, 0))
-    store(builder, vector, address, align=1)
+        vector = b.extract_element(vector, ir.Constant(I32, 0))
+    b.store(vector, address, align=1)
 
 
-def _widened(builder, kind, stored):
+def _widened(b, kind, stored):
     if kind == FLOAT32:
         return stored
     if kind == FLOAT16:
-        return builder.fpext(stored, VECTOR)
-    return builder.bitcast(builder.shl(builder.zext(stored, INTS), constant(16, I32)), VECTOR)
+        return b.fpext(stored, VECTOR)
+    return b.bitcast(b.shl(b.zext(stored, INTS), constant(16, I32)), VECTOR)
 
 
-def _narrowed(builder, kind, floats):
+def _narrowed(b, kind, floats):
     """To nearest, ties to even. Numbers only: a NaN may become infinite."""
     if kind == FLOAT32:
         return floats
     if kind == FLOAT16:
-        return builder.fptrunc(floats, _vector(F16))
-    bits = builder.bitcast(floats, INTS)
-    odd = builder.and_(builder.lshr(bits, constant(16, I32)), constant(1, I32))
-    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF, I32)))
-    return builder.trunc(builder.lshr(rounded, constant(16, I32)), _vector(I16))
+        return b.fptrunc(floats, _vector(F16))
+    bits = b.bitcast(floats, INTS)
+    odd = b.and_(b.lshr(bits, constant(16, I32)), constant(1, I32))
+    rounded = b.add(bits, b.add(odd, constant(0x7FFF, I32)))
+    return b.trunc(b.lshr(rounded, constant(16, I32)), _vector(I16))
 
 
-def _reduced(builder, name, vector):
+def _reduced(b, name, vector):
     element = vector.type.element
     suffix = f"v{LANES}{'f64' if element == F64 else f'i{element.width}'}"
     if name == "fadd":
         kind = ir.FunctionType(element, [element, vector.type])
-        reduce = builder.module.declare_intrinsic(f"llvm.vector.reduce.fadd.{suffix}", (), kind)
-        return builder.call(reduce, [ir.Constant(element, 0.0), vector], fastmath=("reassoc",))
+        reduce = b.module.declare_intrinsic(f"llvm.vector.reduce.fadd.{suffix}", (), kind)
+        return b.call(reduce, [ir.Constant(element, 0.0), vector], fastmath=("reassoc",))
     kind = ir.FunctionType(element, [vector.type])
-    return builder.call(builder.module.declare_intrinsic(f"llvm.vector.reduce.{name}.{suffix}", (), kind), [vector])
+    return b.call(b.module.declare_intrinsic(f"llvm.vector.reduce.{name}.{suffix}", (), kind), [vector])
 
 
-def _largest_bits(builder, kind, source, size):
+def _largest_bits(b, kind, source, size):
     """Of |x| in a row: integers compare like the numbers that they spell, and what is none compares larger."""
     element = BITS[kind]
     mask = constant((1 << (element.width - 1)) - 1, element)
 
     def body(start, whole, values):
-        raw = _read(builder, element, offset_by(builder, source, start, ITEM_BYTES[kind]), whole)
-        size_of_it = builder.and_(raw, mask)
-        larger = builder.icmp_unsigned(">", size_of_it, values[0])
-        return [builder.select(larger, size_of_it, values[0])]
+        raw = _read(b, element, b.offset_by(source, start, ITEM_BYTES[kind]), whole)
+        size_of_it = b.and_(raw, mask)
+        larger = b.icmp_unsigned(">", size_of_it, values[0])
+        return [b.select(larger, size_of_it, values[0])]
 
-    (largest,) = _strips(builder, size, [constant(0, element)], body)
-    return _reduced(builder, "umax", largest)
+    (largest,) = _strips(b, size, [constant(0, element)], body)
+    return _reduced(b, "umax", largest)
 
 
-def _number(builder, kind, bits):
+def _number(b, kind, bits):
     """One number's bits as a float."""
     if kind == FLOAT16:
-        return builder.fpext(builder.bitcast(bits, F16), F32)
+        return b.fpext(b.bitcast(bits, F16), F32)
     if kind == BFLOAT16:
-        bits = builder.shl(builder.zext(bits, I32), ir.Constant(I32, 16))
-    return builder.bitcast(bits, F32)
+        bits = b.shl(b.zext(bits, I32), ir.Constant(I32, 16))
+    return b.bitcast(bits, F32)
 
 
-def _clamped(builder, scale):
+def _clamped(b, scale):
     least, most = (ir.Constant(F32, limit) for limit in (SMALLEST_SCALE, LARGEST_SCALE))
-    scale = builder.select(builder.fcmp_ordered("<", scale, least), least, scale)
-    return builder.select(builder.fcmp_ordered(">", scale, most), most, scale)
+    scale = b.select(b.fcmp_ordered("<", scale, least), least, scale)
+    return b.select(b.fcmp_ordered(">", scale, most), most, scale)
 
 
-def _quantised(builder, kind, source, target, size, inverse):
+def _quantised(b, kind, source, target, size, inverse):
     """Emits a row's numbers; returns the sums of squares, by lane and in levels, of the row and of what it lost."""
-    inverses = splat(builder, inverse)
+    inverses = b.splat(inverse)
 
     def body(start, whole, values):
         signal, noise = values
-        stored = _read(builder, STORED[kind], offset_by(builder, source, start, ITEM_BYTES[kind]), whole)
-        exact = builder.fmul(_widened(builder, kind, stored), inverses)
-        rounded = call(builder, "rint", VECTOR, [exact])
-        numbers = builder.trunc(builder.fptosi(rounded, INTS), _vector(I8))
-        _write(builder, numbers, builder.add(target, start), whole)
-        lost = builder.fsub(exact, rounded)
-        return [fma(builder, exact, exact, signal), fma(builder, lost, lost, noise)]
+        stored = _read(b, STORED[kind], b.offset_by(source, start, ITEM_BYTES[kind]), whole)
+        exact = b.fmul(_widened(b, kind, stored), inverses)
+        rounded = b.llvm("rint", exact)
+        numbers = b.trunc(b.fptosi(rounded, INTS), _vector(I8))
+        _write(b, numbers, b.add(target, start), whole)
+        lost = b.fsub(exact, rounded)
+        return [b.fma(exact, exact, signal), b.fma(lost, lost, noise)]
 
-    return _strips(builder, size, [constant(0.0), constant(0.0)], body)
+    return _strips(b, size, [constant(0.0), constant(0.0)], body)
 
 
-@intrinsic(prefer_literal=True)
-def quantise(_context, kind, source, target, scales, rows, size, sums):
+@instruction(LITERAL, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+def quantise(b, kind, source, target, scales, rows, size, sums):
     """`rows` rows of `size` numbers of a stored `kind` (a literal) become int8 at `target` and fp32 at `scales`.
 
     A scale is the row's largest |x| / 127, within what makes it and its inverse normal numbers, or 0 for zeros. To
     `sums`, three doubles: sum of squares of the row and of what rounding to levels cost, and 1 if anything was no
     number; then what was written means nothing.
     """
-    number_kind = kind.literal_value
-    element = BITS[number_kind]
+    element = BITS[kind]
+    row_bytes = b.mul(size, ir.Constant(I64, ITEM_BYTES[kind]))
 
-    def emit(_, builder, __, arguments):
-        _, read, written, factors, count, length, out = arguments
-        row_bytes = builder.mul(length, ir.Constant(I64, ITEM_BYTES[number_kind]))
+    def body(row, values):
+        signal, noise, worst = values
+        start = b.add(source, b.mul(row, row_bytes))
+        bits = _largest_bits(b, kind, start, size)
+        worst = b.select(b.icmp_unsigned(">", bits, worst), bits, worst)
+        scale = b.fdiv(_number(b, kind, bits), ir.Constant(F32, LEVELS))
+        zero, some = ir.Constant(F32, 0.0), b.icmp_unsigned("!=", bits, ir.Constant(element, 0))
+        scale = _clamped(b, scale)
+        inverse = b.select(some, b.fdiv(ir.Constant(F32, 1.0), scale), zero)
+        b.store(b.select(some, scale, zero), b.offset_by(scales, row, SCALE_BYTES), align=1)
+        target_row = b.add(target, b.mul(row, size))
+        wide = b.fpext(scale, F64)
+        weight = b.splat(b.fmul(wide, wide))
+        sums_of_row = _quantised(b, kind, start, target_row, size, inverse)
+        totals = []
+        for total, part in zip((signal, noise), sums_of_row, strict=True):
+            totals.append(b.fadd(total, b.fmul(b.fpext(part, DOUBLES), weight)))
+        return [*totals, worst]
 
-        def body(row, values):
-            signal, noise, worst = values
-            start = builder.add(read, builder.mul(row, row_bytes))
-            bits = _largest_bits(builder, number_kind, start, length)
-            worst = builder.select(builder.icmp_unsigned(">", bits, worst), bits, worst)
-            scale = builder.fdiv(_number(builder, number_kind, bits), ir.Constant(F32, LEVELS))
-            zero, some = ir.Constant(F32, 0.0), builder.icmp_unsigned("!=", bits, ir.Constant(element, 0))
-            scale = _clamped(builder, scale)
-            inverse = builder.select(some, builder.fdiv(ir.Constant(F32, 1.0), scale), zero)
-            store(builder, builder.select(some, scale, zero), offset_by(builder, factors, row, SCALE_BYTES), align=1)
-            target_row = builder.add(written, builder.mul(row, length))
-            wide = builder.fpext(scale, F64)
-            weight = splat(builder, builder.fmul(wide, wide))
-            sums_of_row = _quantised(builder, number_kind, start, target_row, length, inverse)
-            totals = []
-            for total, part in zip((signal, noise), sums_of_row, strict=True):
-                totals.append(builder.fadd(total, builder.fmul(builder.fpext(part, DOUBLES), weight)))
-            return [*totals, worst]
-
-        nothing = [ir.Constant(DOUBLES, [0.0] * LANES)] * 2
-        signal, noise, worst = loop(builder, count, [*nothing, ir.Constant(element, 0)], body)
-        bad = builder.icmp_unsigned(">=", worst, ir.Constant(element, INFINITE[number_kind]))
-        store(builder, _reduced(builder, "fadd", signal), out, align=8)
-        store(builder, _reduced(builder, "fadd", noise), plus(builder, out, 8), align=8)
-        store(builder, builder.uitofp(bad, F64), plus(builder, out, 16), align=8)
-
-    return types.void(kind, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS), returning_nothing(emit)
+    nothing = [ir.Constant(DOUBLES, [0.0] * LANES)] * 2
+    signal, noise, worst = b.loop(rows, [*nothing, ir.Constant(element, 0)], body)
+    bad = b.icmp_unsigned(">=", worst, ir.Constant(element, INFINITE[kind]))
+    b.store(_reduced(b, "fadd", signal), sums, align=8)
+    b.store(_reduced(b, "fadd", noise), b.plus(sums, 8), align=8)
+    b.store(b.uitofp(bad, F64), b.plus(sums, 16), align=8)
 
 
-@intrinsic(prefer_literal=True)
-def restore(_context, kind, source, scales, target, rows, size, bad):
+@instruction(LITERAL, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+def restore(b, kind, source, scales, target, rows, size, bad):
     """Inverse of `quantise`. To `bad`, a double: 1 if a scale was none; then what was written means nothing."""
-    number_kind = kind.literal_value
+    row_bytes = b.mul(size, ir.Constant(I64, ITEM_BYTES[kind]))
 
-    def emit(_, builder, __, arguments):
-        _, read, factors, written, count, length, out = arguments
-        row_bytes = builder.mul(length, ir.Constant(I64, ITEM_BYTES[number_kind]))
+    def body(row, values):
+        scale = b.load(b.offset_by(scales, row, SCALE_BYTES), F32, align=1)
+        bits = b.bitcast(scale, I32)
+        worst = b.select(b.icmp_unsigned(">", bits, values[0]), bits, values[0])
+        scales_of_row = b.splat(scale)
+        source_row = b.add(source, b.mul(row, size))
+        target_row = b.add(target, b.mul(row, row_bytes))
 
-        def body(row, values):
-            scale = load(builder, offset_by(builder, factors, row, SCALE_BYTES), F32, align=1)
-            bits = builder.bitcast(scale, I32)
-            worst = builder.select(builder.icmp_unsigned(">", bits, values[0]), bits, values[0])
-            scales_of_row = splat(builder, scale)
-            source_row = builder.add(read, builder.mul(row, length))
-            target_row = builder.add(written, builder.mul(row, row_bytes))
+        def convert(start, whole, nothing):
+            levels = _read(b, I8, b.add(source_row, start), whole)
+            floats = b.fmul(b.sitofp(b.sext(levels, INTS), VECTOR), scales_of_row)
+            where = b.offset_by(target_row, start, ITEM_BYTES[kind])
+            _write(b, _narrowed(b, kind, floats), where, whole)
+            return nothing
 
-            def convert(start, whole, nothing):
-                levels = _read(builder, I8, builder.add(source_row, start), whole)
-                floats = builder.fmul(builder.sitofp(builder.sext(levels, INTS), VECTOR), scales_of_row)
-                where = offset_by(builder, target_row, start, ITEM_BYTES[number_kind])
-                _write(builder, _narrowed(builder, number_kind, floats), where, whole)
-                return nothing
+        _strips(b, size, [], convert)
+        return [worst]
 
-            _strips(builder, length, [], convert)
-            return [worst]
-
-        (worst,) = loop(builder, count, [ir.Constant(I32, 0)], body)
-        largest = np.float32(LARGEST_SCALE).view(np.uint32)  # a negative scale's bits are larger still
-        wrong = builder.icmp_unsigned(">", worst, ir.Constant(I32, int(largest)))
-        store(builder, builder.uitofp(wrong, F64), out, align=8)
-
-    return types.void(kind, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS), returning_nothing(emit)
+    (worst,) = b.loop(rows, [ir.Constant(I32, 0)], body)
+    largest = np.float32(LARGEST_SCALE).view(np.uint32)  # a negative scale's bits are larger still
+    wrong = b.icmp_unsigned(">", worst, ir.Constant(I32, int(largest)))
+    b.store(b.uitofp(wrong, F64), bad, align=8)

@@ -13,7 +13,7 @@ from kvcpu.fused import fused_call as c
 from kvcpu.vector.cells import read_float, take_ticket
 from kvcpu.vector.conversion import from_floats, to_floats
 from kvcpu.vector.numbers import FLOAT32, ITEM_BYTES
-from kvcpu.vector.statistics import row_affine, row_rotate, row_spread, row_sum
+from kvcpu.vector.rows import row_affine, row_rotate, row_spread, row_sum
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)

@@ -10,13 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from kvcpu.blocks import Ints
+from kvcpu.blocks import MULTIPLIED, Ints
 from kvcpu.fused import fused_call as c
 from kvcpu.linear.linear_call import SILU, SILU_GATE, TANH, TANH_GATE
 from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
-from kvcpu.vector.kinds import MULTIPLIED
 from kvcpu.vector.numbers import LANES
 
 KERNELS = "kvcpu.fused.fused_kernels"

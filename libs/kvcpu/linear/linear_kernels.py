@@ -15,11 +15,11 @@ import numpy as np
 from numba import carray, njit
 
 from kvcpu.linear import linear_call as c
-from kvcpu.vector.cells import copy_bytes, take_ticket
-from kvcpu.vector.conversion import from_floats, to_floats
+from kvcpu.vector.cells import copy_bytes, row_fill, take_ticket
+from kvcpu.vector.conversion import from_floats, line_to_halves, to_floats
 from kvcpu.vector.numbers import BFLOAT16, FLOAT32, ITEM_BYTES
 from kvcpu.vector.products import pair_product, product
-from kvcpu.vector.rows import line_to_halves, row_act, row_add, row_fill, row_gate
+from kvcpu.vector.rows import row_act, row_add, row_gate
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kvcpu.blocks import Ints
+from kvcpu.blocks import MULTIPLIED, Ints
 from kvcpu.linear import linear_call as c
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
-from kvcpu.vector.kinds import MULTIPLIED
 from kvcpu.vector.memory import huge_pages
 
 log = logging.getLogger(__name__)

@@ -15,27 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from kvcpu.sampling.sampling_call import (
-    BEST,
-    BITS,
-    COUNT,
-    DEEPEST,
-    FIELDS,
-    LEAST,
-    LOGITS,
-    MANTISSA_BITS,
-    MASSES,
-    POINTS,
-    POWERS_OF_2,
-    ROWS,
-    SCALE,
-    SELF,
-    TICKET,
-    TOKENS,
-    TOP_K,
-    TOP_P,
-    VOCAB,
-)
+from kvcpu.sampling import sampling_call as c
 from kvcpu.vector.cells import pointer, take_ticket
 
 Floats32 = npt.NDArray[np.float32]
@@ -48,7 +28,7 @@ BLOCK = 256
 _SIGN, _REST, _LOWEST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-0x80000000)
 BINS = 2048
 LARGEST_HEAP = 256  # beyond, gathering in bins is faster
-_C13, _C12, _C11, _C10, _C9, _C8, _C7, _C6, _C5, _C4, _C3, _C2, _C1, _C0 = POWERS_OF_2
+_C13, _C12, _C11, _C10, _C9, _C8, _C7, _C6, _C5, _C4, _C3, _C2, _C1, _C0 = c.POWERS_OF_2
 
 
 def _compiled(function: F) -> F:
@@ -57,34 +37,34 @@ def _compiled(function: F) -> F:
 
 def draw_share(block: Any) -> None:
     """One token for each row; every thread takes rows until none is left. The rest is DrawSettings'."""
-    p = carray(block, (FIELDS,), np.int64)
-    rows = p[ROWS]
-    logits = carray(pointer(p[LOGITS]), (rows, p[VOCAB]), np.float32)
-    scale, top_p = carray(pointer(p[SCALE]), (rows,), np.float64), carray(pointer(p[TOP_P]), (rows,), np.float64)
-    top_k, least = carray(pointer(p[TOP_K]), (rows,), np.int64), carray(pointer(p[LEAST]), (rows,), np.int64)
-    points, tokens = carray(pointer(p[POINTS]), (rows,), np.float64), carray(pointer(p[TOKENS]), (rows,), np.int64)
+    p = carray(block, (c.FIELDS,), np.int64)
+    rows = p[c.ROWS]
+    logits = carray(pointer(p[c.LOGITS]), (rows, p[c.VOCAB]), np.float32)
+    scale, top_p = carray(pointer(p[c.SCALE]), (rows,), np.float64), carray(pointer(p[c.TOP_P]), (rows,), np.float64)
+    top_k, least = carray(pointer(p[c.TOP_K]), (rows,), np.int64), carray(pointer(p[c.LEAST]), (rows,), np.int64)
+    points, tokens = carray(pointer(p[c.POINTS]), (rows,), np.float64), carray(pointer(p[c.TOKENS]), (rows,), np.int64)
     while True:
-        row = take_ticket(p[SELF] + 8 * TICKET)
+        row = take_ticket(p[c.SELF] + 8 * c.TICKET)
         if row >= rows:
             return
-        tokens[row] = _draw_row(logits[row], p[BITS], scale[row], top_k[row], top_p[row], least[row], points[row])
+        tokens[row] = _draw_row(logits[row], p[c.BITS], scale[row], top_k[row], top_p[row], least[row], points[row])
 
 
 def masses_share(block: Any) -> None:
     """The sum of each row's weights, and the ids of its largest logits."""
-    p = carray(block, (FIELDS,), np.int64)
-    rows = p[ROWS]
-    logits = carray(pointer(p[LOGITS]), (rows, p[VOCAB]), np.float32)
-    scale = carray(pointer(p[SCALE]), (1,), np.float64)[0]
-    masses = carray(pointer(p[MASSES]), (rows,), np.int64)
-    best = carray(pointer(p[BEST]), (rows, p[COUNT]), np.int64)
+    p = carray(block, (c.FIELDS,), np.int64)
+    rows = p[c.ROWS]
+    logits = carray(pointer(p[c.LOGITS]), (rows, p[c.VOCAB]), np.float32)
+    scale = carray(pointer(p[c.SCALE]), (1,), np.float64)[0]
+    masses = carray(pointer(p[c.MASSES]), (rows,), np.int64)
+    best = carray(pointer(p[c.BEST]), (rows, p[c.COUNT]), np.int64)
     while True:
-        row = take_ticket(p[SELF] + 8 * TICKET)
+        row = take_ticket(p[c.SELF] + 8 * c.TICKET)
         if row >= rows:
             return
         tops = _block_tops(logits[row])
         weights = np.empty(logits.shape[1], np.int64)
-        masses[row] = _weigh(logits[row], tops, tops.max(), scale, p[BITS], np.float32(-np.inf), weights)
+        masses[row] = _weigh(logits[row], tops, tops.max(), scale, p[c.BITS], np.float32(-np.inf), weights)
         _best(logits[row], tops, best[row])
 
 
@@ -130,7 +110,7 @@ def _weigh(
 ) -> Scalar:
     """Fill in the weights, 0 below `floor`; their sum."""
     total = np.int64(0)
-    down = np.int64(MANTISSA_BITS - bits)
+    down = np.int64(c.MANTISSA_BITS - bits)
     highest = np.float64(peak)
     for block in range(len(tops)):
         logits = row[block * BLOCK : block * BLOCK + BLOCK]
@@ -139,7 +119,7 @@ def _weigh(
             out[:] = 0
             continue
         for i in range(len(logits)):
-            z = max((np.float64(logits[i]) - highest) * scale, DEEPEST)
+            z = max((np.float64(logits[i]) - highest) * scale, c.DEEPEST)
             whole = np.rint(z)
             part = z - whole
             power = _C13 * part + _C12
@@ -155,7 +135,7 @@ def _weigh(
             power = power * part + _C2
             power = power * part + _C1
             power = power * part + _C0
-            weight = np.int64(power * 2.0**MANTISSA_BITS) >> min(down - np.int64(whole), np.int64(63))
+            weight = np.int64(power * 2.0**c.MANTISSA_BITS) >> min(down - np.int64(whole), np.int64(63))
             weight = weight if logits[i] >= floor else np.int64(0)
             out[i] = weight
             total += weight

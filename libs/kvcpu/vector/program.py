@@ -20,7 +20,7 @@ class Program:
     """`operations`: functions and the addresses of their call blocks, which the caller keeps and may change."""
 
     def __init__(self, operations: Sequence[tuple[CompiledEntry, int]], threads: int) -> None:
-        self._entry = entry("kvcpu.vector.program_kernel", "run_all")
+        self._entry = entry("kvcpu.vector.cells", "run_all")
         self._threads = threads if team.barrier() else 1
         self._table = np.array([(one.address, block) for one, block in operations], dtype=np.int64)
         barrier = team.barrier() if self._threads > 1 else 0

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from kvcpu.blocks import MULTIPLIED
 from kvcpu.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
 from kvcpu.linear.packed import Multiplier, can_pack, plain_weight
-from kvcpu.vector.kinds import MULTIPLIED
 from kvcpu.vector.numbers import LANES
 from kvfleet.worker.model.fused.likeness import TRIALS, same, signature
 
