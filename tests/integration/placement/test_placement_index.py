@@ -25,11 +25,12 @@ SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPT = tuple(range(1, 641))
 
 
-@pytest.fixture
-async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
+@pytest.fixture(params=[200.0])
+async def fleet(request: pytest.FixtureRequest, nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[FakeFleet]:
+    """Of three workers that draw so many tokens a second."""
     fleet = FakeFleet(nats_url, fleet_buckets)
     for worker in ("w0", "w1", "w2"):
-        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=40.0)
+        await fleet.start(worker, fleet_key=KEY, fake_tokens_per_s=request.param)
     yield fleet
     await fleet.stop()
 
@@ -43,7 +44,8 @@ def running(loop: PlacementLoop) -> int:
 
 
 def generation(prompt: tuple[int, ...] = PROMPT, **changes: object) -> Generation:
-    base = Generation("demo", SAMPLING, prompt_ids=prompt, tenant="public", deadline_s=20.0)
+    """By a policy by name: without an answer by placement, which would not know of it, nothing begins."""
+    base = Generation("demo", SAMPLING, prompt_ids=prompt, tenant="public", deadline_s=20.0, policy="cost")
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -150,6 +152,7 @@ async def test_garbage_and_lies_on_its_subjects_do_no_harm(
     assert (await generate(client, generation()))[:2] == (worker, 639)
 
 
+@pytest.mark.parametrize("fleet", [40.0], indirect=True)
 async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_request_ends(
     fleet: FakeFleet, client: Client, start_placement: StartPlacement
 ) -> None:
@@ -164,8 +167,7 @@ async def test_replicas_count_one_anothers_bookings_and_release_them_however_a_r
         await until(partial(lambda loop: not running(loop), loop))
     endless = {"sampling": replace(SAMPLING, max_tokens=3000), "deadline_s": 120.0}  # at 40 tokens/s
     prompts = (tuple(range(start, start + 64)) for start in range(0, 900, 100))
-    # a policy by name: without an answer by placement, which would not know of it, no stream begins
-    streams = [client.generate(generation(prompt, policy="cost", **endless)) for prompt in prompts]
+    streams = [client.generate(generation(prompt, **endless)) for prompt in prompts]
     try:
         for loop in loops:
             await until(partial(lambda loop: running(loop) == 9, loop))
