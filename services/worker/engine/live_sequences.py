@@ -11,7 +11,7 @@ from itertools import count
 
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceArrival, SequenceSpec, SequenceState
+from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
@@ -59,7 +59,7 @@ class LiveSequences:
         sequence = Sequence(
             spec,
             self._runner.block_size,
-            arrival=SequenceArrival(next(self._arrivals), now),
+            arrival=(next(self._arrivals), now),
             window=window,
             stop_ids=eos_ids.union(sampling.stop_ids),
             text=self._text(spec),

@@ -97,14 +97,6 @@ class SequenceSpec:
     location: ChainLocation | None = None  # its chain under `root`, and what vaults and peers have of it
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceArrival:
-    """When it came, and as which of all."""
-
-    number: int
-    time: float
-
-
 class SequenceState(Enum):
     WAITING = auto()
     RESTORING = auto()
@@ -135,7 +127,7 @@ class Sequence:
         spec: SequenceSpec,
         block_size: int,
         *,
-        arrival: SequenceArrival,
+        arrival: tuple[int, float],
         window: ContextWindow,
         stop_ids: frozenset[int],
         text: TextStream,
@@ -144,10 +136,9 @@ class Sequence:
     ) -> None:
         self.spec = spec
         self.account = account  # the tenant's, for what it costs
-        self.arrival = arrival.number
-        self.enqueued = arrival.time
+        self.arrival, self.enqueued = arrival  # as which of all it came, and when
         # Orders what runs, for preemption, and never changes: smaller ones may take blocks from larger ones.
-        self.rank = arrival.time - AGE_S * spec.priority, arrival.number
+        self.rank = self.enqueued - AGE_S * spec.priority, self.arrival
         self.window = window
         self.max_outputs = window.max_tokens
         self.stop_ids = stop_ids

@@ -51,6 +51,11 @@ class _Lease:
     def period_s(self) -> float:
         return RECEIPT_PERIOD_S if self.unheard_since is None else AGAIN_S
 
+    def is_gone(self, now: float) -> bool:
+        if self.unheard_since is None or self.notices < GONE_NOTICES:
+            return False
+        return now - self.unheard_since >= GONE_S and self.noticed_at >= self.asked_at  # the last was not taken either
+
 
 class Leases:
     """One per inbox, held by the attempts that are read there."""
@@ -108,16 +113,7 @@ class Leases:
             for lease in self._leases.values():
                 lease.unheard_since, lease.notices = None, 0
             return []
-        return [lease.inbox for lease in self._leases.values() if _is_gone(lease, now)]
-
-
-def _is_gone(lease: _Lease, now: float) -> bool:
-    return (
-        lease.unheard_since is not None
-        and lease.notices >= GONE_NOTICES
-        and now - lease.unheard_since >= GONE_S
-        and lease.noticed_at >= lease.asked_at  # the last one was not taken either
-    )
+        return [lease.inbox for lease in self._leases.values() if lease.is_gone(now)]
 
 
 @dataclass(slots=True)

@@ -68,12 +68,12 @@ async def test_cancel_pause_resume(desk: Desk) -> None:
     desk.thread.submit(spec("cancelled", [1], max_tokens=400))
     desk.thread.cancel("cancelled")
     desk.thread.submit(spec("paused", [2]))
-    desk.thread.pause("paused")
+    desk.thread.post(lambda engine: engine.pause("paused"))
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["cancelled", 0], Cancelled)
     await asyncio.sleep(0.02)
     assert ("paused", 0) not in desk.transcript.ends
-    desk.thread.resume("paused")
+    desk.thread.post(lambda engine: engine.resume("paused"))
     await desk.ends(2)
     assert desk.transcript.ends["paused", 0] is FinishReason.LENGTH
 
