@@ -11,7 +11,7 @@ from random import Random
 from benchmarks.harness.report import progress
 from benchmarks.placement._index_load import BLOCKS, HEARD_BETWEEN, WORKERS, Event, Load, Prompt
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import HeartbeatHeard, MilestonesHeard, Tick, WorkerJoined
+from kvfleet.placement.events import Tick, WorkerJoined
 from kvfleet.placement.index.changes import TIERS
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
@@ -112,11 +112,11 @@ class FullCore:
             rates = Rates(8_000.0 + 50 * number, 20.0, 1_000.0, {"host": 8e9, "vault": 2e9})
             seq, digest = self._seq[number], self._digest[number]
             beat = Heartbeat(name, EPOCH, State.READY, load, rates, event_seq=seq, digest=digest)
-            self.core.handle(HeartbeatHeard(beat), self.now)
+            self.core.handle(beat, self.now)
         self.core.handle(Tick(), self.now)
 
 
-def lived(placement: Placement, ask: PlaceRequest) -> list[MilestonesHeard]:
+def lived(placement: Placement, ask: PlaceRequest) -> list[Milestones]:
     """What its worker says of it in the end, in two messages as it mostly is: taken and started; answered and gone."""
     who = TENANT, ask.request, ask.attempt
     taken = (
@@ -124,4 +124,4 @@ def lived(placement: Placement, ask: PlaceRequest) -> list[MilestonesHeard]:
         Milestone(*who, Passed.STARTED, 0.001, len(ask.prompt_ids), placement.expected_hit),
     )
     gone = Milestone(*who, Passed.FIRST_TOKEN, 0.1), Milestone(*who, Passed.ENDED, 0.2, output_tokens=10)
-    return [MilestonesHeard(Milestones(placement.worker, EPOCH, items)) for items in (taken, gone)]
+    return [Milestones(placement.worker, EPOCH, items) for items in (taken, gone)]

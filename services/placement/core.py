@@ -33,17 +33,12 @@ from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.events import (
     BlocksChanged,
-    BookingsShared,
     CapsuleHeard,
     Event,
     GenerateAsked,
-    HeartbeatHeard,
-    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
-    SnapshotHeard,
-    SnapshotRefused,
     Tick,
     VaultJoined,
     VaultLeft,
@@ -70,6 +65,8 @@ from kvfleet.placement.workers.prompts import PromptHasher
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
+    BookedBatch,
+    Heartbeat,
     Milestones,
     Passed,
     Placement,
@@ -158,9 +155,9 @@ class PlacementCore:
             case BlocksChanged(worker, changes):
                 self.indexer.on_changes(worker, changes, now)
                 return []
-            case MilestonesHeard(milestones):
-                return self._hear(milestones, now)
-            case HeartbeatHeard(beat):
+            case Milestones():
+                return self._hear(event, now)
+            case Heartbeat() as beat:
                 self.in_flight.accepted.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
@@ -171,18 +168,12 @@ class PlacementCore:
                 elif self.vaults.get(beat.worker) == beat.epoch:
                     self.indexer.on_heartbeat(beat, now, vault=True)
                 return []
-            case BookingsShared(batch):
+            case BookedBatch() as batch:
                 self.accounts.book(batch, now)
                 if batch.placement != self.placement:
                     self.autoscaler.refuse(batch.refused, now)
                     for one in batch.abroad:
                         self.region_summaries.learn(one, now)
-                return []
-            case SnapshotHeard(worker, part, pull):
-                self.indexer.on_snapshot(worker, part, now, pull)
-                return []
-            case SnapshotRefused(worker, pull):
-                self.indexer.on_snapshot_refused(worker, pull, now)
                 return []
             case Tick(disconnected):
                 return self._tick(now, disconnected=disconnected)

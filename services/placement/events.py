@@ -1,12 +1,14 @@
 """What happens to placement, as the pure core is told it. Pure data: no bytes, no clock.
 
 requesters ──PlaceAsked, GenerateAsked──▶ ┐
-workers ──Worker…, MilestonesHeard──────▶ │
-workers, vaults ──Vault…, HeartbeatHeard, │
-          BlocksChanged, Snapshot…───────▶├─▶ PlacementCore.handle(event, now) ─▶ actions
+workers ──Worker…, Milestones───────────▶ │
+workers, vaults ──Vault…, Heartbeat,      │
+          BlocksChanged──────────────────▶├─▶ PlacementCore.handle(event, now) ─▶ actions
 draining ones ──CapsuleHeard────────────▶ │
-replicas ──BookingsShared, WatchesHeard──▶│
+replicas ──BookedBatch, WatchesHeard────▶ │
 the clock ──Tick──▶                       ┘
+
+A Heartbeat, Milestones and a BookedBatch are events as they come.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from kvproto.messages import (
     Milestones,
     PlaceRequest,
     ProducerRequest,
-    Snapshot,
     Watches,
     WorkerRecord,
 )
@@ -86,11 +87,6 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatHeard:
-    beat: Heartbeat
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerDisconnected:
     """The server closed a worker's connection: suspicion, to be checked by a ping."""
 
@@ -149,37 +145,6 @@ class BlocksChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotHeard:
-    """A part of what a worker holds."""
-
-    worker: str
-    part: Snapshot
-    pull: int | None = None  # that it answers, if that is known
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotRefused:
-    """The worker cannot be asked, or its answer cannot be read."""
-
-    worker: str
-    pull: int | None = None  # as above
-
-
-@dataclass(frozen=True, slots=True)
-class MilestonesHeard:
-    """A worker's requests were accepted, started, drew a first token, ended."""
-
-    milestones: Milestones
-
-
-@dataclass(frozen=True, slots=True)
-class BookingsShared:
-    """Another replica placed requests."""
-
-    batch: BookedBatch
-
-
-@dataclass(frozen=True, slots=True)
 class CapsuleHeard:
     """A draining worker lets go of a bare producer's request, and waits at `reply` for somebody to take it."""
 
@@ -212,16 +177,14 @@ Event = (
     | WorkerLeft
     | VaultJoined
     | VaultLeft
-    | HeartbeatHeard
+    | Heartbeat
     | WorkerDisconnected
     | PingUnanswered
     | WorkerAnswered
     | NobodyListens
     | BlocksChanged
-    | SnapshotHeard
-    | SnapshotRefused
-    | MilestonesHeard
-    | BookingsShared
+    | Milestones
+    | BookedBatch
     | CapsuleHeard
     | WatchesHeard
     | Tick

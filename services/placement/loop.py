@@ -106,7 +106,9 @@ class PlacementLoop:
             unix_ms=lambda: int(time.time() * 1000),
         )
         guard = self._guarded
-        self.subscriptions = Subscriptions(connection, subjects, self.inbox_prefix, self._tell, guard, parts.system)
+        self.subscriptions = Subscriptions(
+            connection, subjects, self.inbox_prefix, self._tell, self.core.indexer, guard, parts.system
+        )
         members = self.subscriptions.members
         self.regions = RegionDesk(record.id, connection, subjects, self.core, members, fleet_key)
         self.executor = Executor(

@@ -117,7 +117,9 @@ class Placement:
         self.now = 0.0
         self.numbers = itertools.count(1)
         connection: Any = SimpleNamespace(on_disconnect=[], on_reconnect=[], is_connected=True)
-        self.subscriptions = Subscriptions(connection, SUBJECTS, "_plc.p1", self.tell, lambda callback: callback, None)
+        self.subscriptions = Subscriptions(
+            connection, SUBJECTS, "_plc.p1", self.tell, self.core.indexer, lambda callback: callback, None
+        )
         self.refused = 0
         members = self.subscriptions.members
         members._tell = self._tell  # type: ignore[method-assign]

@@ -12,12 +12,7 @@ from typing import TypeVar
 
 from kvfleet.placement.events import (
     BlocksChanged,
-    BookingsShared,
     Event,
-    HeartbeatHeard,
-    MilestonesHeard,
-    SnapshotHeard,
-    SnapshotRefused,
     VaultJoined,
     VaultLeft,
     WorkerDisconnected,
@@ -27,6 +22,7 @@ from kvfleet.placement.events import (
     WorkerUpdated,
 )
 from kvfleet.placement.index.changes import read_changes
+from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
 from kvproto import codec
 from kvproto.connection import Connection
@@ -55,7 +51,8 @@ Guard = Callable[[Callable[[Message], Awaitable[None]]], Callable[[Message], Awa
 
 
 class Subscriptions:
-    """Owned by the placement loop. `tell` takes an event; `guard` is put around every callback."""
+    """Owned by the placement loop. `tell` takes an event, the core's `indexer` snapshots; `guard` is put around every
+    callback."""
 
     def __init__(
         self,
@@ -63,10 +60,11 @@ class Subscriptions:
         subjects: Subjects,
         inbox_prefix: str,
         tell: Callable[[Event], None],
+        indexer: KvIndexer,
         guard: Guard,
         system: Connection | None,
     ) -> None:
-        self.members = Members(connection, subjects, on_heartbeat=lambda beat: tell(HeartbeatHeard(beat)))
+        self.members = Members(connection, subjects, on_heartbeat=tell)
         self.members.listeners.append(self._on_worker)
         self.members.member_listeners.append(self._on_other_member)
         self.malformed_total = 0  # of all that was heard
@@ -76,6 +74,7 @@ class Subscriptions:
         self._subjects = subjects
         self._snapshots = f"{inbox_prefix}.s."
         self._tell = tell
+        self._indexer = indexer
         self._guard = guard
         self._system = system
         self._subscriptions: list[Subscription] = []
@@ -106,7 +105,7 @@ class Subscriptions:
     # ------------------------------------------------------------------ snapshots
 
     async def pull(self, worker: str, pull: int) -> None:
-        """Ask a worker for all it holds. Raises Unavailable; an absent worker is told of as SnapshotRefused."""
+        """Ask a worker for all it holds. Raises Unavailable; an absent worker's pull is given up."""
         self.snapshots_asked_total += 1
         question = codec.encode(SnapshotRequest())
         await self._connection.publish(
@@ -120,11 +119,11 @@ class Subscriptions:
             return
         pull = int(number)
         if is_no_responders(message):
-            self._tell(SnapshotRefused(worker, pull))
+            self._indexer.on_snapshot_refused(worker, pull, asyncio.get_running_loop().time())
             return
         part = self._read(message, lambda: codec.decode(Snapshot, message.data))
         if part is not None:
-            self._tell(SnapshotHeard(worker, part, pull))
+            self._indexer.on_snapshot(worker, part, asyncio.get_running_loop().time(), pull)
 
     # ------------------------------------------------------------------ workers and vaults
 
@@ -138,7 +137,7 @@ class Subscriptions:
     async def _on_milestones(self, message: Message) -> None:
         milestones = self._read(message, lambda: codec.decode(Milestones, message.data))
         if milestones is not None and milestones.worker == _last_token(message):
-            self._tell(MilestonesHeard(milestones))
+            self._tell(milestones)
 
     def _on_worker(self, change: Change, view: WorkerView) -> None:
         if not is_token(view.record.id):
@@ -176,7 +175,7 @@ class Subscriptions:
     async def _on_bookings(self, message: Message) -> None:
         batch = self._read(message, lambda: codec.decode(BookedBatch, message.data))
         if batch is not None:
-            self._tell(BookingsShared(batch))
+            self._tell(batch)
 
     def _read(self, message: Message, read: Callable[[], Heard]) -> Heard | None:
         try:

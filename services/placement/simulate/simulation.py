@@ -18,17 +18,7 @@ from kvfleet.placement.actions import Answer, ShareBookings
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import (
-    BlocksChanged,
-    BookingsShared,
-    HeartbeatHeard,
-    MilestonesHeard,
-    PlaceAsked,
-    Tick,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerUpdated,
-)
+from kvfleet.placement.events import BlocksChanged, PlaceAsked, Tick, WorkerJoined, WorkerLeft, WorkerUpdated
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.simulate.fleet_shape import FleetShape, Outcome, SimulationRun, TracePrompts, hashes_by_id
@@ -224,11 +214,9 @@ class Simulation:
     # ------------------------------------------------------------------ what replicas hear
 
     def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
-        self._to_all(
-            self._shape.delays.milestone_s, MilestonesHeard(Milestones(worker.name, worker.epoch, tuple(items)))
-        )
+        self._to_all(self._shape.delays.milestone_s, Milestones(worker.name, worker.epoch, tuple(items)))
 
-    def _to_all(self, delay: float, event: BlocksChanged | MilestonesHeard | HeartbeatHeard) -> None:
+    def _to_all(self, delay: float, event: BlocksChanged | Milestones | Heartbeat) -> None:
         def arrive() -> None:
             for core in self.cores:
                 core.handle(event, self._now)
@@ -243,7 +231,7 @@ class Simulation:
         def arrive() -> None:
             for core in self.cores:
                 if core is not author:
-                    core.handle(BookingsShared(batch), self._now)
+                    core.handle(batch, self._now)
 
         self._after(delay, arrive)
 
@@ -261,7 +249,7 @@ class Simulation:
                 self._news.pop(worker.name, None)
             state = State.READY if worker.name in self._staying else State.DRAINING
             beat = Heartbeat(worker.name, worker.epoch, state, worker.load(), worker.rates(), worker.event_seq)
-            self._to_all(self._shape.delays.heartbeat_s, HeartbeatHeard(beat))
+            self._to_all(self._shape.delays.heartbeat_s, beat)
         self._after(HEARTBEAT_S, self._beat)
 
     def _tick(self) -> None:
@@ -283,7 +271,7 @@ class Simulation:
         beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
         for core in self.cores:
             core.handle(WorkerJoined(record, beat), self._now)
-            core.handle(HeartbeatHeard(beat), self._now)
+            core.handle(beat, self._now)
 
     def _record(self, worker: SimWorker, state: State) -> WorkerRecord:
         return WorkerRecord(

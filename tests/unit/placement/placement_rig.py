@@ -12,16 +12,7 @@ from placement_build import a_beat, a_record, an_ask
 from kvfleet.placement.actions import Answer, ShareBookings
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import (
-    BlocksChanged,
-    BookingsShared,
-    HeartbeatHeard,
-    MilestonesHeard,
-    PlaceAsked,
-    Tick,
-    VaultJoined,
-    WorkerJoined,
-)
+from kvfleet.placement.events import BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerJoined
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space
@@ -115,7 +106,7 @@ class Rig:
         load = Load(waiting=waiting, running=running, slots=self.slots, queued_prefill_tokens=queued)
         rates = Rates(rate, tokens_per_s / max(running, 1), tokens_per_s, self.restore.get(worker, {}))
         beat = Heartbeat(worker, epoch, state, load, rates, self.seq[worker], self.digest[worker])
-        self.tell(HeartbeatHeard(beat))
+        self.tell(beat)
 
     def wait(self, seconds: float) -> None:
         """Time passes; workers go on saying that they are idle."""
@@ -156,7 +147,7 @@ class Rig:
             if isinstance(action, Answer):
                 placement = action.placement
             elif isinstance(action, ShareBookings) and shared:
-                self.tell(BookingsShared(BookedBatch(core.placement, action.booked)))
+                self.tell(BookedBatch(core.placement, action.booked))
         assert placement is not None
         return placement
 
@@ -172,13 +163,13 @@ class Rig:
         """Milestones of a request, in order."""
         found = cached if isinstance(cached, dict) else {"device": cached} if cached else {}
         items = tuple(Milestone("public", request, attempt, one, 0.1, prompt, found) for one in passed)
-        self.tell(MilestonesHeard(Milestones(worker, "e1", items)))
+        self.tell(Milestones(worker, "e1", items))
 
     def end(
         self, worker: str, request: str, *, attempt: int = 0, output_tokens: int = 0, code: str | None = None
     ) -> None:
         one = Milestone("public", request, attempt, Passed.ENDED, 0.1, output_tokens=output_tokens, code=code)
-        self.tell(MilestonesHeard(Milestones(worker, "e1", (one,))))
+        self.tell(Milestones(worker, "e1", (one,)))
 
     def finish(self, placement: Placement, ids: Sequence[int], *, stores: bool = True) -> None:
         """The worker does what it was given, at once, and tells of it."""

@@ -13,7 +13,7 @@ from placement_rig import RATE, Rig
 
 from kvfleet.placement.actions import Answer, Fail
 from kvfleet.placement.decide.admission import MOST_RETRY_S, TurnedAway, limit_of
-from kvfleet.placement.events import HeartbeatHeard, PlaceAsked, WorkerAnswered
+from kvfleet.placement.events import PlaceAsked, WorkerAnswered
 from kvfleet.placement.workers.levels import Levels
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State
@@ -45,7 +45,7 @@ def is_placed(rig: Rig, request: str, **fields: object) -> bool:
 
 
 def say(rig: Rig, worker: str, load: Load, rates: Rates) -> None:
-    rig.tell(HeartbeatHeard(Heartbeat(worker, "e1", State.READY, load, rates)))
+    rig.tell(Heartbeat(worker, "e1", State.READY, load, rates))
 
 
 class TestWait:

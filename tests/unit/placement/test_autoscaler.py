@@ -13,7 +13,7 @@ from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.advice.autoscale_demand import HeardDemand
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BookingsShared, HeartbeatHeard, PlaceAsked, Tick, WorkerJoined
+from kvfleet.placement.events import PlaceAsked, Tick, WorkerJoined
 from kvfleet.placement.settings import PlacementSettings
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import NoWorkers
@@ -39,7 +39,7 @@ def signals(core: PlacementCore) -> ModelSignals:
 
 
 def beat(core: PlacementCore, worker: str, now: float, load: Load, rate: float = RATE) -> None:
-    core.handle(HeartbeatHeard(Heartbeat(worker, "e1", State.READY, load, Rates(rate))), now)
+    core.handle(Heartbeat(worker, "e1", State.READY, load, Rates(rate)), now)
 
 
 def run(core: PlacementCore, seconds: float, load: Load, *workers: str, since: float = 0.0) -> float:
@@ -126,7 +126,7 @@ def test_what_was_refused_is_told_to_the_other_replicas_and_counts_once() -> Non
         assert any(isinstance(one, Fail) and one.failed.code == NoWorkers.code for one in actions)
         for one in actions:
             if isinstance(one, ShareBookings):
-                told.handle(BookingsShared(BookedBatch("p0", one.booked, one.refused)), now)
+                told.handle(BookedBatch("p0", one.booked, one.refused), now)
         for core in (asked, told):
             core.handle(Tick(), now)
     for core in (asked, told):
@@ -149,7 +149,7 @@ def test_names_that_requests_invent_are_no_demand() -> None:
 
 def test_signals_are_in_the_stats() -> None:
     core = a_core("w0")
-    core.handle(HeartbeatHeard(a_beat("w0", running=1)), 0.0)
+    core.handle(a_beat("w0", running=1), 0.0)
     core.handle(Tick(), 0.0)
     (one,) = core.stats().models
     assert (one.model, one.desired, one.ready, one.living) == (MODEL, 1, 1, 1)

@@ -12,7 +12,6 @@ from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
-    SnapshotHeard,
     Tick,
     WorkerJoined,
     WorkerLeft,
@@ -219,7 +218,7 @@ def test_11_blocks_whose_parents_an_index_never_saw_are_not_lost_for_good() -> N
     rig.store("w0", ids)  # its parents were told of before this core began
     pulls = [action for action in core.handle(Tick(), 0.1) if isinstance(action, PullSnapshot)]
     assert [pull.worker for pull in pulls] == ["w0"]
-    core.handle(SnapshotHeard("w0", snapshot_of(rig, "w0", ids)), 0.2)
+    core.indexer.on_snapshot("w0", snapshot_of(rig, "w0", ids), 0.2)
     assert core.indexer.state_of("w0") is Follows.EXACT
     assert rig.place("r", ids, replica=1).expected_hit == {"device": 1599}
 
@@ -276,9 +275,8 @@ def test_15_a_fresh_replica_places_sensibly_at_once_and_knows_all_after_a_few_ti
         rig.now += 0.1
         for action in core.handle(Tick(), rig.now):
             if isinstance(action, PullSnapshot):
-                core.handle(
-                    SnapshotHeard(action.worker, snapshot_of(rig, action.worker, prompts[action.worker])), rig.now
-                )
+                part = snapshot_of(rig, action.worker, prompts[action.worker])
+                core.indexer.on_snapshot(action.worker, part, rig.now)
     assert ticks <= 10
     assert all(rig.place(f"r{name}", prompts[name]).worker == name for name in names[:63])
 

@@ -13,7 +13,7 @@ from placement_rig import Rig, tokens
 from kvfleet.placement.actions import RecordDecision
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
+from kvfleet.placement.events import PlaceAsked, WorkerJoined
 from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, LedgerEntry
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts
@@ -63,7 +63,7 @@ def test_what_has_ended_is_forgotten_before_what_still_runs() -> None:
         if number >= KEPT_IN_ALL - ended and number < KEPT_IN_ALL:
             worker = answer.placement.worker  # type: ignore[union-attr]
             over = Milestones(worker, "e1", (Milestone("public", f"r{number}", 0, Passed.ENDED),))
-            core.handle(MilestonesHeard(over), 0.01 * number)
+            core.handle(over, 0.01 * number)
     assert len(core.ledger) == KEPT_IN_ALL
     assert core.ledger.explain("r0"), "it still runs"
     assert not core.ledger.explain(f"r{KEPT_IN_ALL - 1}")
@@ -146,7 +146,7 @@ async def test_a_ledgers_file_has_a_line_for_each_request_that_ended(tmp_path: P
     for number in range(2):
         core.handle(PlaceAsked("_INBOX.x", "public", an_ask(f"r{number}", prompt_ids=tokens(1, 40))), 1.0)
         done = Milestone("public", f"r{number}", 0, Passed.ENDED, 2.0, output_tokens=7)
-        for action in core.handle(MilestonesHeard(Milestones("w0", "e1", (done,))), 3.0):
+        for action in core.handle(Milestones("w0", "e1", (done,)), 3.0):
             assert isinstance(action, RecordDecision)
             file.write(action)
     await file.close()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_build import a_beat, a_core, a_record, an_ask
 
-from kvfleet.placement.events import HeartbeatHeard, PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
+from kvfleet.placement.events import PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
 from kvfleet.placement.record.metrics_aggregator import RECENT_S, SAMPLE_S, MetricsAggregator, WorkerMetrics
 from kvproto.messages import Heartbeat, Load, State
 
@@ -81,14 +81,14 @@ def test_shares_stay_shares_and_memory_is_bounded(steps: list[tuple[int, int, fl
 
 def test_the_core_keeps_them_for_one_life_of_a_worker() -> None:
     core = a_core("w1")
-    core.handle(HeartbeatHeard(a_beat("w1", running=3)), 1.0)
+    core.handle(a_beat("w1", running=3), 1.0)
     core.handle(PlaceAsked("_ing.x", "public", an_ask()), 1.1)
     assert (core.metrics.of("w1").request_active_slots, core.metrics.of("w1").num_requests_waiting) == (3, 1)
-    core.handle(HeartbeatHeard(a_beat("w1", epoch="e0", running=9)), 1.2)
+    core.handle(a_beat("w1", epoch="e0", running=9), 1.2)
     assert core.metrics.of("w1").request_active_slots == 3, "of a former life"
     core.handle(WorkerNewEpoch(a_record("w1", epoch="e2")), 2.0)
     assert core.metrics.of("w1") == WorkerMetrics()
-    core.handle(HeartbeatHeard(a_beat("w1", epoch="e2", running=1)), 2.1)
+    core.handle(a_beat("w1", epoch="e2", running=1), 2.1)
     core.handle(WorkerLeft("w1"), 3.0)
     assert len(core.metrics) == 0
     core.handle(WorkerJoined(a_record("w1")), 4.0)

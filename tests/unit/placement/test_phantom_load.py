@@ -7,7 +7,7 @@ from placement_build import a_core, an_ask, load_of
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.actions import Answer, Fail, ShareBookings
-from kvfleet.placement.events import BookingsShared, PlaceAsked, Tick
+from kvfleet.placement.events import PlaceAsked, Tick
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, CAUGHT_S, TRUSTED, WORD_S, Bookings, PhantomLimits
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.errors import Overloaded, from_code
@@ -33,7 +33,7 @@ def test_what_was_never_sent_is_gone_a_second_after_its_asker_stopped_waiting(sh
     assert isinstance(share, ShareBookings)
     if shared:  # to a replica that hears of it
         core = a_core("w1")
-        core.handle(BookingsShared(BookedBatch("p2", share.booked)), 1.0)
+        core.handle(BookedBatch("p2", share.booked), 1.0)
     core.handle(Tick(), 1.0 + WORD_S)
     assert (len(core.bookings), load_of(core, "w1")) == (1, 1)
     core.handle(Tick(), 1.06 + WORD_S)
@@ -43,7 +43,7 @@ def test_what_was_never_sent_is_gone_a_second_after_its_asker_stopped_waiting(sh
 
 def test_a_replica_of_the_former_version_says_nothing_of_it() -> None:
     core = a_core("w1")
-    core.handle(BookingsShared(BookedBatch("p2", (Booked("public", "r1", 0, "w1", 9),))), 1.0)
+    core.handle(BookedBatch("p2", (Booked("public", "r1", 0, "w1", 9),)), 1.0)
     core.handle(Tick(), 1.0 + BOOKING_LIMIT_S)
     assert len(core.bookings) == 1
     core.handle(Tick(), 1.1 + BOOKING_LIMIT_S)

@@ -9,15 +9,7 @@ from placement_rig import Rig
 
 from kvfleet.placement.actions import Answer
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import (
-    BookingsShared,
-    HeartbeatHeard,
-    PlaceAsked,
-    Tick,
-    WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
-)
+from kvfleet.placement.events import PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch, WorkerUpdated
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
@@ -45,9 +37,9 @@ def test_a_heartbeat_takes_over_what_it_can_have_seen() -> None:
     core = a_core("w1")
     core.handle(asked(an_ask("old")), 1.0)
     core.handle(asked(an_ask("new")), 1.4)
-    core.handle(HeartbeatHeard(a_beat("w1", running=1)), 1.0 + HEARTBEAT_PERIOD_S)
+    core.handle(a_beat("w1", running=1), 1.0 + HEARTBEAT_PERIOD_S)
     assert booked(core) == 2  # not more than a period later: it may be too early to show
-    core.handle(HeartbeatHeard(a_beat("w1", running=1)), 1.01 + HEARTBEAT_PERIOD_S)
+    core.handle(a_beat("w1", running=1), 1.01 + HEARTBEAT_PERIOD_S)
     assert booked(core) == 1
     assert load_of(core, "w1") == 2
 
@@ -55,7 +47,7 @@ def test_a_heartbeat_takes_over_what_it_can_have_seen() -> None:
 def test_a_heartbeat_of_another_life_takes_over_nothing() -> None:
     core = a_core("w1")
     core.handle(asked(an_ask()), 1.0)
-    core.handle(HeartbeatHeard(a_beat("w1", epoch="e0", running=9)), 3.0)
+    core.handle(a_beat("w1", epoch="e0", running=9), 3.0)
     assert booked(core) == 1
     assert core.fleet.workers["w1"].load.running == 0
 
@@ -126,7 +118,7 @@ def test_a_worker_that_is_quicker_than_the_word_of_a_booking_is_not_counted_twic
     rig.pass_("w0", "running", *running, prompt=500)
     rig.pass_("w0", "over", *running, Passed.ENDED, prompt=500)
     for request in ("running", "over"):
-        rig.tell(BookingsShared(BookedBatch("p9", (Booked("public", request, 0, "w0", 5000),))))
+        rig.tell(BookedBatch("p9", (Booked("public", request, 0, "w0", 5000),)))
     assert (len(rig.core.bookings), rig.core.bookings.running) == (0, 1)
     rig.beat("w0", running=1)
     assert load_of(rig.core, "w0") == 1

@@ -10,8 +10,6 @@ from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_
 from kvfleet.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
 from kvfleet.placement.core import SILENCE_LIMIT_S, PlacementCore
 from kvfleet.placement.events import (
-    HeartbeatHeard,
-    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     Tick,
@@ -182,7 +180,7 @@ class TestNextWorker:
         core.check_integrity()
         core.handle(WorkerAnswered(accepted("short", 1, retried.worker)), 1.07)
         for worker in ("w1", "w2"):
-            core.handle(HeartbeatHeard(a_beat(worker)), 1.5)
+            core.handle(a_beat(worker), 1.5)
         assert core.handle(Tick(), 1.04 + 500_000 * TOKENISE_S) == []
         assert the_forward(core.handle(Tick(), 1.06 + 500_000 * TOKENISE_S)).request.request == "long"
 
@@ -331,9 +329,9 @@ class TestCancelled:
 
     CANCELLED = failed("r1", 0, "cancelled", retryable=False)
 
-    def milestone(self, attempt: int = 0) -> MilestonesHeard:
+    def milestone(self, attempt: int = 0) -> Milestones:
         ended = Milestone("public", "r1", attempt, Passed.ENDED, output_tokens=4, code="cancelled")
-        return MilestonesHeard(Milestones("w1", "e1", (ended,)))
+        return Milestones("w1", "e1", (ended,))
 
     @pytest.mark.parametrize("first", ["notice", "milestone"])
     def test_the_producer_hears_of_it_once(self, first: str) -> None:
@@ -416,14 +414,14 @@ class TestLoss:
 
     def test_heartbeats_say_that_it_is_back_before_its_record_does(self) -> None:
         core = a_core("w1")
-        core.handle(HeartbeatHeard(a_beat("w1")), 1.0)
+        core.handle(a_beat("w1"), 1.0)
         offered_and_accepted(core)
         core.handle(PingUnanswered("w1", True), 2.0)
         core.handle(WorkerLeft("w1"), 2.05)
         for tenth in range(1, 30):
             now = 2.0 + tenth / 10
             if tenth in (4, 9, 14):
-                core.handle(HeartbeatHeard(a_beat("w1")), now)
+                core.handle(a_beat("w1"), now)
             if tenth == 16:
                 core.handle(WorkerJoined(a_record("w1")), now)
             assert core.handle(Tick(), now) == []
@@ -434,8 +432,8 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
-        core.handle(HeartbeatHeard(a_beat("w1", epoch="e2")), 2.8)  # another life's
+        core.handle(a_beat("w1"), 2.3)
+        core.handle(a_beat("w1", epoch="e2"), 2.8)  # another life's
         assert core.handle(Tick(), 2.29 + LOST_GRACE_S) == []
         assert len(failures(core.handle(Tick(), 2.31 + LOST_GRACE_S))) == 1
 
@@ -443,7 +441,7 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(PingUnanswered("w1", True), 2.0)
-        core.handle(HeartbeatHeard(a_beat("w1")), 2.3)
+        core.handle(a_beat("w1"), 2.3)
         assert core.handle(Tick(), 3.0) == []
         assert len(core.in_flight) == 1
 
@@ -453,7 +451,7 @@ class TestLoss:
         offered_and_accepted(core)  # by one of them
         core.handle(a_generate("r2"), 1.0)
         core.handle(WorkerAnswered(accepted("r2", 0, "w2")), 1.01)
-        core.handle(HeartbeatHeard(a_beat("w2")), 3.0)
+        core.handle(a_beat("w2"), 3.0)
         core.handle(WorkerLeft("w2"), 3.4)
         core.handle(PingUnanswered("w1", False), 3.5)
         assert core.wake_at() == pytest.approx(3.5 + SILENT_GRACE_S)
@@ -490,13 +488,13 @@ class TestSuspicion:
 
     def test_silence_drops_it_only_if_nothing_else_was_heard_for_long(self) -> None:
         core = a_core("w1")
-        core.handle(HeartbeatHeard(a_beat("w1")), 1.0)
+        core.handle(a_beat("w1"), 1.0)
         assert core.handle(PingUnanswered("w1", False), 1.0 + SILENCE_LIMIT_S - 0.1) == []
         assert core.handle(PingUnanswered("w1", False), 1.0 + SILENCE_LIMIT_S) == [DropMember("w1")]
 
     def test_a_worker_that_falls_silent_is_asked(self) -> None:
         core = a_core("w1", "w2")
-        core.handle(HeartbeatHeard(a_beat("w2")), 1.0)
+        core.handle(a_beat("w2"), 1.0)
         assert core.handle(Tick(), SILENT_AFTER_S) == []
         assert core.handle(Tick(), SILENT_AFTER_S + 0.1) == [PingWorker("w1")]
         assert core.handle(Tick(), SILENT_AFTER_S + 0.2) == []  # not ten times a second
@@ -509,7 +507,7 @@ class TestLostNotices:
     def beats_until(self, core: PlacementCore, begin: float, end: float) -> list[Action]:
         actions, now = [], begin
         while now < end:
-            core.handle(HeartbeatHeard(a_beat("w1")), now)
+            core.handle(a_beat("w1"), now)
             actions += core.handle(Tick(), now)
             now += 0.5
         return actions
@@ -543,7 +541,7 @@ class TestLostNotices:
 def test_a_draining_worker_finishes_what_it_accepted() -> None:
     core = a_core("w1")
     offered_and_accepted(core)
-    core.handle(HeartbeatHeard(a_beat("w1", state=State.DRAINING)), 1.2)
+    core.handle(a_beat("w1", state=State.DRAINING), 1.2)
     assert len(core.in_flight) == 1
     (fail,) = failures(core.handle(a_generate("r2"), 1.3))
     assert fail.failed.code == "no_workers"

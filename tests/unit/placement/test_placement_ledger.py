@@ -6,12 +6,7 @@ from placement_build import FLEET_KEY, a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.actions import Answer
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import (
-    BlocksChanged,
-    HeartbeatHeard,
-    MilestonesHeard,
-    PlaceAsked,
-)
+from kvfleet.placement.events import BlocksChanged, PlaceAsked
 from kvfleet.placement.index.changes import read_changes
 from kvproto import codec
 from kvproto.block_hash import chain
@@ -36,7 +31,7 @@ def a_core_that_knows() -> PlacementCore:
     """w1 has 2 blocks of the tenant acme on its device and 2 more in host memory; w2 has one block."""
     core = a_core("w1", "w2", policy="cost")
     for worker in ("w1", "w2"):
-        core.handle(HeartbeatHeard(a_beat(worker, rate=1000.0)), 0.5)
+        core.handle(a_beat(worker, rate=1000.0), 0.5)
     store(core, "w1", 1, Tier.DEVICE, hashes("acme", 2))
     store(core, "w1", 2, Tier.HOST, hashes("acme", 4))
     store(core, "w2", 1, Tier.DEVICE, hashes("acme", 1))
@@ -55,7 +50,7 @@ def explained(core: PlacementCore, request: str = "r1", tenant: str | None = Non
 
 def pass_(core: PlacementCore, worker: str, passed: Passed, attempt: int = 0, **fields: object) -> None:
     item = Milestone("acme", "r1", attempt, passed, **fields)  # type: ignore[arg-type]
-    core.handle(MilestonesHeard(Milestones(worker, "e1", (item,))), 3.0)
+    core.handle(Milestones(worker, "e1", (item,)), 3.0)
     core.check_integrity()
 
 

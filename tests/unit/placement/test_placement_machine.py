@@ -14,16 +14,11 @@ from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_a
 from kvfleet.placement.actions import Action, Answer, CarryOn, Fail, Forward, TakenOver
 from kvfleet.placement.events import (
     BlocksChanged,
-    BookingsShared,
     CapsuleHeard,
     Event,
-    HeartbeatHeard,
-    MilestonesHeard,
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
-    SnapshotHeard,
-    SnapshotRefused,
     Tick,
     VaultJoined,
     VaultLeft,
@@ -117,7 +112,7 @@ class Placement(RuleBasedStateMachine):
     @rule(worker=WORKERS, running=st.integers(0, 9), stale=st.booleans(), state=STATES)
     def beat(self, worker: str, running: int, stale: bool, state: State) -> None:
         epoch = "e0000" if stale else self.epoch(worker)
-        self.tell(HeartbeatHeard(a_beat(worker, epoch=epoch, state=state, running=running)))
+        self.tell(a_beat(worker, epoch=epoch, state=state, running=running))
 
     @rule(vault=VAULTS, life=st.integers(1, 2))
     def vault_joins(self, vault: str, life: int) -> None:
@@ -133,8 +128,9 @@ class Placement(RuleBasedStateMachine):
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
         epoch = f"e{life:04}"
         self.tell(BlocksChanged(vault, Changes(epoch, seq, (HolderChange(2, removed, hashes),), 5)))
-        self.tell(HeartbeatHeard(replace(a_beat(vault, epoch=epoch), event_seq=seq)))
-        self.tell(SnapshotHeard(vault, Snapshot(epoch, seq, Tier.VAULT, 0, 1, 7, hashes.tobytes())))
+        self.tell(replace(a_beat(vault, epoch=epoch), event_seq=seq))
+        snapshot = Snapshot(epoch, seq, Tier.VAULT, 0, 1, 7, hashes.tobytes())
+        self.core.indexer.on_snapshot(vault, snapshot, self.now)
 
     @rule(model=st.sampled_from(["", "demo", "nope"]))
     def long_questions(self, model: str) -> None:
@@ -288,11 +284,11 @@ class Placement(RuleBasedStateMachine):
         """In any order, of requests that it may never have been given."""
         found = {"device": cached} if cached else {}
         items = tuple(Milestone("public", f"{kind}{request}", attempt, one, 1.0, 3, found, code=code) for one in passed)
-        self.tell(MilestonesHeard(Milestones(worker, "e0000" if stale else self.epoch(worker), items)))
+        self.tell(Milestones(worker, "e0000" if stale else self.epoch(worker), items))
 
     @rule(worker=WORKERS, request=st.integers(0, 5), placement=st.sampled_from(["p1", "p2"]))
     def share(self, worker: str, request: int, placement: str) -> None:
-        self.tell(BookingsShared(BookedBatch(placement, (Booked("public", f"p{request}", 0, worker, 100),))))
+        self.tell(BookedBatch(placement, (Booked("public", f"p{request}", 0, worker, 100),)))
 
     @rule(worker=WORKERS, seq=st.integers(0, 4), prompt=st.integers(0, 3), removed=st.booleans())
     def blocks(self, worker: str, seq: int, prompt: int, removed: bool) -> None:
@@ -304,11 +300,11 @@ class Placement(RuleBasedStateMachine):
     def snapshot(self, worker: str, seq: int, parts: int, part: int, pull: int | None) -> None:
         raw = np.arange(8, dtype=np.uint64).tobytes()
         one = Snapshot(self.epoch(worker), seq, Tier.DEVICE, part, parts, 7, raw)
-        self.tell(SnapshotHeard(worker, one, pull))
+        self.core.indexer.on_snapshot(worker, one, self.now, pull)
 
     @rule(worker=WORKERS, pull=PULLS)
     def refuse_snapshot(self, worker: str, pull: int | None) -> None:
-        self.tell(SnapshotRefused(worker, pull))
+        self.core.indexer.on_snapshot_refused(worker, pull, self.now)
 
     # ------------------------------------------------------------------ what always holds
 

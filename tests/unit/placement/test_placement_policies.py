@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import HeartbeatHeard, WorkerJoined, WorkerLeft, WorkerNewEpoch, WorkerUpdated
+from kvfleet.placement.events import WorkerJoined, WorkerLeft, WorkerNewEpoch, WorkerUpdated
 from kvfleet.placement.policies import build_policies
 from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NotFound, NoWorkers, Unavailable
@@ -120,7 +120,7 @@ class TestBoundedRing:
         core = a_core("w1", "w2")
         first = place(core, session="s")
         other = "w2" if first == "w1" else "w1"
-        core.handle(HeartbeatHeard(a_beat(first, waiting=10, running=10)), 9.0)
+        core.handle(a_beat(first, waiting=10, running=10), 9.0)
         assert place(core, session="s", now=9.0) == other
 
 
@@ -174,7 +174,7 @@ class TestRing:
                 }[change.value]
                 core.handle(event, now)
             if kind == "beat":
-                core.handle(HeartbeatHeard(a_beat(worker, epoch=epoch, state=state)), now)
+                core.handle(a_beat(worker, epoch=epoch, state=state), now)
             core.check_integrity()
             assert core.fleet.ready(MODEL).ring.nodes == HashRing(v.record.id for v in view.ready(MODEL)).nodes
 
@@ -195,7 +195,7 @@ class TestExpectation:
     def test_ttft_is_unknown_until_a_rate_was_measured(self) -> None:
         core = a_core("w1")
         assert core.decider.decide("public", an_ask(), 1.0).expected_ttft_s is None
-        core.handle(HeartbeatHeard(a_beat("w1", queued=500, rate=1000.0)), 1.1)
+        core.handle(a_beat("w1", queued=500, rate=1000.0), 1.1)
         placement = core.decider.decide("public", an_ask("r2", prompt_ids=tuple(range(497))), 1.2)
         assert placement.expected_ttft_s == pytest.approx((500 + 3 + 497) / 1000 - 0.1)  # 0.1 s have been worked off
         assert placement.expected_hit == {}

@@ -15,7 +15,7 @@ from placement_rig import Rig, tokens
 from kvfleet.placement.actions import Forward
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BookingsShared, WorkerAnswered
+from kvfleet.placement.events import WorkerAnswered
 from kvfleet.placement.workers.inflight_blocks import EVENTS_S, LIMIT_S, BlockCounts, InflightBlocks
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Booked, BookedBatch, Passed
@@ -152,10 +152,10 @@ def test_what_another_replica_placed_is_promised_here_too() -> None:
     document = tokens(1, 4000)
     hashes = rig.hashes(document + tokens(2, 100)).tobytes()
     told = Booked("public", "there", 0, "w5", 4100, hashes=hashes)
-    rig.tell(BookingsShared(BookedBatch("another", (told,))))
+    rig.tell(BookedBatch("another", (told,)))
     here = rig.place("here", document + tokens(3, 100))
     assert (here.worker, here.expected_hit) == ("w5", {"device": 4000})
-    rig.tell(BookingsShared(BookedBatch("another", (Booked("public", "odd", 0, "w5", 16, hashes=hashes[:21]),))))
+    rig.tell(BookedBatch("another", (Booked("public", "odd", 0, "w5", 16, hashes=hashes[:21]),)))
     rig.core.check_integrity()
 
 
@@ -165,7 +165,7 @@ def test_what_another_replica_placed_and_a_worker_has_computed_since_is_not_prom
     rig = Rig("w0")
     rig.pass_("w0", "r", Passed.ACCEPTED, Passed.STARTED, last)
     told = Booked("public", "r", 0, "w0", 800, hashes=rig.hashes(tokens(1, 800)).tobytes())
-    rig.tell(BookingsShared(BookedBatch("another", (told,))))
+    rig.tell(BookedBatch("another", (told,)))
     assert len(rig.core.inflight) == 0
 
 

@@ -11,9 +11,6 @@ from kvfleet.placement.actions import Action, Answer, AskStillRunning, Cancel, F
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.decide.repeats import ENDED_S, PLACED_S, Repeats
 from kvfleet.placement.events import (
-    BookingsShared,
-    HeartbeatHeard,
-    MilestonesHeard,
     PlaceAsked,
     Tick,
     WorkerAnswered,
@@ -39,7 +36,7 @@ def tell(
     core: PlacementCore, worker: str, passed: Passed, now: float, *, attempt: int = 0, code: str | None = None
 ) -> list[Action]:
     one = Milestone("public", "r1", attempt, passed, code=code)
-    return core.handle(MilestonesHeard(Milestones(worker, "e1", (one,))), now)
+    return core.handle(Milestones(worker, "e1", (one,)), now)
 
 
 def the_forward(actions: list[Action]) -> Forward:
@@ -60,7 +57,7 @@ class TestClients:
         assert not first.attached
         assert len(core.bookings) == 1
         tell(core, first.worker, Passed.ACCEPTED, 1.2)
-        core.handle(HeartbeatHeard(a_beat(first.worker)), 20.0)
+        core.handle(a_beat(first.worker), 20.0)
         assert place(core, 20.0).attached  # long after the booking is forgotten
 
     def test_a_later_attempt_of_its_own_is_placed(self) -> None:
@@ -116,7 +113,7 @@ class TestClients:
     def test_other_replicas_know_from_what_is_shared_and_from_milestones(self) -> None:
         core = a_core("w1", "w2")
         shared = Booked("public", "r1", 2, "w2", 10)
-        core.handle(BookingsShared(BookedBatch("p2", (shared,))), 1.0)
+        core.handle(BookedBatch("p2", (shared,)), 1.0)
         assert (place(core, 1.1).worker, place(core, 1.1).attempt) == ("w2", 2)
         tell(core, "w1", Passed.ACCEPTED, 1.2, attempt=3)
         assert (place(core, 1.3).worker, place(core, 1.3).attempt) == ("w1", 3)
@@ -271,7 +268,7 @@ class TestProducers:
         core = a_core("w1")
         self.begin(core)
         core.handle(a_generate(inbox="_INBOX.a"), 1.1)
-        core.handle(HeartbeatHeard(a_beat("w1")), 17.0)
+        core.handle(a_beat("w1"), 17.0)
         assert len([a for a in core.handle(Tick(), 17.0) if isinstance(a, AskStillRunning)]) == 1
 
 
@@ -343,7 +340,7 @@ class TestTwoReplicasAtOnce:
         )
         for core, other in ((first, given[1]), (second, given[0])):
             batch = BookedBatch("another", (Booked("public", "r1", 0, other.worker, 3),))
-            core.handle(BookingsShared(batch), 1.002)
+            core.handle(batch, 1.002)
             assert len(core.bookings) == 1, "it is booked once, at the worker that was heard of last"
             for one in given:
                 tell(core, one.worker, Passed.ACCEPTED, 1.1)
@@ -353,7 +350,7 @@ class TestTwoReplicasAtOnce:
             assert again.worker == given[-1].worker, "who has said so last, at every replica"
             for one in given:
                 tell(core, one.worker, Passed.ENDED, 2.0)
-            core.handle(HeartbeatHeard(a_beat(given[0].worker)), 3.0)
+            core.handle(a_beat(given[0].worker), 3.0)
             core.handle(Tick(), 8.0)
             assert (len(core.bookings), core.bookings.running) == (0, 0)
             core.check_integrity()

@@ -14,7 +14,7 @@ from simulate_build import conversations
 from kvfleet.placement.actions import Answer, RecordDecision
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import MilestonesHeard, PlaceAsked, WorkerJoined
+from kvfleet.placement.events import PlaceAsked, WorkerJoined
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.simulate.attainable import attainable_tokens
 from kvfleet.placement.simulate.trace import Trace
@@ -156,7 +156,7 @@ def record(trace: Trace, path: Path, block_size: int) -> None:
         answers = core.handle(PlaceAsked("", "public", ask), number)
         assert isinstance(answers[0], Answer)
         ended = Milestone("public", ask.request, 0, Passed.ENDED, 1.0, 0, {}, 5)
-        for action in core.handle(MilestonesHeard(Milestones("w0", "e1", (ended,))), number):
+        for action in core.handle(Milestones("w0", "e1", (ended,)), number):
             assert isinstance(action, RecordDecision)
             ledger.write(action)
     asyncio.run(ledger.close())

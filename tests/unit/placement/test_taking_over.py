@@ -11,7 +11,6 @@ from kvfleet.placement.actions import Action, AskStillRunning, Cancel, CarryOn, 
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     CapsuleHeard,
-    MilestonesHeard,
     NobodyListens,
     Tick,
     WatchesHeard,
@@ -77,7 +76,7 @@ def tell(
     core: PlacementCore, worker: str, passed: Passed, *, attempt: int = 1, tenant: str = "acme", code: str | None = None
 ) -> list[Action]:
     one = Milestone(tenant, "r1", attempt, passed, code=code)
-    return core.handle(MilestonesHeard(Milestones(worker, "e1", (one,))), 2.5)
+    return core.handle(Milestones(worker, "e1", (one,)), 2.5)
 
 
 def of(kind: type, actions: list[Action]) -> list:  # type: ignore[type-arg]
@@ -294,7 +293,7 @@ class TestWatches:
         if told == "notice":
             core.handle(WorkerAnswered(finished("r1", 2)), 2.1)
         else:
-            core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 2.1)
+            core.handle(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),)), 2.1)
         assert len(core.in_flight) == 0
 
     def test_who_is_told_twice_answers_twice_and_watches_once(self) -> None:
@@ -306,7 +305,7 @@ class TestWatches:
 
     def test_what_is_known_to_have_ended_is_not_watched(self) -> None:
         core = a_core("w1")
-        core.handle(MilestonesHeard(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),))), 1.0)
+        core.handle(Milestones("w1", "e1", (Milestone("acme", "r1", 2, Passed.ENDED),)), 1.0)
         assert core.handle(self.watch(), 2.0) == []
 
     def test_of_one_that_was_cancelled_on_the_way_the_worker_is_asked_and_the_producer_told(self) -> None:

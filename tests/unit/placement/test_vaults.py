@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 
-from kvfleet.placement.events import BlocksChanged, HeartbeatHeard, SnapshotHeard, Tick, VaultJoined, VaultLeft
+from kvfleet.placement.events import BlocksChanged, Tick, VaultJoined, VaultLeft
 from kvfleet.placement.index.changes import Changes, read_changes
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import MAX_VAULTS, KvIndexer, PullSnapshot
@@ -198,15 +198,16 @@ def test_a_vault_that_leaves_or_begins_a_new_life_has_nothing() -> None:
 def test_what_a_vault_says_is_made_good_by_a_snapshot_after_a_gap() -> None:
     rig = a_rig("v0")
     chain = rig.hashes(tokens(1, 1600))
-    rig.tell(HeartbeatHeard(Heartbeat("v0", "e1", State.READY, event_seq=7)))
+    rig.tell(Heartbeat("v0", "e1", State.READY, event_seq=7))
     assert PullSnapshot("v0", "e1", 1) in rig.core.handle(Tick(), rig.now)
     for part, piece in enumerate((chain[:50], chain[50:])):
-        rig.tell(SnapshotHeard("v0", Snapshot("e1", 7, Tier.VAULT, part, 2, 5, piece.tobytes())))
+        snapshot = Snapshot("e1", 7, Tier.VAULT, part, 2, 5, piece.tobytes())
+        rig.core.indexer.on_snapshot("v0", snapshot, rig.now)
     assert rig.core.indexer.state_of("v0") is Follows.EXACT
     assert rig.place("r", tokens(1, 1600)).expected_hit == {"vault": 1599}
-    rig.tell(HeartbeatHeard(Heartbeat("v0", "e0", State.READY, event_seq=70)))
+    rig.tell(Heartbeat("v0", "e0", State.READY, event_seq=70))
     assert rig.core.indexer.state_of("v0") is Follows.EXACT, "of another life"
-    rig.tell(HeartbeatHeard(Heartbeat("v0", "e1", State.READY, event_seq=7, digest=6)))
+    rig.tell(Heartbeat("v0", "e1", State.READY, event_seq=7, digest=6))
     assert rig.core.indexer.state_of("v0") is Follows.BEHIND
     rig.core.check_integrity()
 
