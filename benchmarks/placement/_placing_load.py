@@ -12,7 +12,7 @@ from benchmarks.harness.report import progress
 from benchmarks.placement._index_load import BLOCKS, HEARD_BETWEEN, WORKERS, Event, Load, Prompt
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Tick, WorkerJoined
-from kvfleet.placement.index.changes import TIERS
+from kvfleet.placement.index.changes import TIERS, read_changes
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto import block_hash, codec
@@ -97,7 +97,7 @@ class FullCore:
         changes = [TierEvents(tier, True, (BlockRun(b"", tuple(event.removed)),))] if event.removed else []
         changes.append(TierEvents(tier, False, (BlockRun(event.parent, tuple(event.stored)),)))
         data = codec.encode_events(KvEvents(EPOCH, self._seq[worker], tuple(changes)))
-        self.core.indexer.on_events(NAMES[worker], data, self.now)
+        self.core.indexer.on_changes(NAMES[worker], read_changes(data), self.now)
 
     def go_on(self) -> None:
         """What happens to the index between two decisions."""

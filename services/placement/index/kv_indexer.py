@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet.placement.index.changes import TIERS, Changes, read_changes
+from kvfleet.placement.index.changes import TIERS, Changes
 from kvfleet.placement.index.follower import Follower, Follows
 from kvfleet.placement.index.prefix_index import Depths, Hashes, PrefixIndex, unpack
-from kvproto.errors import CodecError
 from kvproto.messages import Heartbeat, Snapshot, Tier
 
 MAX_BLOCKS = 1_000_000
@@ -44,7 +43,6 @@ class KvIndexer:
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_workers: int = MAX_WORKERS) -> None:
         self.max_workers = max_workers
         self.index = PrefixIndex(max_blocks, max_workers + MAX_VAULTS + SPARE_HOLDERS, len(TIERS))
-        self.malformed_total = 0
         self.unknown_total = 0  # events of workers, or lives, that are no members
         self.left_out_total = 0
         self._followers: dict[str, Follower] = {}
@@ -79,13 +77,6 @@ class KvIndexer:
             gone.end()
 
     # ------------------------------------------------------------------ what they say
-
-    def on_events(self, worker: str, data: bytes, now: float) -> None:
-        """Bytes from a worker's events subject. What cannot be read is a gap, which the next event shows."""
-        try:
-            self.on_changes(worker, read_changes(data), now)
-        except CodecError:
-            self.malformed_total += 1
 
     def on_changes(self, worker: str, changes: Changes, now: float) -> None:
         follower = self._followers.get(worker)

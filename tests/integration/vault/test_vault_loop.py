@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from vault_rig import Fleet, replayed, split
 
+from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.vault.loop import VaultLoop
@@ -138,7 +139,7 @@ async def test_placement_notices_a_lost_event_by_the_heartbeat_and_pulls(rig: Ri
         rig.put(one)
     await until(lambda: sum(len(run.hashes) for e in rig.fleet.events for c in e.changes for run in c.runs) == 10)
     for event in rig.fleet.events:
-        indexer.on_events("v0", codec.encode_events(event), now())
+        indexer.on_changes("v0", read_changes(codec.encode_events(event)), now())
     assert indexer.state_of("v0") is Follows.EXACT
     assert indexer.find_matches(hashes(blocks), Tier.VAULT) == {"v0": 10}
     for one in blocks[10:]:

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.follower import AHEAD_GRACE_S, KEPT_EVENTS, PULL_LIMIT_S, Follows
 from kvfleet.placement.index.kv_indexer import PULLS_AT_ONCE, KvIndexer, PullSnapshot
 from kvproto import codec
 from kvproto.block_hash import digest_term
+from kvproto.errors import CodecError
 from kvproto.messages import BlockRun, Heartbeat, KvEvents, Snapshot, State, Tier, TierEvents
 from kvservice.event_log import EventLog
 
@@ -71,13 +73,13 @@ def test_events_from_the_first_on_need_no_snapshot() -> None:
     worker = Publisher("w")
     indexer = follow(worker)
     chain = [name(at) for at in range(40)]
-    indexer.on_events("w", worker.event(stored=chain[:20]), 0)
-    indexer.on_events("w", worker.event(stored=chain[20:30], tier=Tier.HOST), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=chain[:20])), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=chain[20:30], tier=Tier.HOST)), 0)
     indexer.on_heartbeat(worker.beat(), 1)
     assert indexer.tick(1) == []
     assert indexer.find_matches(chain) == {"w": 30}
     assert indexer.find_matches(chain, Tier.DEVICE) == {"w": 20}
-    indexer.on_events("w", worker.event(removed=chain[10:20]), 2)
+    indexer.on_changes("w", read_changes(worker.event(removed=chain[10:20])), 2)
     assert indexer.find_matches(chain) == {"w": 10}
     assert indexer.find_matches(chain[1:]) == {"w": 9}
     assert indexer.find_matches([name(99)]) == {}
@@ -97,20 +99,20 @@ def test_what_was_missed_is_pulled_and_meanwhile_the_rest_is_served(how: str) ->
     chain = [name(at) for at in range(200)]
     first = worker.event(stored=chain[:50])
     if how != "late-join":
-        indexer.on_events("w", first, 0)
+        indexer.on_changes("w", read_changes(first), 0)
         assert indexer.find_matches(chain) == {"w": 50}
     missed = worker.event(stored=chain[50:120])
     if how == "malformed":
-        indexer.on_events("w", missed[:-3], 1)
-        assert indexer.malformed_total == 1
+        with pytest.raises(CodecError):
+            read_changes(missed[:-3])
     if how in ("gap", "malformed", "late-join"):
-        indexer.on_events("w", worker.event(stored=chain[120:150]), 1)
+        indexer.on_changes("w", read_changes(worker.event(stored=chain[120:150])), 1)
     elif how == "lost-last":
         indexer.on_heartbeat(worker.beat(), 1)
         assert indexer.tick(1) == [], "it may be under way"
         indexer.on_heartbeat(worker.beat(), 1 + 2 * AHEAD_GRACE_S)
     else:
-        indexer.on_events("w", missed, 1)
+        indexer.on_changes("w", read_changes(missed), 1)
         worker.digest ^= 12345
         indexer.on_heartbeat(worker.beat(), 1)
     assert indexer.state_of("w") is Follows.BEHIND
@@ -118,7 +120,8 @@ def test_what_was_missed_is_pulled_and_meanwhile_the_rest_is_served(how: str) ->
         assert indexer.find_matches(chain) == {"w": 50}, "what is known is served"
     assert indexer.tick(2) == [PullSnapshot("w", "e1", 1)]
     parts = worker.snapshot()
-    indexer.on_events("w", worker.event(stored=chain[len(worker.held) :]), 2)  # after the snapshot was taken
+    later = worker.event(stored=chain[len(worker.held) :])  # after the snapshot was taken
+    indexer.on_changes("w", read_changes(later), 2)
     for part in reversed(parts):
         indexer.on_snapshot("w", part, 2)
     assert indexer.state_of("w") is Follows.EXACT
@@ -135,10 +138,10 @@ def test_doubled_and_late_events_change_nothing() -> None:
     events = [worker.event(stored=[name(at)]) for at in range(10)]
     removal = worker.event(removed=[name(9)])
     for event in events:
-        indexer.on_events("w", event, 0)
-        indexer.on_events("w", event, 0)
-    indexer.on_events("w", removal, 0)
-    indexer.on_events("w", events[9], 0)
+        indexer.on_changes("w", read_changes(event), 0)
+        indexer.on_changes("w", read_changes(event), 0)
+    indexer.on_changes("w", read_changes(removal), 0)
+    indexer.on_changes("w", read_changes(events[9]), 0)
     indexer.on_heartbeat(worker.beat(), 0)
     assert indexer.state_of("w") is Follows.EXACT
     assert indexer.find_matches([name(at) for at in range(10)]) == {"w": 9}
@@ -148,21 +151,21 @@ def test_a_worker_restarted_in_place_holds_nothing() -> None:
     """And the last events of its former life are nobody's."""
     worker = Publisher("w")
     indexer = follow(worker)
-    indexer.on_events("w", worker.event(stored=[name(1)]), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(1)])), 0)
     indexer.join("w", "e1")
     assert indexer.find_matches([name(1)]) == {"w": 1}
     late = worker.event(stored=[name(2)])
     worker = Publisher("w", "e2")
     indexer.join("w", "e2")
     assert indexer.find_matches([name(1)]) == {}
-    indexer.on_events("w", late, 1)
+    indexer.on_changes("w", read_changes(late), 1)
     assert indexer.unknown_total == 1
-    indexer.on_events("w", worker.event(stored=[name(3)]), 1)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(3)])), 1)
     assert indexer.find_matches([name(3)]) == {"w": 1}
     indexer.leave("w")
     indexer.leave("w")
     assert indexer.find_matches([name(3)]) == {}
-    indexer.on_events("w", worker.event(stored=[name(4)]), 2)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(4)])), 2)
     assert indexer.unknown_total == 2
     indexer.tick(3)
     assert len(indexer.index) == 0
@@ -195,7 +198,7 @@ def test_a_snapshot_that_does_not_come_is_asked_for_again_ever_more_rarely() -> 
     worker = Publisher("w")
     indexer = follow(worker)
     worker.event(stored=[name(1)])
-    indexer.on_events("w", worker.event(stored=[name(2)]), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(2)])), 0)
     asked = [now / 10 for now in range(600) if indexer.tick(now / 10)]
     waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert asked[0] == 0
@@ -271,7 +274,7 @@ def test_a_block_in_two_tiers_is_not_nothing() -> None:
     indexer = KvIndexer(10_000, 8)
     indexer.join("w", "e1")
     for event in told:
-        indexer.on_events("w", event, 0)
+        indexer.on_changes("w", read_changes(event), 0)
     indexer.on_heartbeat(beat_of(log), 0)
     assert indexer.state_of("w") is Follows.EXACT
     other = EventLog("e1")
@@ -302,10 +305,10 @@ def test_a_snapshot_is_taken_over_if_it_is_what_its_digest_says(is_right: bool) 
 def test_snapshots_that_make_no_sense_harm_nobody(how: str) -> None:
     worker = Publisher("w")
     indexer = follow(worker)
-    indexer.on_events("w", worker.event(stored=[name(1)]), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(1)])), 0)
     lost = worker.event(stored=[name(at) for at in range(2, 120)])
     assert lost
-    indexer.on_events("w", worker.event(stored=[name(200)]), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(200)])), 0)
     if how != "unasked":
         assert indexer.tick(0)
     part = worker.snapshot()[0]
@@ -330,9 +333,9 @@ def test_events_kept_for_a_snapshot_are_bounded() -> None:
     indexer = follow(worker)
     worker.event()
     for at in range(KEPT_EVENTS + 100):
-        indexer.on_events("w", worker.event(stored=[name(at)]), 0)
+        indexer.on_changes("w", read_changes(worker.event(stored=[name(at)])), 0)
     pull(indexer, worker, 0)
-    indexer.on_events("w", worker.event(stored=[name(-1 + 2**40)]), 0)
+    indexer.on_changes("w", read_changes(worker.event(stored=[name(-1 + 2**40)])), 0)
     assert indexer.state_of("w") is Follows.EXACT
     assert len(indexer.index) == KEPT_EVENTS + 101
 
@@ -350,9 +353,9 @@ def test_whatever_is_lost_doubled_or_swapped_it_ends_up_right(
     late: list[bytes] = []
 
     def hear(data: bytes) -> None:
-        indexer.on_events("w", data, now)
+        indexer.on_changes("w", read_changes(data), now)
         if chance.random() < doubled:
-            indexer.on_events("w", data, now)
+            indexer.on_changes("w", read_changes(data), now)
 
     for _ in range(80):
         now += 0.05

@@ -136,7 +136,7 @@ def test_a_worker_that_is_not_followed_has_what_vaults_have() -> None:
     indexer.join("w1", "e1")
     chain = [name(at) for at in range(20)]
     event = KvEvents("e1", 1, (TierEvents(Tier.VAULT, False, (BlockRun(b"", tuple(chain[:12])),)),))
-    indexer.on_events("v", codec.encode_events(event), 0.0)
+    indexer.on_changes("v", read_changes(codec.encode_events(event)), 0.0)
     assert indexer.depths(pack(chain), ("w0", "w1")).tolist() == [[0, 0], [0, 0], [12, 12]]
     assert indexer.find_matches(chain) == {"w0": 12}
     assert indexer.find_matches(chain, Tier.HOST) == {}

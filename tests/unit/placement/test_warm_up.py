@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import pack
 from kvfleet.placement.workers.warm_up import KERNELS, SOURCES
@@ -55,10 +56,10 @@ def test_nothing_is_left_to_compile() -> None:
     for seq in range(1, 4):
         hashes = tuple(names[(seq - 1) * 1_000 : seq * 1_000])
         stored = TierEvents(Tier.DEVICE, False, (BlockRun(b"", hashes),))
-        indexer.on_events("v", codec.encode_events(KvEvents("e", seq, (stored,))), 0)
+        indexer.on_changes("v", read_changes(codec.encode_events(KvEvents("e", seq, (stored,)))), 0)
     removed = TierEvents(Tier.DEVICE, True, (BlockRun(b"", hashes),))
-    indexer.on_events("v", codec.encode_events(KvEvents("e", 4, (removed,))), 0)
-    indexer.on_events("w", codec.encode_events(KvEvents("e", 9, ())), 0)
+    indexer.on_changes("v", read_changes(codec.encode_events(KvEvents("e", 4, (removed,)))), 0)
+    indexer.on_changes("w", read_changes(codec.encode_events(KvEvents("e", 9, ()))), 0)
     assert indexer.tick(0)
     indexer.on_snapshot("w", Snapshot("e", 9, Tier.HOST, 0, 1, 0, b"".join(names[-1_000:])), 0)
     assert indexer.find_matches(names) == {"v": 2_000 - 1_024}, "it gave way"
