@@ -15,13 +15,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvfleet.placement.workers.levels import Levels
+from kvfleet.placement.workers.workloads import Levels
 from kvproto.errors import Overloaded
+from kvproto.messages import PlaceRequest, Refused
 
 HALF_BELOW = 10  # so much below 0, a priority has half the limit
 LEAST_RETRY_S = 0.1
 MOST_RETRY_S = 60.0
 MAX_MODELS = 1024  # with somebody outside
+SAME_S = 10.0  # a request that comes back within that is the one that stands outside already
+SAME_WORK_S = 60.0  # and within that it is the same work
+MAX_KNOWN = 8192
 
 
 def limit_of(max_wait_s: float, priority: int) -> float:
@@ -51,3 +55,30 @@ class TurnedAway:
             f"it would wait for about {wait_s:.1f} s, and may for {limit_s:.1f} s",
             retry_after_s=round(retry_after_s, 3),
         )
+
+
+class RecentRefusals:
+    """Requests that were refused, counted once each however often they come back. Who comes back under another id is
+    taken for somebody else. Owned by the decider."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()  # when counted, as work
+        self._new: dict[str, Refused] = {}
+
+    def note(self, tenant: str, ask: PlaceRequest, tokens: int, now: float) -> None:
+        key = tenant, ask.request
+        counted, worked = self._known.pop(key, (float("-inf"), float("-inf")))
+        again, same_work = now - counted <= SAME_S, now - worked <= SAME_WORK_S
+        self._known[key] = counted if again else now, worked if same_work else now
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        before = self._new.get(ask.model, Refused(ask.model, 0, 0))
+        # Told again it is still asked for, and no more of it.
+        self._new[ask.model] = Refused(
+            ask.model, before.requests + (not again), before.tokens + (0 if same_work else max(tokens, 1))
+        )
+
+    def take(self) -> tuple[Refused, ...]:
+        """Since this was last called, by model."""
+        taken, self._new = tuple(self._new.values()), {}
+        return taken

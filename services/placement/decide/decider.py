@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfleet.placement.decide.admission import TurnedAway, limit_of
-from kvfleet.placement.decide.recent_refusals import RecentRefusals
+from kvfleet.placement.decide.admission import RecentRefusals, TurnedAway, limit_of
 from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.index.prefix_index import Depths, Hashes
 from kvfleet.placement.policies import DIRECT, Choice, Policy, Question
@@ -20,8 +19,18 @@ from kvfleet.placement.record.ledger import LedgerEntry, consider
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, WORD_S
 from kvfleet.placement.workers.fleet import Ready, Space, Worker
 from kvfleet.placement.workers.heat import Heat, SharedPrefix
-from kvfleet.placement.workers.match_kernel import fill
-from kvfleet.placement.workers.price_kernel import DEVICE, FETCH, HOST, PEER, PREFILL, QUEUE, RESTORED, SLOT, VAULT
+from kvfleet.placement.workers.price_kernel import (
+    DEVICE,
+    FETCH,
+    HOST,
+    PEER,
+    PREFILL,
+    QUEUE,
+    RESTORED,
+    SLOT,
+    VAULT,
+    fill,
+)
 from kvfleet.placement.workers.prompts import NO_HASHES, PromptHasher
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats
 from kvproto.affinity import ring_key

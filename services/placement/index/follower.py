@@ -56,7 +56,6 @@ class Follower:
         self.state = Follows.NEW
         self.holder = index.add_holder(pooled=pooled)
         self.seq = 0  # of the last event applied
-        self.pulls_total = 0
         self._index = index
         self._digest = 0
         self._tier_digest: int | None = 0  # None: never told, as older workers know no such
@@ -108,7 +107,6 @@ class Follower:
         """The snapshot is being asked for. Raises OverflowError if there is no room for it."""
         self._pull = _Pull(self._index.add_holder(pooled=self.pooled), number, now)
         self._pulls += 1
-        self.pulls_total += 1
         self.state = Follows.PULLING
 
     def on_snapshot(self, part: Snapshot, now: float, number: int | None = None) -> None:

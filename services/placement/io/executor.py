@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from kvfleet.placement.actions import (
@@ -28,13 +29,15 @@ from kvfleet.placement.actions import (
 )
 from kvfleet.placement.events import Event, PingUnanswered, WorkerAnswered
 from kvfleet.placement.index.kv_indexer import PullSnapshot
-from kvfleet.placement.io.pinger import Pinger, PingVerdict
 from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
+from kvproto.fleet_view import RECONNECT_GRACE_S, FleetView
 from kvproto.messages import (
+    AdminCommand,
+    AdminRequest,
     Booked,
     BookedBatch,
     CancelRequest,
@@ -56,6 +59,7 @@ from kvproto.trace_context import headers_of
 log = logging.getLogger(__name__)
 
 MAX_SHARED = 4096
+PING_S = 0.05
 SHARE_S = 0.002  # bookings of so long go to the other replicas in one message
 SHARED_AT_ONCE = 64  # but not more: with the hashes of their blocks these take half a megabyte at most
 WATCHES_PER_MESSAGE = 512  # with ids of the longest kind 0.6 MB
@@ -272,3 +276,54 @@ def _encode_failed(failed: Failed, encoding: Encoding) -> bytes:
     if encoding is Encoding.FRAMES:
         return codec.encode_frames([failed])
     return codec.encode_plain_frame(failed, as_json=encoding is Encoding.JSON)
+
+
+class PingVerdict(Enum):
+    NO_DOUBT_OF_LIFE = "answered, or nobody can tell"
+    NOBODY_LISTENS = "nobody listens there"
+    SILENCE = "no answer"
+
+
+class Pinger:
+    """Pings go to the worker's admin subject, which its event loop answers however busy its engine is."""
+
+    def __init__(self, connection: Connection, subjects: Subjects, view: FleetView) -> None:
+        self._connection = connection
+        self._subjects = subjects
+        self._view = view
+        self._asking: set[str] = set()
+
+    async def ask(self, worker: str) -> PingVerdict:
+        """Takes at most 50 ms.
+
+        Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
+        record changed meanwhile (it registered again), or while the same question is being asked already.
+        """
+        known = self._view.workers.get(worker)
+        if known is None or worker in self._asking:
+            return PingVerdict.NO_DOUBT_OF_LIFE
+        revision = known.revision
+        self._asking.add(worker)
+        try:
+            verdict = await self._ping(worker)
+        finally:
+            self._asking.discard(worker)
+        if known.revision != revision or not self._is_steady():
+            return PingVerdict.NO_DOUBT_OF_LIFE
+        return verdict
+
+    async def _ping(self, worker: str) -> PingVerdict:
+        question = codec.encode(AdminRequest(AdminCommand.STATS))
+        try:
+            await self._connection.request(self._subjects.worker_admin(worker), question, PING_S)
+        except WorkerLost:
+            return PingVerdict.NOBODY_LISTENS
+        except TimeoutError:
+            return PingVerdict.SILENCE
+        except KvfleetError:
+            pass  # our own connection's trouble
+        return PingVerdict.NO_DOUBT_OF_LIFE
+
+    def _is_steady(self) -> bool:
+        connection = self._connection
+        return connection.is_settled(RECONNECT_GRACE_S) and not connection.is_silent

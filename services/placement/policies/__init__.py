@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from kvfleet.placement.policies.base import Choice, Policy, Question
 from kvfleet.placement.policies.cost import Cost
-from kvfleet.placement.policies.ring import BoundedRing, Ring
-from kvfleet.placement.policies.simple import Direct, KvLoad, RandomChoice, RoundRobin
+from kvfleet.placement.policies.simple import BoundedRing, Direct, KvLoad, RandomChoice, Ring, RoundRobin
 
 DEFAULT_POLICY = Cost.name
 DIRECT = Direct.name

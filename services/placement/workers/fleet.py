@@ -7,20 +7,48 @@ Client watching the same fleet.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvfleet.placement.workers.milestones import SeenMilestones
 from kvfleet.placement.workers.prompts import AddressSpace, address_space
 from kvfleet.placement.workers.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
-from kvproto.messages import Heartbeat, Load, Rates, State, WorkerRecord
+from kvproto.messages import Heartbeat, Load, Milestone, Milestones, Rates, State, WorkerRecord
 
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed
 PING_AGAIN_S = 0.5
+GAPS_KEPT = 64  # the newest ones: a gap is made by an outage
+
+
+class SeenMilestones:
+    """Which of one life's milestones were heard: after an outage a worker says the last ones again."""
+
+    __slots__ = ("_gaps", "_next")
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._gaps: list[tuple[int, int]] = []  # [begin, end) of what was not heard, below `_next`
+
+    def new_of(self, said: Milestones) -> Milestones:
+        """Those that were not heard before; all of a worker that does not number them."""
+        first = said.first
+        if first is None:
+            return said
+        end, gaps = first + len(said.items), []
+        fresh: list[Milestone] = []
+        for a, b in (*self._gaps, (self._next, max(end, self._next))):
+            low, high = max(a, first), min(b, end)
+            if low >= high:
+                gaps.append((a, b))
+                continue
+            fresh += said.items[low - first : high - first]
+            gaps += [(a, low), (high, b)]
+        self._next = max(self._next, end)
+        self._gaps = [(a, b) for a, b in gaps if a < b][-GAPS_KEPT:]
+        return replace(said, items=tuple(fresh))
 
 
 @dataclass(slots=True)

@@ -15,10 +15,10 @@ from numba.core.dispatcher import Dispatcher
 
 from kvfleet.placement.index import entry_kernels, find_kernel, hash_kernel, reading, sole_kernel
 from kvfleet.placement.index.changes import read_changes
-from kvfleet.placement.index.hashing import chain
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
-from kvfleet.placement.workers import count_kernel, heat, match_kernel, price_kernel
+from kvfleet.placement.workers import count_kernel, heat, price_kernel
 from kvfleet.placement.workers.inflight_blocks import BlockCounts
+from kvfleet.placement.workers.prompts import chain
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Workloads
 from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
@@ -30,7 +30,6 @@ MODULES = (
     sole_kernel,
     reading,
     hash_kernel,
-    match_kernel,
     price_kernel,
     heat,
     count_kernel,
@@ -78,7 +77,7 @@ def _call_all() -> None:
     idle = workloads.view(np.array([workloads.add(0.0, 1, 0.0)]), 0.0)
     matched = np.zeros((len(PRICED_TIERS), 1))
     groups = np.zeros(1, dtype=np.int64)
-    match_kernel.fill(np.zeros((3, 1), dtype=np.int32), groups, np.ones(1), 0, 16.0, 0.0, matched, matched.copy())
+    price_kernel.fill(np.zeros((3, 1), dtype=np.int32), groups, np.ones(1), 0, 16.0, 0.0, matched, matched.copy())
     assert idle.waits().tolist() == [0.0]
     priced = idle.price(matched, 1, heat=0.0, others=0.0, busy=0.0)
     assert price_kernel.cheapest(priced, matched[-1], 1, False, 0.0, 0.0, np.empty(1, dtype=np.int64)) == (0, 1)

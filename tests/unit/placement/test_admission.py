@@ -14,8 +14,7 @@ from placement_rig import RATE, Rig
 from kvfleet.placement.actions import Answer, Fail
 from kvfleet.placement.decide.admission import MOST_RETRY_S, TurnedAway, limit_of
 from kvfleet.placement.events import PlaceAsked, WorkerAnswered
-from kvfleet.placement.workers.levels import Levels
-from kvfleet.placement.workers.workloads import Workloads
+from kvfleet.placement.workers.workloads import Levels, Workloads
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State
 
 PRIORITIES = st.integers(-100, 100)

@@ -10,7 +10,7 @@ from placement_rig import Rig, tokens
 
 from kvfleet.placement.actions import Fail, ShareBookings
 from kvfleet.placement.advice.autoscale import Rules
-from kvfleet.placement.advice.autoscale_demand import HeardDemand
+from kvfleet.placement.advice.autoscaler import HeardDemand
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import PlaceAsked, Tick, WorkerJoined

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.placement.index.hashing import LARGEST_BLOCK, chain
+from kvfleet.placement.workers.prompts import LARGEST_BLOCK, chain
 from kvproto import block_hash
 from kvproto.block_hash import ForkedRoot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.placement.workers.milestones import GAPS_KEPT, SeenMilestones
+from kvfleet.placement.workers.fleet import GAPS_KEPT, SeenMilestones
 from kvproto.messages import Milestone, Milestones, Passed
 
 
