@@ -20,12 +20,11 @@ from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, Sequ
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.model.loader import Dtype, LoadFormat
 from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
-from kvfleet.worker.tiers.codecs.block_codec import warm_up
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec

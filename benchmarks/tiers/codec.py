@@ -28,8 +28,7 @@ from benchmarks.harness.yardstick_machine import measure_machine
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.schedule.step_plan import Slice
-from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB, choose, decode, encode, warm_up
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+from kvfleet.worker.tiers.block_codec import SNR_GATE_DB, BlockShape, choose, decode, encode, encoded_bytes, warm_up
 from kvproto.dataplane.block import BlockCodec
 
 NAME, UNIT = "codec", "GB/s of unquantised bytes"

@@ -24,8 +24,7 @@ from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice
-from kvfleet.worker.tiers.codecs.block_codec import SNR_GATE_DB, decode, encode, warm_up
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+from kvfleet.worker.tiers.block_codec import SNR_GATE_DB, BlockShape, decode, encode, encoded_bytes, warm_up
 from kvproto.dataplane.block import BlockCodec
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"

@@ -21,18 +21,16 @@ from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
-from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import IdDetokenizer
-from kvfleet.worker.tiers import restore_offers
-from kvfleet.worker.tiers.codecs.block_codec import warm_up
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.tiers import break_even
+from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.lending import EngineLender
-from kvfleet.worker.tiers.peer_store import PeerStore
+from kvfleet.worker.tiers.lending import PeerStore
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec
@@ -136,9 +134,7 @@ def make_tiered(
     backend: AttentionBackend, ring: KeyRing, tmp_path: Path, closing: list[Close], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TieredRig]:
     warm_up()
-    monkeypatch.setattr(
-        restore_offers, "ANSWER_LIMIT_S", LIMIT_S
-    )  # a busy machine may take longer than waiting is worth
+    monkeypatch.setattr(break_even, "ANSWER_LIMIT_S", LIMIT_S)  # a busy machine may take longer than waiting is worth
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
 
@@ -218,8 +214,8 @@ def test_a_peer_lends_what_it_computed(
     slow_to_compute(other)
     owner.turn("first", HISTORY)
     owner.settle()
-    lender = EngineLender(owner.tiers, lambda work: work(owner.engine))  # its engine is at rest
-    address = serve(PeerStore(lender, owner.runner.memory.kv_format), "w-owner", ring, tmp_path / "run", closing)
+    store = PeerStore(owner.tiers, lambda work: work(owner.engine))  # its engine is at rest
+    address = serve(store, "w-owner", ring, tmp_path / "run", closing)
     other.remote.set_peers([address])
     other.peer = "w-owner"
     other.until_known(Tier.PEER)

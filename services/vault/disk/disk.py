@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfleet.vault.disk.record_file import opened, overwrite, read, write
 from kvfleet.vault.disk.segments import (
     MAGIC,
     PREFIX_BYTES,
@@ -28,10 +27,14 @@ from kvfleet.vault.disk.segments import (
     RecordPrefix,
     name_of,
     number_of,
+    opened,
+    overwrite,
     parents_first,
+    read,
     read_header,
     read_prefix,
     record_start,
+    write,
 )
 from kvproto.dataplane.block import BlockHeader
 

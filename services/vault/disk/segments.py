@@ -1,4 +1,4 @@
-"""How blocks lie in a segment file of a vault's disk tier. Pure.
+"""How blocks lie in a segment file of a vault's disk tier, and records read and written whole. Holds no state.
 
     segment := MAGIC record*                  record := prefix header payload
     prefix  := tag kind header_length payload_length header_crc prefix_crc          24 bytes, little-endian
@@ -9,15 +9,19 @@ and is verified when the block is read.
 
 A record is written once; only its kind is changed afterwards, where it lies: BLOCK -> ERASING -> ERASED. ERASING says
 that header and payload are about to be overwritten with zeros, so that an erasure which is cut short is finished later.
+What touches a file raises OSError.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 import msgpack
@@ -33,6 +37,8 @@ _CRC = struct.Struct("<I")
 _TAG = b"kvbl"
 PREFIX_BYTES = _FIELDS.size + _CRC.size
 _NAME = re.compile(r"segment-(\d{10})\Z")
+
+_ZEROS = memoryview(bytes(1024 * 1024))
 
 
 class Kind(IntEnum):
@@ -112,3 +118,48 @@ def parents_first(headers: Iterable[BlockHeader]) -> list[BlockHeader]:
             current = waiting.get(current.parent)
         ordered += reversed(chain)
     return ordered
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def write(file: int, offset: int, *parts: bytes | memoryview) -> None:
+    """All of it: a full disk first cuts a call short, and says what is wrong at the next one."""
+    left = [memoryview(part) for part in parts if len(part)]
+    while left:
+        written = os.pwritev(file, left, offset)
+        offset += written
+        left = _after(left, written)
+
+
+def read(file: int, offset: int, *parts: memoryview) -> int:
+    """As much as there is; how much that was."""
+    left = [part for part in parts if len(part)]
+    total = 0
+    while left and (count := os.preadv(file, left, offset + total)):
+        total += count
+        left = _after(left, count)
+    return total
+
+
+def overwrite(file: int, offset: int, prefix: RecordPrefix) -> None:
+    """The record's header and payload with zeros; then its prefix says so."""
+    at, end = offset + PREFIX_BYTES, offset + prefix.record_bytes
+    while at < end:
+        count = min(end - at, len(_ZEROS))
+        write(file, at, _ZEROS[:count])
+        at += count
+    write(file, offset, prefix._replace(kind=Kind.ERASED).packed())
+
+
+def _after(parts: list[memoryview], done: int) -> list[memoryview]:
+    while parts and done >= len(parts[0]):
+        done -= len(parts[0])
+        parts = parts[1:]
+    return [parts[0][done:], *parts[1:]] if parts else []

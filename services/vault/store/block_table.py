@@ -9,16 +9,88 @@ as it is in memory or on disk).
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfleet.vault.store.changes import StoredChange
-from kvfleet.vault.store.counters import StoreCounters
-from kvfleet.vault.store.eviction_order import EvictionOrder
 from kvfleet.vault.store.memory import Raw, VaultMemory, class_of
 from kvproto.dataplane.block import BlockHeader
 
+REFUSALS = (
+    "not_genuine",  # the hash is not that of these tokens
+    "malformed",  # sizes that cannot be
+    "too_large",  # for the whole memory
+    "no_room",  # all is being sent or received
+    "held",  # already here, no worse
+    "erased",  # while its bytes arrived
+)
+MISSES = (
+    "absent",
+    "wrong_root",  # here, but another root's
+    "lossy",  # here, but an exact one was asked for
+    "no_room",  # on disk, and no memory to read it to
+    "unreadable",  # on disk, and damaged there or gone just now
+)
+
 ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
+
+SLACK = 64
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Written under the store's lock, read by those who show them."""
+
+    stored_total: int = 0
+    stored_bytes_total: int = 0
+    replaced_total: int = 0  # lossy blocks by exact ones
+    abandoned_total: int = 0  # reserved, and their bytes did not come or were wrong
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
+    hits_total: int = 0
+    hit_bytes_total: int = 0
+    disk_hits_total: int = 0  # of the hits
+    misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSES, 0))
+    damaged_total: int = 0  # blocks whose bytes memory did not keep
+    erased_total: int = 0
+    evictions_total: int = 0  # from memory
+    dropped_total: int = 0  # of them, those that should have been on disk and were not
+    spilled_total: int = 0  # written to disk
+    disk_evictions_total: int = 0
+
+
+class EvictionOrder:
+    """Least recently used first, of blocks that nothing in memory continues: a chain goes from its end, as a block
+    whose parent is missing is no use to anybody. What is no longer true of a block is found out as it comes up.
+
+    `tick_of(hash)` is when a block was last used, if it may go now, else None. A block is offered whenever it may go
+    and could not before, or was used; ticks are never used twice.
+    """
+
+    def __init__(self, tick_of: Callable[[bytes], int | None]) -> None:
+        self._tick_of = tick_of
+        self._heap: list[tuple[int, bytes]] = []
+        self._tidy_at = SLACK
+
+    def offer(self, block_hash: bytes, tick: int) -> None:
+        heapq.heappush(self._heap, (tick, block_hash))
+        if len(self._heap) > self._tidy_at:
+            self._heap = [entry for entry in set(self._heap) if self._tick_of(entry[1]) == entry[0]]
+            heapq.heapify(self._heap)
+            self._tidy_at = 2 * len(self._heap) + SLACK
+
+    def pop(self) -> bytes | None:
+        """The next to go, which is no longer in the order; None if none may."""
+        while self._heap:
+            tick, block_hash = heapq.heappop(self._heap)
+            if self._tick_of(block_hash) == tick:
+                return block_hash
+        return None
+
+    def offered(self) -> set[bytes]:
+        """All that may go, for `check_integrity`."""
+        return {block_hash for tick, block_hash in self._heap if self._tick_of(block_hash) == tick}
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +129,8 @@ class BlockTable:
         self.locked_bytes = 0  # that no eviction can free: pinned or arriving
         self._counters = counters
         self._has_disk = has_disk
-        self._continued: dict[bytes, int] = {}  # hash -> blocks held anywhere that continue it
-        self._continued_here: dict[bytes, int] = {}  # hash -> blocks in memory, or arriving there, that do
+        self._continued: Counter[bytes] = Counter()  # hash -> blocks held anywhere that continue it
+        self._continued_here: Counter[bytes] = Counter()  # hash -> blocks in memory, or arriving there, that do
         self._arriving: dict[int, BlockEntry] = {}  # by id of the buffer
         self._pinned: set[BlockEntry] = set()
         self._order = EvictionOrder(self._tick_if_evictable)
@@ -195,7 +267,7 @@ class BlockTable:
 
     def _appeared(self, header: BlockHeader) -> None:
         self.held_blocks += 1
-        self._continued[header.parent] = self._continued.get(header.parent, 0) + 1
+        self._continued[header.parent] += 1
         self._note(StoredChange(False, header.parent, header.hash))
 
     def _disappeared(self, header: BlockHeader) -> None:
@@ -232,7 +304,7 @@ class BlockTable:
                 self.give_back(entry)
 
     def _continue(self, parent: bytes) -> None:
-        self._continued_here[parent] = self._continued_here.get(parent, 0) + 1
+        self._continued_here[parent] += 1
 
     def _no_longer_continue(self, parent: bytes) -> None:
         _count_down(self._continued_here, parent)
@@ -267,22 +339,13 @@ class BlockTable:
         assert self.memory.used_bytes <= self.memory.max_bytes
         held = [self.versions(block_hash)[0] for block_hash in self.held()]
         assert self.held_blocks == len(held)
-        assert self._continued == _parents(held)
-        assert self._continued_here == _parents(entry.header for entry in (*entries, *arriving))
+        assert self._continued == Counter(header.parent for header in held)
+        assert self._continued_here == Counter(entry.header.parent for entry in (*entries, *arriving))
         evictable = {block_hash for block_hash in self.resident if self._tick_if_evictable(block_hash) is not None}
         assert self._order.offered() == evictable
 
 
-def _count_down(counts: dict[bytes, int], key: bytes) -> None:
-    left = counts[key] - 1
-    if left:
-        counts[key] = left
-    else:
+def _count_down(counts: Counter[bytes], key: bytes) -> None:
+    counts[key] -= 1
+    if not counts[key]:
         del counts[key]
-
-
-def _parents(headers: Iterable[BlockHeader]) -> dict[bytes, int]:
-    counts: dict[bytes, int] = {}
-    for header in headers:
-        counts[header.parent] = counts.get(header.parent, 0) + 1
-    return counts

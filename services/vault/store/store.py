@@ -26,9 +26,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvfleet.vault.store.block_table import BlockEntry, BlockTable, bytes_for
+from kvfleet.vault.store.block_table import BlockEntry, BlockTable, StoreCounters, bytes_for
 from kvfleet.vault.store.changes import StoredChange
-from kvfleet.vault.store.counters import StoreCounters
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 
 SPARE_FRACTION = 8  # of the memory, one part in so many is kept free by writing to disk ahead

@@ -17,9 +17,9 @@ from kvfleet.worker.model.kv_size import KvLayout, readable, size_lines
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.detokenizer import TokenizerDetokenizer
-from kvfleet.worker.tiers.base import Remote
-from kvfleet.worker.tiers.codecs import block_codec as codecs
+from kvfleet.worker.tiers import block_codec
 from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Bundle
@@ -33,7 +33,10 @@ TORCH_MODULES = ("kvfleet.worker.model.loader", "kvfleet.worker.model.assembly",
 
 
 def build_engine(
-    settings: WorkerSettings, folder: Path, bundle: Bundle, remote_for: Callable[[BlockMemory], Remote] | None = None
+    settings: WorkerSettings,
+    folder: Path,
+    bundle: Bundle,
+    remote_for: Callable[[BlockMemory], RemoteTiers] | None = None,
 ) -> Engine:
     """Load the model and put an engine around it. Blocks for as long as the loading takes. `remote_for` makes what
     speaks to vaults and peers about such blocks.
@@ -58,7 +61,7 @@ def build_engine(
     )
     remote = None
     if remote_for is not None and runner.window is None:
-        codecs.warm_up()
+        block_codec.warm_up()
         remote = remote_for(runner.memory)
     tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote) if runner.window is None else None
     if tiers is None:

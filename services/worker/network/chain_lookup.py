@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.tiers.base import Remote
-from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
-from kvfleet.worker.tiers.restore_offers import FAR_LOOK_S, HANDED_LOOK_S
+from kvfleet.worker.tiers.break_even import FAR_LOOK_S, HANDED_LOOK_S, LOOK_WORTH_S
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.block_hash import Root, chain
 from kvproto.messages import GenerateRequest
 from kvproto.regions import seal, split
@@ -24,7 +23,7 @@ Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # chains of a request, b
 
 
 class ChainLookup:
-    def __init__(self, remote: Remote | None, engine: EngineThread, block_size: int, fleet_key: bytes) -> None:
+    def __init__(self, remote: RemoteTiers | None, engine: EngineThread, block_size: int, fleet_key: bytes) -> None:
         self._remote = remote
         self._engine = engine
         self._block_size = block_size

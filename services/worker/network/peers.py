@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
-from kvfleet.worker.tiers.source_address import SourceAddress, peers_of
+from kvfleet.worker.tiers.source import SourceAddress, peers_of
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.errors import CodecError, Unavailable

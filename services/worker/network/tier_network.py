@@ -3,7 +3,7 @@
 vaults' records, watched ──every quarter second──▶ RemoteTiers (set_vaults)
 a peer's record, when a request names it ──Peers──▶ RemoteTiers (set_peers)
 kvf_keys ──▶ KeyRing ──▶ RemoteTiers and DataPlaneServer
-peers ──data plane──▶ DataPlaneServer ──▶ PeerStore ──▶ EngineLender ──▶ the engine's thread
+peers ──data plane──▶ DataPlaneServer ──▶ PeerStore ──▶ the engine's thread
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.network.peers import Peers
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape
-from kvfleet.worker.tiers.lending import EngineLender
-from kvfleet.worker.tiers.peer_store import PeerStore
+from kvfleet.worker.tiers.block_codec import BlockShape
+from kvfleet.worker.tiers.lending import PeerStore
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvfleet.worker.tiers.source_address import SourceAddress, vaults_of
+from kvfleet.worker.tiers.source import SourceAddress, vaults_of
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
@@ -88,7 +87,7 @@ class TierNetwork:
     def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
         """Serve peers from now on; returns the addresses for the worker's record. Raises Unavailable."""
         self._server = DataPlaneServer(
-            PeerStore(EngineLender(tiers, thread.post), tiers.memory.kv_format),
+            PeerStore(tiers, thread.post),
             self.ring,
             self._worker,
             tcp=(self._settings.data_plane_host, self._settings.data_plane_port),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.network.peers import Meet
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tiers.base import Remote
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
@@ -34,6 +34,6 @@ class WorkerParts:
     bundle: Bundle
     encode_prompt: Callable[[str], list[int]]
     tracer: Tracer = tracing.NULL
-    remote: Remote | None = None
+    remote: RemoteTiers | None = None
     has_successor: Callable[[], bool | None] = lambda: False
     meet: Meet = lambda worker: None

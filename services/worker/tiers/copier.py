@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvfleet.worker.tiers.speed import CopySpeed
+from kvfleet.worker.tiers.link_speed import CopySpeed
 
 log = logging.getLogger(__name__)
 

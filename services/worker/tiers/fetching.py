@@ -4,7 +4,8 @@
 
 A block that is missing or bad cuts the chain there: what lies behind it is of no use, and no longer asked for. A part
 runs on its source's fetch connection and ends exactly once; the fetch ends with its last part, or as soon as nothing
-can land any more.
+can land any more. Bytes land in device blocks that only the restore holds, and only while its `Landing` is open, so
+the engine can give up at any time and have its blocks back at once.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvfleet.worker.tiers.base import BlockName, Landing
-from kvfleet.worker.tiers.block_check import FOREIGN, fault_of
-from kvfleet.worker.tiers.codecs.block_codec import decode
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.blocks.chain_location import BlockName
+from kvfleet.worker.tiers.block_codec import BlockShape, decode, encoded_bytes
 from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
+from kvfleet.worker.tiers.looking import asking
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import Source
-from kvfleet.worker.tiers.source_question import asking
 from kvfleet.worker.tiers.vault_ring import RingShare
-from kvproto.dataplane.block import BlockHeader
+from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.errors import CodecError
@@ -32,13 +31,67 @@ from kvproto.messages import Tier
 from kvservice import tracing
 from kvservice.tracing import Tracer
 
+FOREIGN = "foreign"  # of a pool of another layout or dtype: workers of one model may differ in that
+
 WATCH_S = 0.02  # how soon a closed landing is noticed while nothing arrives
 GRACE_S = 0.3  # for a part nobody wants any more to end in good order, keeping its connection
 SLACK_S = 2.0
-TIMEOUT_FACTOR = (
-    4.0  # times what was predicted, and the slack: then a part has failed, also for those that still wait for it
-)
+TIMEOUT_FACTOR = 4.0  # times what was predicted, and the slack: then a part has failed, for those that wait too
 LONGEST_S = 60.0
+
+
+def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: BlockShape, *, exact: bool) -> str:
+    """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
+
+    The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine. A name without
+    ids is of a block whose tokens are not known here: then the header has to prove them.
+    """
+    if (header.root, header.hash, header.parent) != (name.root, name.hash, name.parent):
+        return "other"
+    if header.ids != name.ids and (name.ids or not header.is_genuine()):
+        return "other"
+    if header.format != kv_format:
+        return FOREIGN
+    if header.raw_bytes != shape.raw_bytes:
+        return "format"
+    quantised = header.codec is not BlockCodec.RAW
+    if quantised and (shape.dtype == "int8" or not header.lossy):
+        return "format"
+    if header.length != encoded_bytes(header.codec, shape):
+        return "format"
+    return "lossy" if exact and header.lossy else ""
+
+
+@dataclass(slots=True)
+class Landing:
+    """One fetch's meeting point of engine and transfer threads.
+
+    `headers[i]` is set when block i has landed. A landing that is closed takes nothing any more. `ended` is set once
+    the fetch will bring no more, closed or not; `failure` is its reason where it brought less than asked for.
+    """
+
+    headers: list[BlockHeader | None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+    ended: bool = False
+    failure: str = ""  # timeout, gone, checksum, format, missing, ... : a metric's label
+    sources: dict[int, str] = field(default_factory=dict)  # ids of the vaults or peers that blocks came from
+    traceparent: str = ""  # of a traced request
+
+    def land(self, at: int, header: BlockHeader, write: Callable[[], None]) -> bool:
+        """Called by a transfer thread: `write` the block to its place, unless nobody wants it any more."""
+        with self.lock:
+            if self.closed:
+                return False
+            write()
+            self.headers[at] = header
+            return True
+
+    def close(self) -> int:
+        """Called by the engine: how many blocks have landed without a gap; from now on nothing lands."""
+        with self.lock:
+            self.closed = True
+        return next((at for at, header in enumerate(self.headers) if header is None), len(self.headers))
 
 
 @dataclass(frozen=True, slots=True)

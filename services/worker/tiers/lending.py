@@ -1,144 +1,159 @@
-"""Lends blocks of device and host to peers, for as long as they are being sent.
+"""What this worker serves to its peers: blocks of its device and host, lent for as long as they are sent.
 
-`EngineLender` is called on connections' threads: the engine's thread looks blocks up and holds them, a connection waits
-for it a short time at most, and what is held too late is let go at once. A block is lent under the root of its chain
-alone.
+Called on the connections' threads of the worker's own listener: the engine's thread looks blocks up and holds them
+where they are, and a connection waits for it a short time at most. So there are only so many leases at a time. A block
+is lent under the root of its chain alone. Nothing is taken from peers.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvfleet.worker.blocks.block_pool import BlockPool
-from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.peer_store import LentBlock
+from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import pack_ids
+from kvproto.dataplane.block import BlockCodec, BlockHeader
+from kvproto.dataplane.serving import BlockStore
 
-T = TypeVar("T")
+LEASES = 4  # each of a listener's batch at most
+LEASE_TIMEOUT_S = 0.5  # of a peer's connection for a lease to become free; then it is told that nothing is there
+ANSWER_TIMEOUT_S = 0.25  # of a connection for the engine's thread; likewise
 
-ANSWER_TIMEOUT_S = 0.25
 Post = Callable[[Callable[[object], None]], None]  # work for the engine's thread, from any thread
+Chains = list[tuple[BlockPool, list[int]]]
 
 
 class Found(NamedTuple):
-    name: BlockName
+    """A block that is here; `read` has its raw bytes, on any thread while it is held."""
+
+    content: Content
     read: Callable[[], memoryview]
-    lossy: bool
 
 
-class EngineLent:
-    """See `peer_store.Lent`: what is held for one request."""
+@dataclass(frozen=True, slots=True)
+class BlockLease:
+    """What one request gets, in the order asked for; None: not there. The bytes stay as they are until `release`, which
+    is called once, on any thread."""
 
-    def __init__(
-        self,
-        found: Sequence[Found | None],
-        held: dict[int, tuple[BlockPool, list[int]]],
-        tiers: Tiers,
-        post: Post,
-    ) -> None:
-        self.blocks: list[LentBlock | None] = [None] * len(found)
-        self._found = found
-        self._held = held
-        self._tiers = tiers
-        self._post = post
-
-    def read(self) -> None:
-        """Have the bytes, on the connection's thread: a GPU's blocks are copied."""
-        self.blocks = [one and LentBlock(one.name, one.read(), one.lossy) for one in self._found]
-
-    def release(self) -> None:
-        if self._held:
-            self._post(lambda _: self.let_go())
-
-    def let_go(self) -> None:
-        """On the engine's thread."""
-        for pool, chain in self._held.values():
-            pool.release(chain)
-        self._held = {}
-        self._tiers.lent.pop(id(self), None)
+    blocks: Sequence[tuple[BlockHeader, memoryview] | None]
+    release: Callable[[], None]
 
 
-class EngineLender:
-    """See `peer_store.Lender`."""
+class PeerStore(BlockStore):
+    """What the worker's DataPlaneServer serves."""
 
     def __init__(self, tiers: Tiers, post: Post) -> None:
         self._tiers = tiers
         self._post = post
+        self._free = threading.BoundedSemaphore(LEASES)
 
-    def lend(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> EngineLent:
-        nothing = EngineLent([None] * len(hashes), {}, self._tiers, self._post)
-        lent = self._ask(lambda: self._hold(root, hashes, exact), nothing, EngineLent.let_go)
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> BlockLease:
+        if not self._free.acquire(timeout=LEASE_TIMEOUT_S):
+            return BlockLease([None] * len(hashes), lambda: None)
+        chains: Chains = []
+
+        def release() -> None:
+            try:
+                if chains:
+                    self._post(lambda _: self._let_go(chains))
+            finally:
+                self._free.release()
+
         try:
-            lent.read()
+            found, chains = self._ask(lambda: self._hold(root, hashes, exact))
+            return BlockLease([self._sealed(one, found[one]) if one in found else None for one in hashes], release)
         except BaseException:
-            lent.release()
+            release()
             raise
-        return lent
 
-    def holds(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
-        def look() -> list[bool]:
-            found = self._find(root, hashes, exact)[0]
-            return [block_hash in found for block_hash in hashes]
+    def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
+        found, _ = self._ask(lambda: self._find(root, hashes, exact))
+        return [one in found for one in hashes]
 
-        return self._ask(look, [False] * len(hashes), lambda _: None)
+    def _sealed(self, block_hash: bytes, found: Found) -> tuple[BlockHeader, memoryview]:
+        content, payload = found.content, found.read().cast("B")
+        header = BlockHeader(
+            content.root,
+            block_hash,
+            content.parent,
+            pack_ids(content.ids),
+            self._tiers.memory.kv_format,
+            BlockCodec.RAW,
+            len(payload),
+            len(payload),
+            content.lossy,
+        )
+        return header.sealed(payload), payload
 
-    def _find(
-        self, root: bytes, hashes: Sequence[bytes], exact: bool
-    ) -> tuple[dict[bytes, Found], list[tuple[BlockPool, list[int]]]]:
+    def _ask(self, question: Callable[[], tuple[dict[bytes, Found], Chains]]) -> tuple[dict[bytes, Found], Chains]:
+        """The answer of the engine's thread; nothing, and nothing held, if that has not begun with it in time."""
+        answer: Future[tuple[dict[bytes, Found], Chains]] = Future()
+
+        def work(_: object) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+                raise
+
+        self._post(work)
+        try:
+            return answer.result(ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            return ({}, []) if answer.cancel() else answer.result()
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _find(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> tuple[dict[bytes, Found], Chains]:
         """Where each block is, and the chains that hold them. Deepest first: the holder of a chain's last block holds
         all of it."""
         found: dict[bytes, Found] = {}
-        chains: list[tuple[BlockPool, list[int]]] = []
+        chains: Chains = []
         for pool, read in self._tiers.readable():
             covered: set[int] = set()
             for block_hash in reversed(hashes):
                 block = None if block_hash in found else pool.find(block_hash)
-                if block is None:
-                    continue
-                content = pool.content(block)
-                if content.root != root:
+                if block is None or (content := pool.content(block)).root != root:
                     continue
                 if block not in covered:
                     chain = pool.ancestry(block_hash)
                     chains.append((pool, chain))
                     covered.update(chain)
                 if not (exact and content.lossy):
-                    name = BlockName(root, block_hash, content.parent, pack_ids(content.ids))
-                    found[block_hash] = Found(name, partial(read, block), content.lossy)
+                    found[block_hash] = Found(content, partial(read, block))
         return found, chains
 
-    def _hold(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> EngineLent:
+    def _hold(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> tuple[dict[bytes, Found], Chains]:
         found, chains = self._find(root, hashes, exact)
         for pool, chain in chains:
             pool.acquire(chain)
-        lent = EngineLent([found.get(one) for one in hashes], dict(enumerate(chains)), self._tiers, self._post)
-        self._tiers.lent[id(lent)] = chains
-        return lent
+        if chains:
+            self._tiers.lent[id(chains)] = chains
+        return found, chains
 
-    def _ask(self, question: Callable[[], T], default: T, undo: Callable[[T], None]) -> T:
-        """The engine's answer, or the default if it comes too late."""
-        answered = threading.Event()
-        lock = threading.Lock()
-        answers: list[T] = []
-        late = False
+    def _let_go(self, chains: Chains) -> None:
+        for pool, chain in chains:
+            pool.release(chain)
+        del self._tiers.lent[id(chains)]
 
-        def answer(_: object) -> None:
-            if late:
-                return
-            result = question()
-            with lock:
-                if not late:
-                    answers.append(result)
-                    answered.set()
-                    return
-            undo(result)
+    # ------------------------------------------------------------------ what a peer cannot do
 
-        self._post(answer)
-        answered.wait(ANSWER_TIMEOUT_S)
-        with lock:
-            late = not answers
-        return answers[0] if answers else default
+    def reserve(self, header: BlockHeader) -> memoryview | None:
+        return None
+
+    def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
+        return False
+
+    def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
+        pass
+
+    def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
+        return 0

@@ -10,8 +10,10 @@ the next one would be given up too, and the first probe after it likewise.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from kvfleet.worker.tiers.base import LinkSpeed
+WEIGHT = 0.3  # of the newest measurement
+LEAST_BYTES = 64 * 1024  # fewer say more about latency than about speed
 
 KEPT = 0.8  # of each measurement's weight when the next one comes
 SHRINK_WEIGHT = 0.3  # of the newest fetch
@@ -25,6 +27,35 @@ TELLING = 1e-3  # spread of sizes, relative, below which they do not tell latenc
 COMPARED_BYTES = 16 * 1024 * 1024
 TOLERATED = 4.0  # times slower than the fastest, and
 TOLERATED_S = 0.05  # so much, for what is compared: among fast ones the ratio is noise
+
+
+class LinkSpeed(NamedTuple):
+    """A fetch of n bytes takes about `latency_s + n / bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+class CopySpeed:
+    """Copies in memory: no latency to speak of. 0 until measured."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+
+    def start(self, count: int, seconds: float) -> None:
+        """The first measurement, whatever its size."""
+        if count and seconds > 0:
+            self.bytes_per_s = count / seconds
+
+    def observe(self, count: int, seconds: float) -> None:
+        if count < LEAST_BYTES or seconds <= 0:
+            return
+        rate = count / seconds
+        before = self.bytes_per_s or rate
+        self.bytes_per_s = 1 / ((1 - WEIGHT) / before + WEIGHT / rate)  # means of seconds per byte: a slow one counts
+
+    def seconds(self, count: int) -> float:
+        return count / self.bytes_per_s if self.bytes_per_s else 0.0
 
 
 class LinkSpeedMeter:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.blocks.chain_location import BlockName
 
 BATCH_BLOCKS = 64
 BATCH_BYTES = 16 * 1024 * 1024

@@ -21,9 +21,9 @@ from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.blocks.content_index import depth_of
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import Root, own_root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
@@ -89,7 +89,7 @@ class Offloader:
         memory: BlockMemory,
         host: HostTier,
         copier: Copier,
-        remote: Remote | None,
+        remote: RemoteTiers | None,
         reuse: ReuseWatch,
         wake: Callable[[], None],
     ) -> None:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
-from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.break_even import SURE
 from kvfleet.worker.tiers.copier import Copier
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.offloader import Chain, Offloader
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.messages import Tier
 
 PERIOD_S = 1.0
@@ -62,7 +62,9 @@ def choose(
 class Protector:
     """One chain at a time: the next one is chosen when vaults have said what they take of the last."""
 
-    def __init__(self, pool: BlockPool, host: HostTier, offloader: Offloader, copier: Copier, remote: Remote) -> None:
+    def __init__(
+        self, pool: BlockPool, host: HostTier, offloader: Offloader, copier: Copier, remote: RemoteTiers
+    ) -> None:
         self.protected_total = 0  # blocks that vaults were given
         self._pool = pool
         self._host = host

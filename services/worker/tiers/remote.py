@@ -1,4 +1,4 @@
-"""Vaults and peers as the engine sees them: the `Remote` of a worker. Thread-safe; waits for nothing but in `close`.
+"""Vaults and peers as the engine sees them. Thread-safe; waits for nothing but in `close`.
 
     members view ──▶ set_vaults, set_peers      (the worker's loop)
     engine ──▶ look, fetch, offload, erase, speed, distrust, loads
@@ -18,18 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvfleet.worker.tiers.base import BlockName, Finding, Landing, LinkSpeed, Remote
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.blocks.chain_location import BlockName, Finding
+from kvfleet.worker.tiers.block_codec import BlockShape
 from kvfleet.worker.tiers.connection_thread import Connect
 from kvfleet.worker.tiers.deadlines import Deadlines
-from kvfleet.worker.tiers.fetching import Fetch, Intake
-from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, is_laggard, slowest
-from kvfleet.worker.tiers.looking import Look
+from kvfleet.worker.tiers.fetching import Fetch, Intake, Landing
+from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggard, slowest
+from kvfleet.worker.tiers.looking import Look, SourceQuestion
 from kvfleet.worker.tiers.quarantine import Quarantine
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
-from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source
-from kvfleet.worker.tiers.source_address import SourceAddress
-from kvfleet.worker.tiers.source_question import SourceQuestion
+from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source, SourceAddress
 from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.block import BlockCodec
@@ -64,7 +62,9 @@ class RemoteSettings:
     look_limit_s: float = LOOK_LIMIT_S
 
 
-class RemoteTiers(Remote):
+class RemoteTiers:
+    """The engine's thread calls it. Callbacks run on transfer threads: they hand over to that thread and return."""
+
     def __init__(
         self,
         settings: RemoteSettings,
@@ -149,6 +149,8 @@ class RemoteTiers(Remote):
             self._ending = [thread for thread in [*self._ending, *ending] if thread.is_alive()]
 
     def introduce(self, source: str, addresses: Sequence[str]) -> None:
+        """A worker of another region, called `<region>.<id>`: it can be named as `peer` from now on, and its link is
+        being measured."""
         if self._far_keys is None:
             return
         address = SourceAddress(source, "", "", tuple(addresses))
@@ -170,6 +172,7 @@ class RemoteTiers(Remote):
         self._end(leaving)
 
     def speed_of(self, source: str) -> LinkSpeed | None:
+        """Of one that was introduced; None until measured."""
         with self._lock:
             far = self._far.get(source)
         return far.speed() if far is not None else None
@@ -242,6 +245,8 @@ class RemoteTiers(Remote):
         limit_s: float | None = None,
         traceparent: str = "",
     ) -> Finding:
+        """Ask all vaults concerned, and `peer` if it is not "", what they have of a chain's rest. The finding is
+        ready, with what is known by then, after at most `limit_s`, by default LOOK_LIMIT_S."""
         finding = Finding()
         look = Look(names, finding, on_ready, self._noticed)
         now = time.monotonic()
@@ -277,6 +282,8 @@ class RemoteTiers(Remote):
         peer: str,
         on_progress: Callable[[], None],
     ) -> None:
+        """Bring blocks to `targets` (raw pool bytes, writable), in order as far as that is possible. `on_progress` is
+        called when the fetch has ended, at least. What fails is data in `landing`, never an exception."""
         fetch = Fetch(tier, names, targets, landing, self._intake, exact=exact, on_progress=on_progress)
         now = time.monotonic()
         parts = []
@@ -300,6 +307,9 @@ class RemoteTiers(Remote):
         fetch.start(parts)
 
     def offload(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
+        """Write-behind to the vault that keeps this block, unless it has it. `payload` must stay as it is until
+        `on_done`, which is called in any case. False, and nothing happens, if the queue is full or there is no
+        vault."""
         with self._lock:
             owner = self._ring.owner(name)
             write_behind = self._writes.get(owner) if owner is not None else None
@@ -310,15 +320,19 @@ class RemoteTiers(Remote):
 
     @property
     def losses(self) -> int:
+        """Grows whenever vaults may not have what they were given: a vault came, went or began anew, or blocks did not
+        get through to one."""
         return self._vault_changes + self.counts.not_offloaded
 
     def erase(self, names: Sequence[BlockName]) -> None:
+        """Have vaults forget these blocks, those excepted that others continue; also what waits to be offloaded."""
         with self._lock:
             writes = list(self._writes.values())
         for write_behind in writes:
             write_behind.erase(names)
 
     def speed(self, tier: Tier) -> LinkSpeed | None:
+        """Of VAULT or PEER; None until measured, and while there is nobody to ask."""
         now = time.monotonic()
         with self._lock:
             sources = self._peers if tier is Tier.PEER else self._vaults
@@ -327,6 +341,7 @@ class RemoteTiers(Remote):
         return slowest(speed for speed in (source.speed() for source in asked) if speed is not None)
 
     def distrust(self, source: str) -> None:
+        """A block that came from this vault or peer was wrong although its checksum was right."""
         with self._lock:
             tier = Tier.PEER if self._peer(source) is not None else Tier.VAULT
             out = self._quarantine.distrust(source, time.monotonic())

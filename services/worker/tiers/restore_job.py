@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.base import Landing
 from kvfleet.worker.tiers.break_even import RestoredPart
 from kvfleet.worker.tiers.copier import CopyJob
+from kvfleet.worker.tiers.fetching import Landing
 from kvproto.block_hash import Root
 from kvproto.messages import Tier
 

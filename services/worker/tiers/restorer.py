@@ -22,20 +22,23 @@ from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_o
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.base import Landing, Remote
-from kvfleet.worker.tiers.break_even import RestoredPart, cheapest, is_worth_going_on
-from kvfleet.worker.tiers.copier import Copier, CopyJob
-from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
-from kvfleet.worker.tiers.restore_offers import (
+from kvfleet.worker.tiers.break_even import (
     ComputeSeconds,
+    RestoredPart,
     answer_limit_s,
+    cheapest,
     host_offers,
+    is_worth_going_on,
     location_of,
     look_worth_s,
     price_of_computing,
     remote_offers,
 )
+from kvfleet.worker.tiers.copier import Copier, CopyJob
+from kvfleet.worker.tiers.fetching import Landing
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 
@@ -56,7 +59,7 @@ class Restorer:
         memory: BlockMemory,
         host: HostTier | None,
         copier: Copier,
-        remote: Remote | None,
+        remote: RemoteTiers | None,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

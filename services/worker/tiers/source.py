@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from kvfleet.worker.tiers.base import LinkSpeed
 from kvfleet.worker.tiers.connection_thread import Connect, ConnectionJob, ConnectionThread
-from kvfleet.worker.tiers.link_speed import LinkSpeedMeter
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
-from kvproto.messages import Tier
+from kvproto.messages import MemberRecord, Role, State, Tier, WorkerRecord
 
 LOOK_LIMIT_S = 0.02
 LATE_LOOKS = 3  # in a row, before there is a pause: one alone says that somebody's cores were busy
@@ -26,6 +25,38 @@ KEEP_ALIVE_S = 30.0
 PROBE_BYTES = 1024 * 1024
 PROBE_LIMIT_S = 2.0
 PROBES = 3  # the quickest counts: a thread that waits for a core measures that
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAddress:
+    """A vault or another worker, in one life of it. `host` decides whether its Unix socket can be reached."""
+
+    id: str
+    epoch: str
+    host: str
+    data_plane: tuple[str, ...]
+
+
+def vaults_of(members: Iterable[MemberRecord]) -> list[SourceAddress]:
+    """Those that take and give blocks: one that drains keeps its part of the ring until it is gone."""
+    return [
+        SourceAddress(member.id, member.epoch, member.host, member.data_plane)
+        for member in members
+        if member.role is Role.VAULT and member.data_plane and member.state in (State.READY, State.DRAINING)
+    ]
+
+
+def peers_of(workers: Iterable[WorkerRecord], me: WorkerRecord) -> list[SourceAddress]:
+    """Workers whose blocks mean the same as this one's: same weights, same layout."""
+    return [
+        SourceAddress(worker.id, worker.epoch, worker.host, worker.data_plane)
+        for worker in workers
+        if worker.id != me.id
+        and worker.data_plane
+        and worker.kv_format == me.kv_format
+        and worker.model_revision == me.model_revision
+        and worker.state in (State.READY, State.DRAINING)
+    ]
 
 
 class Source:

@@ -16,11 +16,11 @@ from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.base import Remote
 from kvfleet.worker.tiers.copier import Copier
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.offloader import Offloader
 from kvfleet.worker.tiers.protection import Protector
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.restorer import Restorer
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
@@ -50,7 +50,7 @@ class Tiers:
         pool: BlockPool,
         memory: BlockMemory,
         host: HostTier | None,
-        remote: Remote | None,
+        remote: RemoteTiers | None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

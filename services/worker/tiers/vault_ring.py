@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvproto.hash_ring import HashRing
 
 KEEPERS = 2

@@ -15,9 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from kvfleet.worker.tiers.base import BlockName
-from kvfleet.worker.tiers.codecs.block_codec import choose
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
+from kvfleet.worker.blocks.chain_location import BlockName
+from kvfleet.worker.tiers.block_codec import BlockShape, choose, encoded_bytes
 from kvfleet.worker.tiers.connection_thread import Connect, ConnectionThread
 from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.offload_queue import Offload, OffloadQueue

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.source import SourceAddress
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvfleet.worker.tiers.base import BlockName, Finding, Landing
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape
+from kvfleet.worker.blocks.chain_location import BlockName, Finding
+from kvfleet.worker.tiers.block_codec import BlockShape
+from kvfleet.worker.tiers.fetching import Landing
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.source import SourceAddress
 from kvproto.block_hash import Root, chain, pack_ids, parent_of
 from kvproto.dataplane.block import BlockCodec, BlockHeader, kv_format, runs_of
 from kvproto.dataplane.keys import KeyRing

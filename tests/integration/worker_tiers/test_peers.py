@@ -12,7 +12,7 @@ import pytest
 from kvfleet.worker.network.peers import MOST_PEERS, Peers
 from kvfleet.worker.network.tier_network import TierNetwork
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.source import SourceAddress
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection

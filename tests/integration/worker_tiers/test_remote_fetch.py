@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvfleet.worker.tiers.base import LinkSpeed
-from kvfleet.worker.tiers.link_speed import seconds_of
+from kvfleet.worker.tiers.link_speed import LinkSpeed, seconds_of
 from kvproto.dataplane import serving
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier

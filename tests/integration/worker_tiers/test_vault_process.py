@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvfleet.worker.tiers.remote import RemoteTiers
-from kvfleet.worker.tiers.source_address import SourceAddress
+from kvfleet.worker.tiers.source import SourceAddress
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier
 from tests.integration.worker_tiers.conftest import MakeRemote

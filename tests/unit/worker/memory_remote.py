@@ -1,4 +1,4 @@
-"""A `Remote` in memory: what a vault and a peer would have, with every fault that they may have."""
+"""Remote tiers in memory: what a vault and a peer would have, with every fault that they may have."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.base import Landing
-from kvfleet.worker.tiers.speed import LinkSpeed
+from kvfleet.worker.tiers.fetching import Landing
+from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.messages import Tier, TierLoad
 

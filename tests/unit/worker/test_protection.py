@@ -16,8 +16,8 @@ from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers import protection
+from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
-from kvfleet.worker.tiers.speed import LinkSpeed
 from kvproto.messages import Sampling, Tier
 from tests.support.waiting import LIMIT_S
 

@@ -13,7 +13,7 @@ from memory_remote import Faults
 from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import names_of
-from kvfleet.worker.tiers.lending import EngineLender
+from kvfleet.worker.tiers.lending import PeerStore
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from tests.support.waiting import LIMIT_S
@@ -366,15 +366,16 @@ class TestRaces:
         rig.settle()
         assert set(chain(ROOT, PROMPT, SIZE)) <= set(rig.remote.kept[Tier.VAULT])
 
-    def test_lendings_leave_nothing_behind(self, make_rig: MakeRig) -> None:
+    def test_leases_leave_nothing_behind(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.run("a", PROMPT)
         rig.settle()
-        lender = EngineLender(rig.tiers, lambda work: work(rig.engine))
+        store = PeerStore(rig.tiers, lambda work: work(rig.engine))
         hashes = chain(ROOT, PROMPT, SIZE)
         for _ in range(5):
-            lender.holds(ROOT, hashes, False)
-            lender.lend(ROOT, hashes, False).release()
+            store.has(ROOT, hashes, False)
+            store.get(ROOT, [b"x" * 16], False).release()
+            store.get(ROOT, hashes, False).release()
         assert not rig.tiers.lent
         assert rig.pool.used == 0
 
@@ -451,8 +452,8 @@ class TestEvents:
 
 
 class TestLending:
-    def lender(self, rig: TieredRig) -> EngineLender:
-        return EngineLender(rig.tiers, lambda work: work(rig.engine))
+    def store(self, rig: TieredRig) -> PeerStore:
+        return PeerStore(rig.tiers, lambda work: work(rig.engine))
 
     @pytest.mark.parametrize("on_host", [False, True])
     def test_blocks_are_lent_and_held(self, make_rig: MakeRig, on_host: bool) -> None:
@@ -462,26 +463,28 @@ class TestLending:
         if on_host:
             rig.flush_device()
         hashes = chain(ROOT, PROMPT, SIZE)
-        lender = self.lender(rig)
-        assert lender.holds(ROOT, [*hashes, b"x" * 16], False) == [True] * 10 + [False]
-        lent = lender.lend(ROOT, hashes[3:7], False)
+        store = self.store(rig)
+        assert store.has(ROOT, [*hashes, b"x" * 16], False) == [True] * 10 + [False]
+        lent = store.get(ROOT, hashes[3:7], False)
         names = names_of(ROOT, hashes, PROMPT, SIZE)
-        assert [block.name[:4] for block in lent.blocks if block] == [name[:4] for name in names[3:7]]
+        assert [(one.root, one.hash, one.parent, one.ids) for one, _ in filter(None, lent.blocks)] == [
+            name[:4] for name in names[3:7]
+        ]
         rig.engine.check_integrity()
         rig.flush_device()
         rig.flush_host()
-        assert lender.holds(ROOT, hashes[:7], False) == [True] * 7
+        assert store.has(ROOT, hashes[:7], False) == [True] * 7
         lent.release()
         rig.flush_device()
         rig.flush_host()
-        assert not any(lender.holds(ROOT, hashes, False))
+        assert not any(store.has(ROOT, hashes, False))
         rig.engine.check_integrity()
 
     def test_under_another_root_nothing_is_there(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.run("a", PROMPT)
         hashes = chain(ROOT, PROMPT, SIZE)
-        assert not any(self.lender(rig).holds(b"another root 16b", hashes, False))
+        assert not any(self.store(rig).has(b"another root 16b", hashes, False))
 
     def test_a_forked_chain_is_lent_under_its_two_roots(self, make_rig: MakeRig) -> None:
         rig = make_rig()
@@ -490,17 +493,17 @@ class TestLending:
         rig.engine.add(asked)
         rig.until(lambda: ("f", 0) in rig.transcript.ends)
         hashes = chain(root, PROMPT, SIZE)
-        lender = self.lender(rig)
-        assert lender.holds(root.public, hashes, False) == [True] * 3 + [False] * 7
-        assert lender.holds(root.own, hashes, False) == [False] * 3 + [True] * 7
+        store = self.store(rig)
+        assert store.has(root.public, hashes, False) == [True] * 3 + [False] * 7
+        assert store.has(root.own, hashes, False) == [False] * 3 + [True] * 7
 
     def test_an_engine_that_does_not_answer_has_nothing(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.run("a", PROMPT)
         rig.settle()
         late: list[Callable[[object], None]] = []
-        lender = EngineLender(rig.tiers, late.append)
-        assert lender.lend(ROOT, chain(ROOT, PROMPT, SIZE), False).blocks == [None] * 10
+        store = PeerStore(rig.tiers, late.append)
+        assert store.get(ROOT, chain(ROOT, PROMPT, SIZE), False).blocks == [None] * 10
         late[0](rig.engine)
         assert rig.pool.used == 0
 
@@ -551,7 +554,7 @@ class TestVerification:
         rig = make_rig(remote=True)
         self.restored(rig, spoilt=9)
         hashes = chain(ROOT, PROMPT, SIZE)
-        lent = EngineLender(rig.tiers, lambda work: work(rig.engine)).lend(ROOT, hashes, False)
+        lent = PeerStore(rig.tiers, lambda work: work(rig.engine)).get(ROOT, hashes, False)
         assert rig.engine.verify()  # and while blocks are on their way down
         rig.engine.check_integrity()
         assert rig.run("c", PROMPT) == expected_tokens(PROMPT, GREEDY)

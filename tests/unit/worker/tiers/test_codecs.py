@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from kvfleet.worker.tiers.codecs.block_codec import (
+from kvfleet.worker.tiers.block_codec import (
     LOSSLESS_DB,
     SNR_GATE_DB,
+    BlockShape,
     Encoded,
     NotEncodable,
     choose,
     decode,
     encode,
+    encoded_bytes,
     warm_up,
 )
-from kvfleet.worker.tiers.codecs.block_shape import BlockShape, encoded_bytes
 from kvproto.dataplane.block import BlockCodec
 from kvproto.errors import CodecError
 

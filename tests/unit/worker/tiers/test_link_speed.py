@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.tiers.base import LinkSpeed
 from kvfleet.worker.tiers.link_speed import (
     PROBE_AFTER_S,
     PROBE_SOON_S,
+    LinkSpeed,
     LinkSpeedMeter,
     is_laggard,
     seconds_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvfleet.worker.tiers.base import BlockName, Finding
+from kvfleet.worker.blocks.chain_location import BlockName, Finding
 from kvfleet.worker.tiers.looking import Look
 from kvproto.messages import Tier
 

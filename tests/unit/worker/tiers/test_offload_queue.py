@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvfleet.worker.tiers.base import BlockName
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.offload_queue import BATCH_BLOCKS, BATCH_BYTES, Offload, OffloadQueue
 
 ROOT, OTHER = b"r" * 16, b"o" * 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvfleet.worker.tiers.source_address import SourceAddress, peers_of, vaults_of
+from kvfleet.worker.tiers.source import SourceAddress, peers_of, vaults_of
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 
 AT = ("unix:/run/kvf/x.sock", "tcp:10.0.0.1:7000")

@@ -1,7 +1,8 @@
 """Blocks as vaults and peers get them: as they are, or as int8. Adapter to the compiled kernels; holds no state.
 
-Called by transfer threads, several at once; a call lets go of the interpreter. Memory is the caller's: a memoryview
-must stay as it is until the call is back.
+int8: first all numbers, `[runs, head_dim]`, then all scales, `[runs]` fp32 in the machine's byte order. Called by
+transfer threads, several at once; a call lets go of the interpreter. Memory is the caller's: a memoryview must stay as
+it is until the call is back.
 """
 
 from __future__ import annotations
@@ -16,13 +17,58 @@ from typing import Any
 import numpy as np
 
 from kvcpu.vector.compiled import entry
-from kvcpu.vector.numbers import INT8
-from kvfleet.worker.tiers.codecs.block_shape import KINDS, BlockShape, encoded_bytes
+from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, SCALE_BYTES
 from kvproto.dataplane.block import BlockCodec
 from kvproto.errors import CodecError
 
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8}
+
 SNR_GATE_DB = 35.0
 LOSSLESS_DB = 200.0  # what a block is said to have of which nothing was lost
+
+KERNELS = "kvcpu.codec.codec_kernels"
+_Kernel = Callable[[Any], None]
+_Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """`runs` groups of `head_dim` numbers, one of each layer, K or V, head and token: layers * 2 * kv_heads *
+    block_size. `dtype` is the pool's: float32, bfloat16, float16, or int8 where the pool itself holds scales.
+    Raises ValueError.
+    """
+
+    runs: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.runs < 1 or self.head_dim < 1:
+            raise ValueError(f"{self.runs} x {self.head_dim} is no block")
+        if self.dtype not in KINDS:
+            raise ValueError(f"no codec knows {self.dtype!r}")
+
+    @property
+    def kind(self) -> int:
+        return KINDS[self.dtype]
+
+    @property
+    def numbers(self) -> int:
+        return self.runs * self.head_dim
+
+    @property
+    def raw_bytes(self) -> int:
+        scales = self.runs * SCALE_BYTES if self.kind == INT8 else 0
+        return self.numbers * ITEM_BYTES[self.kind] + scales
+
+
+def encoded_bytes(codec: BlockCodec, shape: BlockShape) -> int:
+    """Length of every block of this shape. Raises ValueError for what is never written: int8 of int8."""
+    if codec is BlockCodec.RAW:
+        return shape.raw_bytes
+    if shape.kind == INT8:
+        raise ValueError("a block that is int8 in the pool is stored as it is")
+    return shape.numbers + shape.runs * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +147,6 @@ def warm_up() -> None:
         raw, small = bytearray(shape.raw_bytes), bytearray(encoded_bytes(BlockCodec.INT8, shape))
         encode(BlockCodec.INT8, shape, memoryview(raw), memoryview(small))
         decode(BlockCodec.INT8, shape, memoryview(small), memoryview(raw))
-
-
-KERNELS = "kvcpu.codec.codec_kernels"
-_Kernel = Callable[[Any], None]
-_Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 
 
 @cache
