@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from kvfleet.placement import events
 from kvfleet.placement.actions import (
     Action,
     Answer,
@@ -31,25 +32,6 @@ from kvfleet.placement.decide.decider import Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.decide.state import PlacementState
-from kvfleet.placement.events import (
-    BlocksChanged,
-    CapsuleHeard,
-    Event,
-    GenerateAsked,
-    NobodyListens,
-    PingUnanswered,
-    PlaceAsked,
-    Tick,
-    VaultJoined,
-    VaultLeft,
-    WatchesHeard,
-    WorkerAnswered,
-    WorkerDisconnected,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
-)
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.policies import Policy, build_policies
@@ -123,7 +105,7 @@ class PlacementCore:
         self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.accounts.give_up)
         self.forwarding = Forwarding(state, inbox_prefix, self.in_flight, self.decider, config)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[Action]:
         self.workloads.now = max(self.workloads.now, now)
         actions = self._handle(event, now)
         booked = self.decider.take_booked()
@@ -137,22 +119,22 @@ class PlacementCore:
             actions.append(ShareBookings(booked, refused, referred))
         return actions
 
-    def _handle(self, event: Event, now: float) -> list[Action]:
+    def _handle(self, event: events.Event, now: float) -> list[Action]:
         match event:
-            case PlaceAsked():
+            case events.PlaceAsked():
                 return [self._place(event, now)]
-            case GenerateAsked():
+            case events.GenerateAsked():
                 passed_on = None if event.from_other_region else self._pass_on(event, now)
                 return [passed_on] if passed_on is not None else self.forwarding.ask(event, now)
-            case WorkerAnswered(frame, reader):
+            case events.WorkerAnswered(frame, reader):
                 return self.forwarding.on_frame(reader or frame.request, frame, now)
-            case NobodyListens(reader, attempt):
+            case events.NobodyListens(reader, attempt):
                 return self.forwarding.on_nobody_listens(reader, attempt, now)
-            case CapsuleHeard(reply, capsule):
+            case events.CapsuleHeard(reply, capsule):
                 return self.forwarding.carry_on(capsule, reply, now)
-            case WatchesHeard(watches, reply):
+            case events.WatchesHeard(watches, reply):
                 return [*([TakenOver(reply)] if reply else []), *self._adopt(watches, now)]
-            case BlocksChanged(worker, changes):
+            case events.BlocksChanged(worker, changes):
                 self.indexer.on_changes(worker, changes, now)
                 return []
             case Milestones():
@@ -175,43 +157,43 @@ class PlacementCore:
                     for one in batch.abroad:
                         self.region_summaries.learn(one, now)
                 return []
-            case Tick(disconnected):
+            case events.Tick(disconnected):
                 return self._tick(now, disconnected=disconnected)
-            case WorkerJoined(record, heartbeat):
+            case events.WorkerJoined(record, heartbeat):
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
                 self._follow(record)
                 return self.in_flight.accepted.on_joined(record.id, record.epoch, now)
-            case WorkerUpdated(record):
+            case events.WorkerUpdated(record):
                 if self.fleet.update(record, now):
                     self._forget(record.id)
                     self._follow(record)
                 return []
-            case WorkerNewEpoch(record):
+            case events.WorkerNewEpoch(record):
                 self._forget(record.id)
                 self.fleet.join(record, None, now)
                 self._follow(record)
                 self.in_flight.accepted.on_new_epoch(record.id, record.epoch, now)
                 return []
-            case WorkerLeft(worker):
+            case events.WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
                 self.undrained_total += known is not None and known.state is not State.DRAINING
                 self._forget(worker)
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
                 return self.forwarding.on_left(worker, known.heard_at if known is not None else now, now)
-            case VaultJoined(vault, epoch):
+            case events.VaultJoined(vault, epoch):
                 if vault not in self.fleet.workers:  # events name their author by its id alone
                     self.vaults[vault] = epoch
                     self.indexer.join(vault, epoch, vault=True)
                 return []
-            case VaultLeft(vault):
+            case events.VaultLeft(vault):
                 if self.vaults.pop(vault, None) is not None:
                     self.indexer.leave(vault)
                 return []
-            case WorkerDisconnected(worker):
+            case events.WorkerDisconnected(worker):
                 return [PingWorker(worker)] if worker in self.fleet.workers else []
-            case PingUnanswered(worker, nobody_listens):
+            case events.PingUnanswered(worker, nobody_listens):
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
@@ -246,7 +228,7 @@ class PlacementCore:
 
     # ------------------------------------------------------------------ requests
 
-    def _place(self, event: PlaceAsked, now: float) -> Action:
+    def _place(self, event: events.PlaceAsked, now: float) -> Action:
         ask = event.ask
         if ask.attempt:  # it was let in before
             ask = replace(ask, max_wait_s=None)
@@ -271,7 +253,7 @@ class PlacementCore:
             return Fail(event.reply, failed_frame(error, ask.request, ask.attempt))
         return Answer(event.reply, placement if is_own else replace(placement, elsewhere=""))
 
-    def _pass_on(self, event: GenerateAsked, now: float) -> Action | None:
+    def _pass_on(self, event: events.GenerateAsked, now: float) -> Action | None:
         """A bare producer's request that nobody here can serve soon, and another region can."""
         model = event.ask.model or self.fleet.name_of(event.model_token) or event.model_token
         if self.repeats.find((event.tenant, event.request)) is not None:

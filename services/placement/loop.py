@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvfleet.placement.actions import Action
@@ -168,7 +169,8 @@ class PlacementLoop:
         return actions
 
     def _tell(self, event: Event) -> None:
-        self._do_soon(self._handle(event))
+        if actions := self._handle(event):
+            self._spawn(self.executor.carry_out(actions))
 
     # ------------------------------------------------------------------ time passes
 
@@ -226,7 +228,7 @@ class PlacementLoop:
         subscribe, subjects = self._connection.subscribe, self._subjects
         asked = [(subjects.place_all(), self.desk.on_place)]
         if subjects.region:
-            asked.append((subjects.region_place_all(), self.desk.on_place_from_region))
+            asked.append((subjects.region_place_all(), partial(self.desk.on_place, from_other_region=True)))
         return [await subscribe(subject, self._guarded(callback), queue=QUEUE) for subject, callback in asked]
 
     async def stop(self, grace_s: float = 3.0) -> None:
@@ -259,10 +261,6 @@ class PlacementLoop:
         await end([*self._tasks, *([self._deciding] if self._deciding is not None else [])])
 
     # ------------------------------------------------------------------ tasks
-
-    def _do_soon(self, actions: list[Action]) -> None:
-        if actions:
-            self._spawn(self.executor.carry_out(actions))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -34,9 +34,7 @@ class PlacementSettings(ServiceSettings):
     system_nkey_seed: str | None = Field(None, description="its nkey seed, instead of user and password", repr=False)
     system_nkey_seed_file: Path | None = Field(None, description="file that holds it")
     max_wait_s: float = Field(
-        60.0,
-        ge=0,
-        description="longest wait that a bare producer's request without a deadline is let in for",
+        60.0, ge=0, description="longest wait that a bare producer's request without a deadline is let in for"
     )
     spill_wait_s: float = Field(
         DEFAULT.spill_wait_s,
@@ -92,10 +90,6 @@ class PlacementSettings(ServiceSettings):
             raise ValueError("scale_down_below must be at most half of scale_up_above, else one undoes the other")
         return self
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for one in self.models.split(",") if (name := one.strip())))
-
     def config(self) -> PlacementConfig:
         """What the replica goes by; the loop adds its region, and whether decisions are recorded."""
         return PlacementConfig(
@@ -106,20 +100,16 @@ class PlacementSettings(ServiceSettings):
             max_wait_s=self.max_wait_s,
             max_producer_priority=self.max_producer_priority,
             phantoms=PhantomLimits(self.max_unaccepted, self.max_unaccepted_s),
-            rules=self.rules(),
-            models=self.model_names,
+            rules=Rules(
+                self.target_ttft_s,
+                self.min_replicas,
+                self.max_replicas,
+                self.scale_up_above,
+                self.scale_up_s,
+                self.scale_down_below,
+                self.scale_down_s,
+                aim=0.75 * self.scale_up_above,  # in between
+            ),
+            models=tuple(dict.fromkeys(name for one in self.models.split(",") if (name := one.strip()))),
             by_ordinal=self.scale_down == "ordinal",
-        )
-
-    def rules(self) -> Rules:
-        """What the autoscaler goes by; it aims in between."""
-        return Rules(
-            self.target_ttft_s,
-            self.min_replicas,
-            self.max_replicas,
-            self.scale_up_above,
-            self.scale_up_s,
-            self.scale_down_below,
-            self.scale_down_s,
-            aim=0.75 * self.scale_up_above,
         )

@@ -147,12 +147,7 @@ class Autoscaler:
     highest number, as a StatefulSet does."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        rules: Rules | None = None,
-        models: Iterable[str] = (),
-        *,
-        by_ordinal: bool = False,
+        self, fleet: Fleet, rules: Rules | None = None, models: Iterable[str] = (), *, by_ordinal: bool = False
     ) -> None:
         self.rules = rules or Rules()
         self._fleet = fleet
@@ -205,8 +200,6 @@ class Autoscaler:
     def leaving(self, model: str) -> str | None:
         """Who is about to be removed, and should get nothing new: known only where the highest ordinal goes."""
         return self._leaving.get(model)
-
-    # ------------------------------------------------------------------ inside
 
     def _know(self, model: str) -> _Model:
         known = self._models.get(model)

@@ -32,12 +32,7 @@ class Survey:
     """One answer in the making, about the ready workers of `model`; for "", of all models that have more than one."""
 
     def __init__(
-        self,
-        model: str,
-        fleet: Fleet,
-        prefixes: Sequence[HotPrefix],
-        indexer: KvIndexer,
-        workloads: Workloads,
+        self, model: str, fleet: Fleet, prefixes: Sequence[HotPrefix], indexer: KvIndexer, workloads: Workloads
     ) -> None:
         self._model, self._fleet = model, fleet
         workers = fleet.of_model("")
@@ -80,8 +75,6 @@ class Survey:
                 cost = round(float(seconds[holder]), 6)
                 found.append(VictimCost(worker.id, cost, unique, int(hot_blocks[holder]), requests))
         return tuple(sorted(found, key=lambda one: (one.seconds, one.requests, one.unique_blocks, one.worker)))
-
-    # ------------------------------------------------------------------ inside
 
     def _begin(self) -> None:
         index = self._indexer.index

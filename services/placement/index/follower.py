@@ -154,8 +154,6 @@ class Follower:
         for holder in (self.holder, *([self._pull.holder] if self._pull else [])):
             self._index.retire(holder)
 
-    # ------------------------------------------------------------------ inside
-
     def _apply(self, changes: Changes) -> None:
         for change in changes.changes:
             if change.removed:

@@ -164,14 +164,7 @@ class PrefixIndex:
         one, in the last tier with what the pool has from there on. A holder of nothing has `pooled` of it. The array is
         the index's own, to be read before the next call."""
         pooled, _ = find_kernel.find(
-            self._table,
-            self._rows,
-            self._most,
-            hashes,
-            self._deepest_tier + 1,
-            self._anyone,
-            self._pool,
-            self._depths,
+            self._table, self._rows, self._most, hashes, self._deepest_tier + 1, self._anyone, self._pool, self._depths
         )
         self.pooled = int(pooled)
         return self._depths

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -82,13 +83,7 @@ class PlaceDesk:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def on_place(self, message: Message) -> None:
-        self._take(message, from_other_region=False)
-
-    async def on_place_from_region(self, message: Message) -> None:
-        self._take(message, from_other_region=True)
-
-    def _take(self, message: Message, *, from_other_region: bool) -> None:
+    async def on_place(self, message: Message, *, from_other_region: bool = False) -> None:
         if len(self._waiting) >= MAX_WAITING:
             self.late_total += 1
             return
@@ -141,8 +136,7 @@ class PlaceDesk:
                 if late_in_a_row < LATE_IN_A_ROW:
                     continue
             else:
-                answer = self._answer_from_region if from_other_region else self._answer
-                await self._guard(answer)(message)
+                await self._guard(partial(self._answer, from_other_region=from_other_region))(message)
                 took_s = asyncio.get_running_loop().time() - now
                 self._usual_s += NEWEST * (min(took_s, BEHIND_S / FEWEST) - self._usual_s)
             late_in_a_row = 0
@@ -156,10 +150,7 @@ class PlaceDesk:
         asker = message.reply.rpartition(".")[0]
         return self._lateness.due(asker, fields.get("deadline_ms"), fields.get("expires_unix_ms"), arrived)
 
-    async def _answer_from_region(self, message: Message) -> None:
-        await self._answer(message, from_other_region=True)
-
-    async def _answer(self, message: Message, *, from_other_region: bool = False) -> None:
+    async def _answer(self, message: Message, *, from_other_region: bool) -> None:
         began = time.perf_counter()
         if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
             self.ignored_total += 1

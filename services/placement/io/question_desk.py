@@ -117,17 +117,16 @@ class QuestionDesk:
 
     async def _tell_newest(self, ask: ExplainRequest, reply: str, until: float) -> None:
         """Each piece is sent as it is written: none is too long for NATS, however many there are."""
-        newest, more = self._core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model), True
-        while more:
-            if _now() >= until:
-                self.dropped_total += 1
+        newest = self._core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model)
+        while _now() < until:
+            decisions, more = next(newest)
+            part = Explanation(self._core.placement, decisions, more)
+            if (decisions or not more) and not await self._answer(reply, part):
                 return
-            decisions, more = newest.part()
-            if (decisions or not more) and not await self._answer(
-                reply, Explanation(self._core.placement, decisions, more)
-            ):
+            if not more:
                 return
             await asyncio.sleep(0)
+        self.dropped_total += 1
 
     def _read(self, kind: type[Asked], message: Message, *, of_worker: bool = False) -> Asked | None:
         if not intake.is_inbox(message.reply, of_worker=of_worker):

@@ -10,17 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvfleet.placement.events import (
-    BlocksChanged,
-    Event,
-    VaultJoined,
-    VaultLeft,
-    WorkerDisconnected,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
-)
+from kvfleet.placement import events
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
@@ -30,15 +20,7 @@ from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import is_token
 from kvproto.members import Members
-from kvproto.messages import (
-    BookedBatch,
-    MemberRecord,
-    Milestones,
-    Role,
-    Snapshot,
-    SnapshotRequest,
-    WorkerRecord,
-)
+from kvproto.messages import BookedBatch, MemberRecord, Milestones, Role, Snapshot, SnapshotRequest, WorkerRecord
 from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.subjects import Subjects
 
@@ -59,7 +41,7 @@ class Subscriptions:
         connection: Connection,
         subjects: Subjects,
         inbox_prefix: str,
-        tell: Callable[[Event], None],
+        tell: Callable[[events.Event], None],
         indexer: KvIndexer,
         guard: Guard,
         system: Connection | None,
@@ -132,7 +114,7 @@ class Subscriptions:
         if changes is None:  # a gap, which the next event shows
             self.malformed_events_total += 1
         else:
-            self._tell(BlocksChanged(_last_token(message), changes))
+            self._tell(events.BlocksChanged(_last_token(message), changes))
 
     async def _on_milestones(self, message: Message) -> None:
         milestones = self._read(message, lambda: codec.decode(Milestones, message.data))
@@ -144,21 +126,21 @@ class Subscriptions:
             return  # no subject reaches it
         match change:
             case Change.LEFT:
-                self._tell(WorkerLeft(view.record.id))
+                self._tell(events.WorkerLeft(view.record.id))
             case Change.JOINED:
-                self._tell(WorkerJoined(self._known_state(view), view.heartbeat))
+                self._tell(events.WorkerJoined(self._known_state(view), view.heartbeat))
             case Change.NEW_EPOCH:
-                self._tell(WorkerNewEpoch(self._known_state(view)))
+                self._tell(events.WorkerNewEpoch(self._known_state(view)))
             case Change.UPDATED:
-                self._tell(WorkerUpdated(self._known_state(view)))
+                self._tell(events.WorkerUpdated(self._known_state(view)))
 
     def _on_other_member(self, change: Change, record: MemberRecord) -> None:
         if record.role is not Role.VAULT or not is_token(record.id):
             return
         if change is Change.LEFT:
-            self._tell(VaultLeft(record.id))
+            self._tell(events.VaultLeft(record.id))
         elif change is not Change.UPDATED:
-            self._tell(VaultJoined(record.id, record.epoch))
+            self._tell(events.VaultJoined(record.id, record.epoch))
 
     def _known_state(self, view: WorkerView) -> WorkerRecord:
         if view.state is view.record.state:  # as it mostly is, and every worker renews its record each second
@@ -168,7 +150,7 @@ class Subscriptions:
     async def _on_disconnect(self, message: Message) -> None:
         worker = intake.read_disconnect(message.data)
         if worker is not None:
-            self._tell(WorkerDisconnected(worker))
+            self._tell(events.WorkerDisconnected(worker))
 
     # ------------------------------------------------------------------ replicas
 

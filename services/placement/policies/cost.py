@@ -57,11 +57,7 @@ class Cost:
         if not question.candidates:
             return None
         priced = question.loads.price(
-            question.matched,
-            question.prompt_tokens,
-            heat=question.heat,
-            others=self._others,
-            busy=self._busy,
+            question.matched, question.prompt_tokens, heat=question.heat, others=self._others, busy=self._busy
         )
         equals = np.empty(len(question.candidates), dtype=np.int64)
         keeps = question.heat < IN_DEMAND

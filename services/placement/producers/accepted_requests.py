@@ -19,17 +19,7 @@ from kvfleet.placement.actions import Action, AskStillRunning, Cancel, failed_fr
 from kvfleet.placement.producers.forwarded import Forwarded
 from kvfleet.placement.workers.fleet import Fleet
 from kvproto.errors import Cancelled, WorkerLost
-from kvproto.messages import (
-    TERMINAL,
-    CancelRequest,
-    Encoding,
-    Failed,
-    Frame,
-    Milestone,
-    Progress,
-    ResendRequest,
-    Watch,
-)
+from kvproto.messages import TERMINAL, CancelRequest, Encoding, Failed, Frame, Milestone, Progress, ResendRequest, Watch
 
 LOST_GRACE_S = 0.6  # whose connection alone was cut is back by then, and a heartbeat says so
 SILENT_GRACE_S = 0.1  # after a long silence nobody is coming back; a terminal notice may still be on its way

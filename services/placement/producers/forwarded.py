@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from kvfleet.placement.actions import Cancel, Fail
 from kvfleet.placement.events import GenerateAsked
-from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, GenerateRequest, PlaceRequest, Sampling, Watch
+from kvproto.messages import (
+    CancelRequest,
+    Capsule,
+    Encoding,
+    Failed,
+    GenerateRequest,
+    PlaceRequest,
+    ProducerRequest,
+    Sampling,
+    Watch,
+)
 from kvproto.subjects import request_inbox
+
+SAMPLING = tuple({one.name for one in fields(Sampling)} & {one.name for one in fields(ProducerRequest)})  # named alike
 
 
 @dataclass(slots=True)
@@ -78,28 +91,13 @@ def body_of(asked: GenerateAsked, model: str, watcher: str, max_priority: int) -
     """All but the attempt, what is left of the deadline, and whom to pull from. Higher priorities send others' waiting
     requests away, and any tenant's producer can name one: it gets `max_priority` at most."""
     ask = asked.ask
+    sampling: dict[str, Any] = {name: getattr(ask, name) for name in SAMPLING}
+    sampling |= {"seed": asked.seed, "overflow": ask.context_overflow}
     return GenerateRequest(
         request=asked.request,
         attempt=0,
         model=model,
-        sampling=Sampling(
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            top_p=ask.top_p,
-            top_k=ask.top_k,
-            seed=asked.seed,
-            stop=ask.stop,
-            ignore_eos=ask.ignore_eos,
-            n=ask.n,
-            min_p=ask.min_p,
-            presence_penalty=ask.presence_penalty,
-            frequency_penalty=ask.frequency_penalty,
-            repetition_penalty=ask.repetition_penalty,
-            logit_bias=ask.logit_bias,
-            logprobs=ask.logprobs,
-            min_tokens=ask.min_tokens,
-            overflow=ask.context_overflow,
-        ),
+        sampling=Sampling(**sampling),
         inbox=asked.inbox,
         prompt_ids=ask.prompt_ids,
         prompt=ask.prompt,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from kvfleet.placement.actions import Action, Answer, Fail
 from kvfleet.placement.events import Event, GenerateAsked, PlaceAsked
 from kvfleet.placement.record.ledger import Ledger
-from kvproto.messages import GenerateRequest, PlaceRequest
+from kvproto.messages import GenerateRequest
 from kvproto.trace_context import in_headers, sampled
 from kvservice.tracing import Span, Tracer, Value, within
 
@@ -32,7 +32,8 @@ class DecisionTraces:
 
     def place(self, asked: PlaceAsked, headers: Headers, handle: Handle) -> list[Action]:
         """Have it decided."""
-        said = _about(asked.tenant, asked.ask) | {"messaging.operation.name": "place"}
+        ask = asked.ask
+        said = _about("place", "process", ask.model, asked.tenant, ask.request) | {"kvfleet.attempt": ask.attempt}
         span = self._tracer.begin("decide", in_headers(headers), said, kind="server")
         if span is None:
             return handle(asked)
@@ -49,15 +50,8 @@ class DecisionTraces:
         given = in_headers(headers) or asked.ask.traceparent
         span: Span | None = None
         if self._tracer.enabled:
-            said: dict[str, Value] = {
-                "messaging.system": "nats",
-                "messaging.operation.name": "generate",
-                "messaging.operation.type": "process",
-                "gen_ai.request.model": asked.ask.model or asked.model_token,
-                "gen_ai.request.max_tokens": asked.ask.max_tokens,
-                "kvfleet.tenant": asked.tenant,
-                "kvfleet.request.id": asked.request,
-            }
+            said = _about("generate", "process", asked.ask.model or asked.model_token, asked.tenant, asked.request)
+            said["gen_ai.request.max_tokens"] = asked.ask.max_tokens
             span = self._tracer.begin("forward", given, said, kind="consumer", root=True)
         if span is None:
             carried = sampled(given)
@@ -72,13 +66,7 @@ class DecisionTraces:
     def offered(self, worker: str, tenant: str, request: GenerateRequest) -> GenerateRequest:
         """What is sent to a worker: it goes on below the decision for it."""
         said = self._decided(tenant, request.request, request.attempt)
-        said |= {
-            "messaging.system": "nats",
-            "messaging.operation.name": "generate",
-            "messaging.operation.type": "send",
-            "gen_ai.request.model": request.model,
-            "kvfleet.tenant": tenant,
-            "kvfleet.request.id": request.request,
+        said |= _about("generate", "send", request.model, tenant, request.request) | {
             "kvfleet.attempt": request.attempt,
             "kvfleet.worker.id": worker,
             "kvfleet.handed_over": request.handed_over,
@@ -107,14 +95,14 @@ class DecisionTraces:
         return said | {f"kvfleet.expected_hit.{tier}_tokens": count for tier, count in made.expected_hit.items()}
 
 
-def _about(tenant: str, ask: PlaceRequest) -> dict[str, Value]:
+def _about(operation: str, kind: str, model: str, tenant: str, request: str) -> dict[str, Value]:
     return {
         "messaging.system": "nats",
-        "messaging.operation.type": "process",
-        "gen_ai.request.model": ask.model,
+        "messaging.operation.name": operation,
+        "messaging.operation.type": kind,
+        "gen_ai.request.model": model,
         "kvfleet.tenant": tenant,
-        "kvfleet.request.id": ask.request,
-        "kvfleet.attempt": ask.attempt,
+        "kvfleet.request.id": request,
     }
 
 

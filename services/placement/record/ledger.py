@@ -8,7 +8,7 @@ lost        attainable but not attained, request by request
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvfleet.placement.policies import Choice
@@ -156,9 +156,24 @@ class Ledger:
         found = [self._entries[*key, attempt] for key in keys for attempt in self._attempts.get(key, ())]
         return tuple(entry.decision() for entry in found[-ATTEMPTS_KEPT:])
 
-    def newest(self, limit: int, tenant: str | None = None, model: str | None = None) -> Newest:
-        """The last decisions as they are now, newest first: of this tenant and model, if they are named."""
-        return Newest(tuple(reversed(self._entries.values())), limit, tenant, model)
+    def newest(
+        self, limit: int, tenant: str | None = None, model: str | None = None
+    ) -> Iterator[tuple[tuple[Decision, ...], bool]]:
+        """The last decisions as they are now, newest first: of this tenant and model, if they are named. To write out
+        all of them takes longer than a decision may: so it is a few at a time, perhaps none, and whether there may be
+        more."""
+        entries, at, more = tuple(reversed(self._entries.values())), 0, True
+        while more:
+            found: list[Decision] = []
+            end = min(at + PART_SEEN, len(entries))
+            while limit and at < end and len(found) < PART:
+                entry = entries[at]
+                at += 1
+                if tenant in (None, entry.tenant) and model in (None, entry.model):
+                    found.append(entry.decision())
+                    limit -= 1
+            more = limit > 0 and at < len(entries)
+            yield tuple(found), more
 
     def _count(self, entry: LedgerEntry, started: Milestone) -> None:
         attained = min(sum(started.cached.values()), started.prompt_tokens, entry.prompt_tokens)
@@ -189,30 +204,6 @@ class Ledger:
 def kept_in_all(workers: int) -> int:
     """For a fleet of so many."""
     return max(KEPT_IN_ALL, KEPT + KEPT_PER_WORKER * workers)
-
-
-class Newest:
-    """The ledger's last decisions, a part at a time: to write out all of them takes longer than a decision may."""
-
-    def __init__(self, entries: Sequence[LedgerEntry], limit: int, tenant: str | None, model: str | None) -> None:
-        self._entries = entries  # newest first
-        self._at = 0
-        self._left = limit
-        self._tenant = tenant
-        self._model = model
-
-    def part(self) -> tuple[tuple[Decision, ...], bool]:
-        """The next few, perhaps none, and whether there may be more."""
-        found: list[Decision] = []
-        seen = 0
-        while self._left and self._at < len(self._entries) and seen < PART_SEEN and len(found) < PART:
-            entry = self._entries[self._at]
-            self._at += 1
-            seen += 1
-            if self._tenant in (None, entry.tenant) and self._model in (None, entry.model):
-                found.append(entry.decision())
-                self._left -= 1
-        return tuple(found), self._left > 0 and self._at < len(self._entries)
 
 
 def by_tier(matched: Sequence[float]) -> dict[str, int]:

@@ -232,8 +232,6 @@ class Bookings:
             self._drop(key)
         return silent
 
-    # ------------------------------------------------------------------ inside
-
     def _of(self, key: Key, worker: str, attempt: int, later: Callable[[], None]) -> Booking | None:
         """The booking of this very attempt, accepted if it was not: that word may have been lost. Of one that is not
         known, `later` is done if it comes to be."""

@@ -244,8 +244,6 @@ class Fleet:
         """The model behind a subject token."""
         return self._names.get(token)
 
-    # ------------------------------------------------------------------ inside
-
     def _set_state(self, worker: Worker, state: State) -> None:
         if worker.state is not state:
             worker.state = state

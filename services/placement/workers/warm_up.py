@@ -24,16 +24,7 @@ from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
 
-MODULES = (
-    entry_kernels,
-    find_kernel,
-    sole_kernel,
-    reading,
-    hash_kernel,
-    price_kernel,
-    heat,
-    count_kernel,
-)
+MODULES = (entry_kernels, find_kernel, sole_kernel, reading, hash_kernel, price_kernel, heat, count_kernel)
 SOURCES = tuple(Path(str(one.__file__)) for one in MODULES)
 KERNELS = tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, Dispatcher))
 

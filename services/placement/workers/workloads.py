@@ -110,13 +110,7 @@ class View:
         self.now = now
 
     def price(
-        self,
-        matched: Floats,
-        tokens: int,
-        *,
-        heat: float = 0.0,
-        others: float = 0.0,
-        busy: float = 0.0,
+        self, matched: Floats, tokens: int, *, heat: float = 0.0, others: float = 0.0, busy: float = 0.0
     ) -> Floats:
         """What a request of `tokens`, of which `matched` `[4, workers]` are cached, would cost, in seconds: a row for
         each of `price_kernel.TERMS`, and their sum; then the tokens that would be restored from each tier."""
@@ -285,8 +279,6 @@ class Workloads:
         values = self._values[:, column].tolist()
         backlog = values[BACKLOG] - (now - values[AT]) * (values[RATE] or UNMEASURED_RATE)
         return Workload(values[REQUESTS], max(backlog, 0.0), values[RATE])
-
-    # ------------------------------------------------------------------ inside
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values

@@ -31,7 +31,7 @@ def read(
     """All of it, and how many decisions each part had."""
     newest, more, found, parts = ledger.newest(limit, tenant, model), True, [], []
     while more:
-        decisions, more = newest.part()
+        decisions, more = next(newest)
         found += decisions
         parts.append(len(decisions))
     return found, parts
@@ -77,10 +77,10 @@ def test_few_are_written_out_at_a_time_and_few_are_looked_at() -> None:
 def test_what_is_forgotten_between_two_parts_does_no_harm() -> None:
     ledger = a_ledger(*(an_entry(number) for number in range(2 * PART)))
     newest = ledger.newest(2 * PART)
-    first, _ = newest.part()
+    first, _ = next(newest)
     for number in range(2 * PART):
         ledger.note(an_entry(number))
-    second, more = newest.part()
+    second, more = next(newest)
     assert [one.request for one in (*first, *second)] == [f"r{number}" for number in range(2 * PART - 1, -1, -1)]
     assert not more
 
@@ -90,4 +90,4 @@ def test_it_says_what_is_known_when_it_is_read() -> None:
     ledger = a_ledger(entry)
     newest = ledger.newest(5)
     entry.actual = replace(Actual(), accepted=True)
-    assert newest.part()[0][0].actual.accepted
+    assert next(newest)[0][0].actual.accepted
