@@ -9,7 +9,7 @@ is none: a vault that is slow or away is no liar.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 FAULTS = 3
@@ -18,6 +18,7 @@ FIRST_TERM_S = 60.0
 LONGEST_TERM_S = 3600.0
 FORGIVEN_S = 3600.0  # after the end of a term
 MAX_SOURCES = 4096
+WRONG = "wrong"  # the reason of a block whose numbers were wrong under a right checksum: no chance of wires or memory
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class _Conduct:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=FAULTS))
     until: float = float("-inf")
     term_s: float = 0.0
-    faults: dict[str, int] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 class Quarantine:
@@ -42,22 +43,18 @@ class Quarantine:
     def fault(self, source: str, reason: str, now: float) -> bool:
         """One block failed its checks. True if that shuts the source out now."""
         conduct = self._conduct(source)
-        conduct.faults[reason] = conduct.faults.get(reason, 0) + 1
+        conduct.faults[reason] += 1
         if now < conduct.until:
             return False
         conduct.recent.append(now)
-        if len(conduct.recent) < FAULTS or now - conduct.recent[0] > WINDOW_S:
+        often = len(conduct.recent) == FAULTS and now - conduct.recent[0] <= WINDOW_S
+        if reason != WRONG and not often:
             return False
-        self._shut_out(conduct, now)
-        return True
-
-    def distrust(self, source: str, now: float) -> bool:
-        """A block's numbers were wrong although its checksum was right: no chance of wires or memory."""
-        conduct = self._conduct(source)
-        conduct.faults["wrong"] = conduct.faults.get("wrong", 0) + 1
-        if now < conduct.until:
-            return False
-        self._shut_out(conduct, now)
+        again = conduct.term_s and now - conduct.until <= FORGIVEN_S
+        conduct.term_s = min(conduct.term_s * 2, LONGEST_TERM_S) if again else FIRST_TERM_S
+        conduct.until = now + conduct.term_s
+        conduct.recent.clear()
+        self.shut_out_total += 1
         return True
 
     def shut_out(self, now: float) -> dict[str, float]:
@@ -77,10 +74,3 @@ class Quarantine:
     @staticmethod
     def _last_seen(conduct: _Conduct) -> float:
         return max(conduct.until, *conduct.recent, float("-inf"))
-
-    def _shut_out(self, conduct: _Conduct, now: float) -> None:
-        again = conduct.term_s and now - conduct.until <= FORGIVEN_S
-        conduct.term_s = min(conduct.term_s * 2, LONGEST_TERM_S) if again else FIRST_TERM_S
-        conduct.until = now + conduct.term_s
-        conduct.recent.clear()
-        self.shut_out_total += 1

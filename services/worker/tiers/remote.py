@@ -25,7 +25,7 @@ from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.fetching import Fetch, Intake, Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggard, slowest
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
-from kvfleet.worker.tiers.quarantine import Quarantine
+from kvfleet.worker.tiers.quarantine import WRONG, Quarantine
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source, SourceAddress
 from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
@@ -255,9 +255,9 @@ class RemoteTiers:
             questions = [
                 SourceQuestion(self._vaults[vault], look, names, shares, exact)
                 for vault, shares in self._ring.shares(names).items()
-                if vault not in laggards and self._may_ask(vault, now)
+                if vault not in laggards and self._quarantine.allows(vault, now)
             ]
-            if (source := self._peer(peer)) is not None and self._may_ask(peer, now):
+            if (source := self._peer(peer)) is not None and self._quarantine.allows(peer, now):
                 questions.append(SourceQuestion(source, look, names, by_root(names), exact))
         look.expect([question.source.tier for question in questions])
         if traceparent:
@@ -298,7 +298,7 @@ class RemoteTiers:
                     continue
                 if holder not in sources:
                     fetch.cut(shares[0].at[0], "gone")
-                elif not self._may_ask(holder, now):
+                elif not self._quarantine.allows(holder, now):
                     fetch.cut(shares[0].at[0], "quarantined")
                 else:
                     parts.append((sources[holder], shares))
@@ -313,7 +313,7 @@ class RemoteTiers:
         with self._lock:
             owner = self._ring.owner(name)
             write_behind = self._writes.get(owner) if owner is not None else None
-            allowed = owner is not None and self._may_ask(owner, time.monotonic())
+            allowed = owner is not None and self._quarantine.allows(owner, time.monotonic())
         if write_behind is None or not allowed or payload.nbytes != self._settings.shape.raw_bytes:
             return False
         return write_behind.offer(name, payload, lossy=lossy, on_done=on_done)
@@ -337,15 +337,15 @@ class RemoteTiers:
         with self._lock:
             sources = self._peers if tier is Tier.PEER else self._vaults
             laggards = self._laggards(sources)
-            asked = [one for one in sources.values() if one.id not in laggards and self._may_ask(one.id, now)]
+            asked = [one for one in sources.values() if one.id not in laggards and self._quarantine.allows(one.id, now)]
         return slowest(speed for speed in (source.speed() for source in asked) if speed is not None)
 
     def distrust(self, source: str) -> None:
         """A block that came from this vault or peer was wrong although its checksum was right."""
         with self._lock:
             tier = Tier.PEER if self._peer(source) is not None else Tier.VAULT
-            out = self._quarantine.distrust(source, time.monotonic())
-        self.counts.failed(tier, "wrong")
+            out = self._quarantine.fault(source, WRONG, time.monotonic())
+        self.counts.failed(tier, WRONG)
         if out:
             logger.warning("%s gave a block that was wrong under a right checksum: it is not asked for a while", source)
 
@@ -363,9 +363,6 @@ class RemoteTiers:
             return self._quarantine.shut_out(time.monotonic())
 
     # ------------------------------------------------------------------ under the lock, or on transfer threads
-
-    def _may_ask(self, source: str, now: float) -> bool:
-        return self._quarantine.allows(source, now)
 
     @staticmethod
     def _laggards(sources: dict[str, Source]) -> set[str]:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Protocol
 
+from kvproto.dataplane.client import DataPlaneClient
 from kvproto.messages import Tier, TierLoad
 from kvservice.distribution import Distribution
 
 TIERS = (Tier.VAULT, Tier.PEER)
 SNR_DB = (35.0, 38.0, 40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0, 48.0, 50.0, 60.0, 200.0)  # from the gate to no loss
-
-
-class Traffic(Protocol):
-    """A connection, as far as it is counted."""
-
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def bytes_in(self) -> int: ...
-    @property
-    def bytes_out(self) -> int: ...
 
 
 class RemoteCounts:
@@ -32,7 +21,7 @@ class RemoteCounts:
         self._seconds = dict.fromkeys(TIERS, 0.0)
         self._offloaded = 0
         self._failures: dict[Tier, Counter[str]] = {tier: Counter() for tier in TIERS}
-        self._open: list[tuple[Tier, Traffic]] = []
+        self._open: list[tuple[Tier, DataPlaneClient]] = []
         self._received: Counter[Tier] = Counter()  # over connections that have ended
         self._sent: Counter[Tier] = Counter()
         self.snr_db = Distribution(SNR_DB)  # of blocks that were quantised
@@ -64,7 +53,7 @@ class RemoteCounts:
         with self._lock:
             self.kept_raw += 1
 
-    def connected(self, tier: Tier, connection: Traffic) -> None:
+    def connected(self, tier: Tier, connection: DataPlaneClient) -> None:
         """This worker made a connection."""
         with self._lock:
             self._count_ended()

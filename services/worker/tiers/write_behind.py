@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.block_codec import BlockShape, choose, encoded_bytes
@@ -78,9 +79,9 @@ class WriteBehind:
     def erase(self, names: Sequence[BlockName]) -> None:
         self.drop({name.hash for name in names})
         again = time.monotonic() - self._broke_at < OFFLOAD_LIMIT_S
-        self._submit(_Erase(self, names, last=False))
+        self._erase(names, last=False)
         if again:
-            self._deadlines.after(AGAIN_S, lambda: self._submit(_Erase(self, names, last=True)))
+            self._deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
 
     def drop(self, hashes: Collection[bytes]) -> None:
         """Nothing of these blocks is written that is not under way already."""
@@ -109,12 +110,26 @@ class WriteBehind:
             if self._asked_to_drain:
                 return
             self._asked_to_drain = True
-        if not self._connection.submit(_Drain(self)):
-            self._asked_to_drain = False  # `_tend` asks again
+        if not self._connection.submit(_Job(self._drain, self._broke)):
+            self._asked_to_drain = False  # `_maintain` asks again
 
-    def _submit(self, erase: _Erase) -> None:
-        if not self._connection.submit(erase):
-            erase.fail("gone")
+    def _erase(self, names: Sequence[BlockName], *, last: bool) -> None:
+        """Tried twice. Any thread."""
+
+        def run(client: DataPlaneClient) -> None:
+            for share in by_root(names):
+                for start in range(0, len(share.at), MAX_BLOCKS):
+                    hashes = [names[at].hash for at in share.at[start : start + MAX_BLOCKS]]
+                    client.erase(share.root, hashes, time.monotonic() + ERASE_LIMIT_S)
+
+        def fail(reason: str) -> None:
+            if last or self._closed:
+                self._counts.failed(Tier.VAULT, "erase")
+            else:
+                self._deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
+
+        if not self._connection.submit(_Job(run, fail)):
+            fail("gone")
 
     def _drain(self, client: DataPlaneClient) -> None:
         """One batch; then whatever else was asked for has its turn."""
@@ -140,7 +155,7 @@ class WriteBehind:
         for offload in batch:
             offload.on_done()
 
-    def _broke(self) -> None:
+    def _broke(self, reason: str) -> None:
         """The batch did not get through, if there was one."""
         now = time.monotonic()
         with self._lock:
@@ -208,37 +223,9 @@ class WriteBehind:
             offload.on_done()
 
 
-class _Drain:
-    """Job: the next batch."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Of the connection's thread."""
 
-    def __init__(self, owner: WriteBehind) -> None:
-        self._owner = owner
-
-    def run(self, client: DataPlaneClient) -> None:
-        self._owner._drain(client)
-
-    def fail(self, reason: str) -> None:
-        self._owner._broke()
-
-
-class _Erase:
-    """Job: tried twice."""
-
-    def __init__(self, owner: WriteBehind, names: Sequence[BlockName], *, last: bool) -> None:
-        self._owner = owner
-        self._names = names
-        self._last = last
-
-    def run(self, client: DataPlaneClient) -> None:
-        for share in by_root(self._names):
-            for start in range(0, len(share.at), MAX_BLOCKS):
-                hashes = [self._names[at].hash for at in share.at[start : start + MAX_BLOCKS]]
-                client.erase(share.root, hashes, time.monotonic() + ERASE_LIMIT_S)
-
-    def fail(self, reason: str) -> None:
-        owner = self._owner
-        if self._last or owner._closed:
-            owner._counts.failed(Tier.VAULT, "erase")
-            return
-        again = _Erase(owner, self._names, last=True)
-        owner._deadlines.after(AGAIN_S, lambda: owner._submit(again))
+    run: Callable[[DataPlaneClient], None]
+    fail: Callable[[str], None]

@@ -12,6 +12,7 @@ from kvfleet.worker.tiers.quarantine import (
     LONGEST_TERM_S,
     MAX_SOURCES,
     WINDOW_S,
+    WRONG,
     Quarantine,
 )
 
@@ -37,10 +38,10 @@ def test_a_rate_of_faults_shuts_out_and_single_ones_do_not() -> None:
 
 def test_a_wrong_block_under_a_right_checksum_is_enough() -> None:
     quarantine = Quarantine()
-    assert quarantine.distrust("v1", 5.0)
+    assert quarantine.fault("v1", WRONG, 5.0)
     assert not quarantine.allows("v1", 5.0 + FIRST_TERM_S / 2)
     assert quarantine.shut_out(5.0) == {"v1": FIRST_TERM_S}
-    assert not quarantine.distrust("v1", 6.0), "it is out already: the term is not begun anew"
+    assert not quarantine.fault("v1", WRONG, 6.0), "it is out already: the term is not begun anew"
     assert quarantine.allows("v1", 5.0 + FIRST_TERM_S)
     assert quarantine.faults() == {"v1": {"wrong": 2}}
 
@@ -71,7 +72,7 @@ def test_faults_of_a_fetch_that_was_under_way_do_not_lengthen_a_term() -> None:
 
 def test_what_is_kept_is_bounded() -> None:
     quarantine = Quarantine()
-    quarantine.distrust("worst", 1e6)
+    quarantine.fault("worst", WRONG, 1e6)
     for at in range(MAX_SOURCES + 100):
         quarantine.fault(f"p{at}", "checksum", float(at))
     assert len(quarantine.faults()) == MAX_SOURCES
@@ -84,7 +85,7 @@ def test_nobody_is_out_without_cause_or_for_ever(events: list[tuple[float, bool]
     for seconds, distrusted in events:
         now += seconds
         if distrusted:
-            quarantine.distrust("v", now)
+            quarantine.fault("v", WRONG, now)
             assert not quarantine.allows("v", now)
         else:
             faults += 1
