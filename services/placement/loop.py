@@ -211,7 +211,8 @@ class PlacementLoop:
             (subjects.placement_victim(), questions.on_victim),
         ]
         if subjects.region:
-            self._heard += await self.regions.start(self._guarded)
+            summaries = self._guarded(self.regions.on_summary)
+            self._heard.append(await subscribe(subjects.region_summaries(), summaries))
             asked.insert(0, (subjects.region_generate_all(), producers.on_generate_from_region))
         for subject, callback in asked:
             self._asked.append(await subscribe(subject, self._guarded(callback), queue=QUEUE))

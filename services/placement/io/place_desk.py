@@ -26,6 +26,7 @@ from kvfleet.placement.actions import Action, Answer, Fail
 from kvfleet.placement.events import PlaceAsked
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.lateness import Lateness
+from kvfleet.placement.io.subscriptions import Guard
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.nats_message import Message, Subscription
@@ -40,8 +41,6 @@ BEHIND_S = 0.025  # of work that waits, half of what a Client waits; but never m
 MOST, FEWEST, FEW = 256, 12, 4
 NEWEST = 0.05  # weight of a decision in how long one takes
 LOOK_S, DRAIN_S = 0.001, 1.0
-
-Guard = Callable[[Callable[[Message], Awaitable[None]]], Callable[[Message], Awaitable[None]]]
 
 
 class PlaceDesk:

@@ -1,4 +1,4 @@
-"""Loop: what placement says to other regions and hears from them. Owns those subscriptions and the one timer.
+"""Loop: what placement says to other regions and hears from them. Owns the one timer; the loop subscribes.
 
 kvf.region.<own>.summary                       ◀── once a second: which models, how long a wait
 kvf.region.*.summary                           ──▶ the core's `region_summaries`
@@ -12,13 +12,12 @@ import logging
 from dataclasses import replace
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.io.subscriptions import Guard
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.members import Members
 from kvproto.messages import Placement, PlaceRequest, RegionModel, RegionSummary, State
-from kvproto.nats_message import Message, Subscription
+from kvproto.nats_message import Message
 from kvproto.regions import qualify, seal
 from kvproto.subjects import Subjects
 
@@ -47,9 +46,6 @@ class RegionDesk:
         self._core = core
         self._members = members
         self._fleet_key = fleet_key
-
-    async def start(self, guard: Guard) -> list[Subscription]:
-        return [await self._connection.subscribe(self._subjects.region_summaries(), guard(self._on_summary))]
 
     async def run(self) -> None:
         """Say what this region can do, until cancelled."""
@@ -100,7 +96,7 @@ class RegionDesk:
         sealed = seal(self._fleet_key, source, addresses)
         return replace(placement, source=source, source_addresses=addresses, source_seal=sealed)
 
-    async def _on_summary(self, message: Message) -> None:
+    async def on_summary(self, message: Message) -> None:
         try:
             summary = codec.decode(RegionSummary, message.data)
         except CodecError as error:

@@ -116,10 +116,10 @@ class Forwarding:
         if self._in_flight.is_read_at(forwarded.request, forwarded.inbox):
             # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
             forwarded.key = self._in_flight.further_key(forwarded.request)
-            return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
-        self._in_flight.enter(forwarded)
-        forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
-        self._in_flight.offered[forwarded.key] = forwarded
+        else:
+            self._in_flight.enter(forwarded)
+            forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
+            self._in_flight.offered[forwarded.key] = forwarded
         return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
 
     def _is_full(self) -> bool:
