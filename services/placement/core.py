@@ -298,10 +298,6 @@ class PlacementCore:
         """Which of a model's workers is the cheapest to lose."""
         return Survey(model, self.fleet, self.decider.heat.hottest(now), self.indexer, self.workloads)
 
-    def wake_at(self) -> float | None:
-        """When a Tick is needed at the latest to keep the promises made; None: no hurry."""
-        return self.in_flight.due()
-
     def followers(self) -> dict[Follows, int]:
         """How many workers' blocks are known how well."""
         counts = dict.fromkeys(Follows, 0)

@@ -165,7 +165,7 @@ class PlacementLoop:
         if self._stopped:
             return []
         actions = self.core.handle(event, self._now())
-        self._stall_timer.set(self.core.wake_at())
+        self._stall_timer.set(self.core.in_flight.due())
         return actions
 
     def _tell(self, event: Event) -> None:

@@ -73,7 +73,7 @@ class RequestsInFlight:
         return any((reader := self.find(key)) and reader.inbox == inbox for key in self.keys_of(request))
 
     def due(self) -> float | None:
-        """When the earliest offer or grace is."""
+        """When the earliest offer or grace is: a Tick is needed then at the latest. None: no hurry."""
         due = [offered.due for offered in self.offered.values()]
         if (lost := self.accepted.due()) is not None:
             due.append(lost)

@@ -126,7 +126,7 @@ class TestNextWorker:
     def test_after_50_ms_of_silence(self) -> None:
         core = a_core("w1", "w2")
         first = offer(core)
-        assert core.wake_at() == pytest.approx(1.0 + ACKNOWLEDGE_S, abs=A_LITTLE)
+        assert core.in_flight.due() == pytest.approx(1.0 + ACKNOWLEDGE_S, abs=A_LITTLE)
         assert core.handle(Tick(), 1.0 + ACKNOWLEDGE_S - 0.001) == []
         actions = core.handle(Tick(), 1.0 + ACKNOWLEDGE_S + A_LITTLE)
         second = the_forward(actions)
@@ -143,7 +143,7 @@ class TestNextWorker:
         first = offer(core)
         for now in (1.1, 1.3, 2.0):
             assert not any(isinstance(one, Forward | Cancel) for one in core.handle(Tick(disconnected=True), now))
-            wake_at = core.wake_at()
+            wake_at = core.in_flight.due()
             assert wake_at is not None
             assert wake_at > now, "nobody spins"
         core.handle(WorkerAnswered(accepted("r1", 0, first.worker)), 2.05)
@@ -229,7 +229,7 @@ class TestNextWorker:
             )
             if why == "silence" and len(tried) == 3:  # there is nobody else: it may only be slow
                 assert actions == []
-                assert core.wake_at() == pytest.approx(now + LAST_CHANCE_S - ACKNOWLEDGE_S, abs=2 * A_LITTLE)
+                assert core.in_flight.due() == pytest.approx(now + LAST_CHANCE_S - ACKNOWLEDGE_S, abs=2 * A_LITTLE)
                 now += LAST_CHANCE_S
                 actions = core.handle(Tick(), now)
         assert sorted(tried) == ["w1", "w2", "w3"]
@@ -387,7 +387,7 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(event, 2.0)  # type: ignore[arg-type]
-        assert core.wake_at() == pytest.approx(2.0 + LOST_GRACE_S)
+        assert core.in_flight.due() == pytest.approx(2.0 + LOST_GRACE_S)
         actions = core.handle(Tick(), 2.0 + LOST_GRACE_S)
         (fail,) = failures(actions)
         assert (fail.inbox, fail.failed.code, fail.failed.retryable) == (INBOX, "worker_lost", True)
@@ -454,7 +454,7 @@ class TestLoss:
         core.handle(a_beat("w2"), 3.0)
         core.handle(WorkerLeft("w2"), 3.4)
         core.handle(PingUnanswered("w1", False), 3.5)
-        assert core.wake_at() == pytest.approx(3.5 + SILENT_GRACE_S)
+        assert core.in_flight.due() == pytest.approx(3.5 + SILENT_GRACE_S)
         core.check_integrity()
         (fail,) = failures(core.handle(Tick(), 3.5 + SILENT_GRACE_S))
         assert fail.failed.request == "r1"

@@ -338,7 +338,7 @@ class Placement(RuleBasedStateMachine):
         assert len(self.core.inflight) == 0
         assert len(self.core.repeats) == 0
         assert len(self.core.indexer.index) == 0
-        assert self.core.wake_at() is None
+        assert self.core.in_flight.due() is None
 
 
 Placement.TestCase.settings = settings(
