@@ -101,7 +101,7 @@ class PlacementCore:
         self.decider = Decider(state, prompts, unix_ms, policies or build_policies(chance), config.policy)
         self.between_regions = BetweenRegions(state, self.decider)
         self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
-        self.decider.leaving = self.autoscaler.leaving
+        self.decider.next_to_go = self.autoscaler.next_to_go
         self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.accounts.give_up)
         self.forwarding = Forwarding(state, inbox_prefix, self.in_flight, self.decider, config)
 

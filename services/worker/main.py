@@ -196,7 +196,7 @@ def assemble(
         tracer,
     )
     if network is not None:
-        parts = replace(parts, remote=network.remote, has_successor=network.has_successor, meet=network.meet)
+        parts = replace(parts, remote=network.remote, somebody_is_ready=network.somebody_is_ready, meet=network.meet)
     loop = WorkerLoop(parts, on_fatal, on_drain)
     loops.append(loop)
     return loop, thread

@@ -154,7 +154,7 @@ class Autoscaler:
         self._by_ordinal = by_ordinal
         self._heard: dict[str, HeardDemand] = {}
         self._models: dict[str, _Model] = {}
-        self._leaving: dict[str, str] = {}  # model -> who goes next, while one is to go
+        self._next_to_go: dict[str, str] = {}  # model -> who goes next, while one is to go
         for model in models:
             fleet.learn_name(model)
             self._know(model)
@@ -197,9 +197,9 @@ class Autoscaler:
         known = dict(self._models)  # a scrape reads this from a thread of its own
         return [known[name].signals for name in sorted(known)]
 
-    def leaving(self, model: str) -> str | None:
+    def next_to_go(self, model: str) -> str | None:
         """Who is about to be removed, and should get nothing new: known only where the highest ordinal goes."""
-        return self._leaving.get(model)
+        return self._next_to_go.get(model)
 
     def _know(self, model: str) -> _Model:
         known = self._models.get(model)
@@ -248,9 +248,9 @@ class Autoscaler:
             },
             next_ordinal=highest or "",
         )  # fmt: skip
-        self._leaving.pop(name, None)
+        self._next_to_go.pop(name, None)
         if self._by_ordinal and highest is not None and model.scaler.desired < living:
-            self._leaving[name] = highest
+            self._next_to_go[name] = highest
 
     def _measure(
         self, heard: list[HeardDemand], ready: int, living: int, outside: Outside, now: float, *, known: bool

@@ -82,7 +82,7 @@ class Decider:
         self._policies = policies
         self.heat = Heat()
         self.turned_away = TurnedAway()
-        self.leaving: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
+        self.next_to_go: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
         self._booked: list[Booked] = []
         self._refused = RecentRefusals()
         self._policy(default)
@@ -110,9 +110,9 @@ class Decider:
             excluded |= self._too_busy(tenant, ask, ask.max_wait_s, ready.without(excluded), tokens, now)
         among = ready.without(excluded)
         matched = self._match(tenant, ask, among, tokens)
-        leaving = self.leaving(ask.model)
-        if leaving is not None and policy.name != DIRECT and _is_new_to(leaving, among, matched):
-            excluded |= {leaving}
+        next_to_go = self.next_to_go(ask.model)
+        if next_to_go is not None and policy.name != DIRECT and _is_new_to(next_to_go, among, matched):
+            excluded |= {next_to_go}
             among = ready.without(excluded)
             matched = self._match(tenant, ask, among, tokens)
         loads = self._workloads.view(among.columns, now, priority=ask.priority)
@@ -322,9 +322,9 @@ def _number(candidates: Sequence[Worker], worker: Worker) -> int | None:
     return next((number for number, one in enumerate(candidates) if one is worker), None)
 
 
-def _is_new_to(leaving: str, among: Ready, matched: Matched) -> bool:
+def _is_new_to(next_to_go: str, among: Ready, matched: Matched) -> bool:
     """Whether somebody else may as well have it: the worker that is about to go holds no more of it than others do."""
-    number = next((number for number, worker in enumerate(among.workers) if worker.id == leaving), None)
+    number = next((number for number, worker in enumerate(among.workers) if worker.id == next_to_go), None)
     if number is None or len(among.workers) < 2:
         return False
     own = matched.believed[HOST]

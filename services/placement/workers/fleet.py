@@ -99,17 +99,17 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The ready workers of one model, by id, and the plain ring over them; `leaving` are its draining ones."""
+    """The ready workers of one model, by id, and the plain ring over them; `draining` are its draining ones."""
 
     workers: tuple[Worker, ...]
     ring: HashRing
     columns: Columns  # of the workers, in their order
     spaces: tuple[Space, ...]
-    leaving: tuple[Worker, ...] = ()
+    draining: tuple[Worker, ...] = ()
 
     @staticmethod
-    def of(workers: Iterable[Worker], ring: HashRing, leaving: Iterable[Worker] = ()) -> Ready:
-        listed, givers = tuple(workers), tuple(leaving)
+    def of(workers: Iterable[Worker], ring: HashRing, draining: Iterable[Worker] = ()) -> Ready:
+        listed, givers = tuple(workers), tuple(draining)
         spaces: dict[AddressSpace, list[int]] = {}
         for number, worker in enumerate(listed):
             spaces.setdefault(worker.space, []).append(number)
@@ -130,7 +130,7 @@ class Ready:
         """Who is left; the ring stays that of all."""
         if not excluded:
             return self
-        kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.leaving)]
+        kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.draining)]
         return Ready.of(kept[0], self.ring, kept[1])
 
 
@@ -217,8 +217,8 @@ class Fleet:
                 return Ready.of((), HashRing())  # names that requests invent must not fill the cache
             ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
             self._spaces[model] = workers[0].space
-            leaving = [w for w in self.workers.values() if w.model == model and w.state is State.DRAINING]
-            found = self._ready[model] = Ready.of(workers, ring, leaving)
+            draining = [w for w in self.workers.values() if w.model == model and w.state is State.DRAINING]
+            found = self._ready[model] = Ready.of(workers, ring, draining)
         return found
 
     def last_space(self, model: str) -> AddressSpace | None:

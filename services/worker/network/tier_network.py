@@ -120,7 +120,7 @@ class TierNetwork:
         """What peers asked of this worker."""
         return DataPlaneCounters() if self._server is None else self._server.counters
 
-    def has_successor(self) -> bool | None:
+    def somebody_is_ready(self) -> bool | None:
         """Whether another worker of this model takes new work; None: not known yet. Who asks is about to go: from then
         on all workers are watched."""
         if self._workers is None or self._model is None:

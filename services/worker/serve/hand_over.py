@@ -7,7 +7,7 @@
 A reader that can resume (a Client, an ingress) is told `Moved`, goes on elsewhere, and has its new worker bring the
 blocks from this one; with its successor's first word it cancels the attempt here, and that is what is waited for. The
 request of a bare producer travels as a `Capsule` to whichever placement takes it; the producer sees nothing of it, and
-placement cancels it here when its successor has started.
+placement cancels it here when its successor has started. Who that is placement decides: `placement/decide/decider.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HandOver:
         self._parts = parts
         self._worker = parts.record.id
         self._engine = parts.engine
-        self._has_successor = parts.has_successor
+        self._somebody_is_ready = parts.somebody_is_ready
         self._frames = frames
         self._outbox = outbox
         self._broadcast = broadcast
@@ -82,7 +82,7 @@ class HandOver:
 
         await wait(lambda: self._frames.running, loop.time() + min(FINISH_S, limit_s / 4))
         alone = max(loop.time(), until - LAST_S)
-        await wait(lambda: self._frames.running and not self._has_successor(), alone)
+        await wait(lambda: self._frames.running and not self._somebody_is_ready(), alone)
         if not self._frames.running:
             return
         await self._move(until)
@@ -91,7 +91,7 @@ class HandOver:
 
     async def _move(self, until: float) -> None:
         clock = asyncio.get_running_loop().time
-        to_vaults = not self._has_successor()
+        to_vaults = not self._somebody_is_ready()
         settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # a step that hangs keeps nobody from being told
         keys = [(record.request, record.attempt) for record in self._frames.running]
         for record in self._frames.running:
@@ -172,17 +172,17 @@ async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
 
     Only if somebody stays: where all go at once nobody will ask for them.
     """
-    has_successor = parts.has_successor
+    somebody_is_ready = parts.somebody_is_ready
     if limit_s < LEAST_DEMAND_S:
         return
     try:
         async with asyncio.timeout(limit_s):
-            while has_successor() is None:
+            while somebody_is_ready() is None:
                 await asyncio.sleep(POLL_S)
-            if not has_successor():
+            if not somebody_is_ready():
                 return
             await asyncio.sleep(ANNOUNCED_S)
-            if has_successor() and await parts.engine.call(_has_vaults):
+            if somebody_is_ready() and await parts.engine.call(_has_vaults):
                 await _leave_behind(parts)
     except TimeoutError:
         log.warning("not all blocks in demand are in vaults: the time to drain is over")

@@ -21,8 +21,8 @@ from kvservice.tracing import Tracer
 class WorkerParts:
     """`record` is the lease's as this life begins. `encode_prompt` raises InvalidRequest.
 
-    Of vaults and other workers it has `remote` and `meet`; by default there are none. `has_successor`: whether another
-    worker of this model takes new work, None while that is being found out.
+    Of vaults and other workers it has `remote` and `meet`; by default there are none. `somebody_is_ready`: whether
+    another worker of this model takes new work, None while that is being found out.
     """
 
     settings: WorkerSettings
@@ -35,5 +35,5 @@ class WorkerParts:
     encode_prompt: Callable[[str], list[int]]
     tracer: Tracer = tracing.NULL
     remote: RemoteTiers | None = None
-    has_successor: Callable[[], bool | None] = lambda: False
+    somebody_is_ready: Callable[[], bool | None] = lambda: False
     meet: Meet = lambda worker: None
