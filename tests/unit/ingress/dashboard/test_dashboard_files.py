@@ -17,7 +17,7 @@ import pytest
 from kvfleet.ingress.dashboard.page import INDEX, POLICY, TYPES, read_files, suffix
 from kvfleet.ingress.http.openapi import OPERATIONS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FOLDER = resources.files("kvfleet.ingress.dashboard")
 FILES = {name: data.decode() for name, data in read_files(FOLDER).items()}
 MODULES = {name: script for name, script in FILES.items() if suffix(name) == ".js"}

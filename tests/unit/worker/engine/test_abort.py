@@ -13,7 +13,7 @@ from test_engine_thread import Desk
 
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import StepResult
-from kvfleet.worker.model.abort import StepAborted
+from kvfleet.worker.model.base import StepAborted
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
 from kvproto.errors import Cancelled

@@ -15,7 +15,7 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.regions import MAX_REGIONS, Regions
-from tests.unit.ingress.test_ingress_sessions import Rig
+from tests.unit.ingress.sessions.test_ingress_sessions import Rig
 
 
 async def regions_of(sessions: Sessions) -> tuple[str, ...]:

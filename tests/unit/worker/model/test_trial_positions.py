@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet.worker.model.positions import MOST, trial_positions
+from kvfleet.worker.model.support import MOST_TRIED, trial_positions
 
 
 class Config:
@@ -41,7 +41,7 @@ def test_nothing_at_or_past_the_context() -> None:
 
 def test_many_lengths_cost_no_long_trial() -> None:
     found = trial_positions(Config(windows=list(range(100, 10_000, 50))), 16_384)
-    assert len(found) == MOST
+    assert len(found) == MOST_TRIED
     assert found[:3] == (0, 1, 2)
     assert found[-1] == 16_383
     assert list(found) == sorted(set(found))
