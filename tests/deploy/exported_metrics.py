@@ -84,7 +84,7 @@ def _whatever() -> Any:
 
 def _placement() -> Any:
     core = PlacementCore("p0", "_plc.p0", lambda: 0.5, prompts=HashedPrompts(None), unix_ms=lambda: 0)
-    return SimpleNamespace(core=core, subscriptions=_whatever(), question_desk=_whatever())
+    return SimpleNamespace(core=core, subscriptions=_whatever(), question_desk=_whatever(), desk=_whatever())
 
 
 def _worker() -> Any:

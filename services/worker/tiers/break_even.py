@@ -12,14 +12,16 @@ have and how fast they are; nothing is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.link_speed import LinkSpeed
-from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.messages import Tier
+
+if TYPE_CHECKING:
+    from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
 SURE = 1.5  # predictions are taken for so much too good,
 HANDLING_S = 0.002  # and a restore takes so long beside: a step of few tokens takes hardly less than one of some more

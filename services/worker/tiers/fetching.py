@@ -13,11 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.block_codec import BlockShape, decode, encoded_bytes
 from kvfleet.worker.tiers.deadlines import Deadlines
+from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.looking import asking
 from kvfleet.worker.tiers.remote_counts import RemoteCounts
@@ -60,38 +61,6 @@ def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: Bloc
     if header.length != encoded_bytes(header.codec, shape):
         return "format"
     return "lossy" if exact and header.lossy else ""
-
-
-@dataclass(slots=True)
-class Landing:
-    """One fetch's meeting point of engine and transfer threads.
-
-    `headers[i]` is set when block i has landed. A landing that is closed takes nothing any more. `ended` is set once
-    the fetch will bring no more, closed or not; `failure` is its reason where it brought less than asked for.
-    """
-
-    headers: list[BlockHeader | None]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
-    ended: bool = False
-    failure: str = ""  # timeout, gone, checksum, format, missing, ... : a metric's label
-    sources: dict[int, str] = field(default_factory=dict)  # ids of the vaults or peers that blocks came from
-    traceparent: str = ""  # of a traced request
-
-    def land(self, at: int, header: BlockHeader, write: Callable[[], None]) -> bool:
-        """Called by a transfer thread: `write` the block to its place, unless nobody wants it any more."""
-        with self.lock:
-            if self.closed:
-                return False
-            write()
-            self.headers[at] = header
-            return True
-
-    def close(self) -> int:
-        """Called by the engine: how many blocks have landed without a gap; from now on nothing lands."""
-        with self.lock:
-            self.closed = True
-        return next((at for at, header in enumerate(self.headers) if header is None), len(self.headers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import BlockName
@@ -23,10 +24,12 @@ from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.copier import Copier, CopyJob
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import Root, own_root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
+
+if TYPE_CHECKING:
+    from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
 BATCH_BYTES = 32 * 1024 * 1024
 MOST_QUEUED = 1024  # chains

@@ -11,7 +11,7 @@ Whatever the reuse watch thinks of them: a crash is reuse that nobody could have
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
@@ -19,8 +19,10 @@ from kvfleet.worker.tiers.break_even import SURE
 from kvfleet.worker.tiers.copier import Copier
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.offloader import Chain, Offloader
-from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.messages import Tier
+
+if TYPE_CHECKING:
+    from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
 PERIOD_S = 1.0
 PROTECT_S = 0.25  # of computing

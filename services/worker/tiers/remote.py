@@ -22,7 +22,8 @@ from kvfleet.worker.blocks.chain_location import BlockName, Finding
 from kvfleet.worker.tiers.block_codec import BlockShape
 from kvfleet.worker.tiers.connection_thread import Connect
 from kvfleet.worker.tiers.deadlines import Deadlines
-from kvfleet.worker.tiers.fetching import Fetch, Intake, Landing
+from kvfleet.worker.tiers.fetching import Fetch, Intake
+from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggard, slowest
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
 from kvfleet.worker.tiers.quarantine import WRONG, Quarantine

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.break_even import RestoredPart
 from kvfleet.worker.tiers.copier import CopyJob
-from kvfleet.worker.tiers.fetching import Landing
+from kvfleet.worker.tiers.landing import Landing
 from kvproto.block_hash import Root
 from kvproto.messages import Tier
 

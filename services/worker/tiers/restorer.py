@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_of
@@ -35,12 +36,14 @@ from kvfleet.worker.tiers.break_even import (
     remote_offers,
 )
 from kvfleet.worker.tiers.copier import Copier, CopyJob
-from kvfleet.worker.tiers.fetching import Landing
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
+
+if TYPE_CHECKING:
+    from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
 SAMPLED = 32  # one restore in so many is checked by computing
 MOST_SAMPLES = 16

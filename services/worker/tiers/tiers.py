@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.chain_location import BlockName, names_of
@@ -20,11 +21,13 @@ from kvfleet.worker.tiers.copier import Copier
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.offloader import Offloader
 from kvfleet.worker.tiers.protection import Protector
-from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.restorer import Restorer
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
 from kvproto.messages import Tier, TierEvents, TierLoad
+
+if TYPE_CHECKING:
+    from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
 PROBE_BLOCKS = 4
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way

@@ -113,7 +113,7 @@ async def test_no_more_wait_than_there_is_room_for(
 ) -> None:
     loop = await a_placement(start_placement, start_worker)
     for _ in range(MAX_WAITING + 10):
-        loop.desk._take(Asked("w1"), from_other_region=False)
+        await loop.desk.on_place(Asked("w1"))
     assert (loop.desk.waiting, loop.desk.late_total) == (MAX_WAITING, 10)
     loop.desk._waiting.clear()
 
@@ -178,6 +178,6 @@ async def test_who_has_the_least_time_left_goes_first(start_placement: StartPlac
         ("hasty", {"deadline_ms": 300, "expires_unix_ms": now + 300}),
         ("hasty too", {"deadline_ms": 400, "expires_unix_ms": now + 400}),
     ):
-        loop.desk._take(Asked(name, **fields), from_other_region=False)
+        await loop.desk.on_place(Asked(name, **fields))
     await until(lambda: len(order) == 4)
     assert order == ["hasty", "hasty too", "patient", "silent"]

@@ -49,10 +49,12 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.read(length)
         status, body = self.answers.get(self.path.partition("?")[0], (400, ERROR))
         if isinstance(body, list):
+            kind = "text/event-stream"
             data = "".join(f"data: {json.dumps(one)}\n\n" for one in body) + "data: [DONE]\n\n"
         else:
-            data = json.dumps(body)
+            kind, data = "application/json", json.dumps(body)
         self.send_response(status)
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data.encode())

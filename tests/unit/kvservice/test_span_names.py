@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 RECORDERS = [
     "libs/kvservice/tracing_otel.py", "libs/kvservice/block_spans.py", "services/ingress/telemetry/request_trace.py",
     "services/placement/record/decision_trace.py", "services/worker/streams/request_trace.py",
-    "services/worker/tiers/source_question.py", "services/worker/tiers/fetching.py",
+    "services/worker/tiers/looking.py", "services/worker/tiers/fetching.py",
 ]  # fmt: skip
 NAME = re.compile(r'f?"((?:gen_ai|messaging|http|url|error|kvfleet|service)\.[a-z_.{}]+)"')
 
