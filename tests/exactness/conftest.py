@@ -15,7 +15,7 @@ from tiny_configs import CONFIGS, REPRESENTATIVE
 from tiny_models import Rig, make_model
 
 from kvcpu.attention.backend import CpuBackend
-from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}

@@ -10,7 +10,7 @@ import pytest
 from test_against_transformers import assert_exact, tokens
 from tiny_models import Rig
 
-from kvfleet.worker.model.abort import Abort
+from kvfleet.worker.model.base import Abort
 
 PROMPT = 200
 

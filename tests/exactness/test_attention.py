@@ -10,7 +10,7 @@ from tiny_models import DEVICE
 from torch import Tensor
 
 from kvcpu.blocks import AttentionForm
-from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
 from kvfleet.worker.schedule.step_plan import Slice

@@ -16,8 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from kvcpu.fused.modules import FusedMlp, FusedNorm
 from kvcpu.linear.packed import Multiplier, PackedLinear
-from kvfleet.worker.model.fused.fuse import fuse
-from kvfleet.worker.model.optimise import optimise
+from kvfleet.worker.model.fused.fuse import fuse, optimise
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -25,11 +25,10 @@ from kvcpu.vector.program import Program
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.fused.chain import MOST_TOKENS
 from kvfleet.worker.model.fused.fuse import fuse
-from kvfleet.worker.model.fused.layer import FusedLayer
+from kvfleet.worker.model.fused.layer import MOST_TOKENS, FusedLayer
 from kvfleet.worker.model.loader import adopt_model
-from kvfleet.worker.model.positions import trial_positions
+from kvfleet.worker.model.support import trial_positions
 
 VOCAB = 211  # the rig's
 _WIDE: dict[str, Any] = {

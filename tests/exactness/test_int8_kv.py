@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcpu.attention.backend import CpuBackend
 from kvcpu.blocks import AttentionForm
-from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, KvShape

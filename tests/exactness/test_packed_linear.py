@@ -17,7 +17,7 @@ from kvcpu.linear import linear_kernels as kernels
 from kvcpu.linear.packed import Multiplier, PackedLinear, pack
 from kvcpu.vector import compiled, conversion
 from kvcpu.vector.compiled import CompiledEntry
-from kvfleet.worker.model.optimise import optimise
+from kvfleet.worker.model.fused.fuse import optimise
 
 ROWS = (0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 300)
 # [out, in]: whole panels and parts of one, depths of one pair, between vectors, of one, two and three pieces

@@ -13,8 +13,7 @@ from tiny_models import TOLERANCE, make_model, plain_logits
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
 
-from kvfleet.worker.model.attention.base import AttentionBackend
-from kvfleet.worker.model.attention.interface import NAME, paged_attention
+from kvfleet.worker.model.attention.interface import NAME, AttentionBackend, paged_attention
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.loader import adopt_model

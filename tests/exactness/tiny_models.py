@@ -17,11 +17,11 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import trial_logits
-from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import adopt_model
-from kvfleet.worker.model.optimise import optimise
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.sampler import sample
 from kvfleet.worker.schedule.scheduler import Scheduler

@@ -18,8 +18,7 @@ from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
 from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, StepResult
-from kvfleet.worker.model.abort import StepAborted
-from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.model.base import ModelRunner, StepAborted
 from kvfleet.worker.schedule.giving_way import full, giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence, SequenceSpec, SequenceState

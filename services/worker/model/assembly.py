@@ -12,14 +12,13 @@ from torch import Tensor
 
 from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model import sampler
-from kvfleet.worker.model.attention.base import AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import LoadedModel
-from kvfleet.worker.model.optimise import optimise
-from kvfleet.worker.model.positions import trial_positions
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model.support import name_of
+from kvfleet.worker.model.support import name_of, trial_positions
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import InvalidRequest, UnsupportedModel
 

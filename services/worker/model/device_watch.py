@@ -9,33 +9,21 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 log = logging.getLogger(__name__)
 
 CPU = "cpu"
 
 
-class DeviceWatch(Protocol):
-    device: str
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes used, and all there are."""
-
-    def utilisation(self) -> float | None:
-        """Share of the last moment in which something ran there; None: nobody knows."""
-
-
-def watch_device(device: str) -> DeviceWatch:
-    """`device` as torch names it."""
-    return CpuWatch() if device.partition(":")[0] == CPU else GpuWatch(device)
-
-
 class CpuWatch:
+    """This process on its host."""
+
     def __init__(self) -> None:
         self.device = CPU
 
     def memory(self) -> tuple[int, int]:
+        """Bytes used, and all there are."""
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         try:
@@ -45,6 +33,7 @@ class CpuWatch:
         return resident, min(total, int(limit)) if limit.isdigit() else total
 
     def utilisation(self) -> float | None:
+        """Share of the last moment in which something ran there; None: nobody knows."""
         return None
 
 
@@ -82,3 +71,11 @@ class GpuWatch:
         except Exception as error:  # noqa: BLE001 - no driver, no library, no such device: torch is left
             log.info("%s: no NVML (%s): its utilisation is not shown", self.device, error)
             return None, None
+
+
+DeviceWatch: TypeAlias = CpuWatch | GpuWatch
+
+
+def watch_device(device: str) -> DeviceWatch:
+    """`device` as torch names it."""
+    return CpuWatch() if device.partition(":")[0] == CPU else GpuWatch(device)

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
-from kvfleet.worker.model.abort import Abort, StepAborted
-from kvfleet.worker.model.base import host_memory
+from kvfleet.worker.model.base import Abort, StepAborted, host_memory
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs

@@ -12,32 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from kvfleet.worker.model.kv_pool import free_bytes
 from kvfleet.worker.model.kv_size import KvLayout
+from kvfleet.worker.model.probe import furthest
 from kvfleet.worker.model.support import name_of, own_attention, refusal
-from kvproto.errors import InvalidRequest, UnsupportedModel
+from kvproto.errors import UnsupportedModel
 
 NAME = "kvfleet_kv_layout"
 TOKENS = 2
-
-
-def read_config(source: str) -> Any:
-    """Of a folder or a hub id. Raises InvalidRequest if there is none."""
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InvalidRequest(f"no configuration can be read from {source!r}: {why}", field="model") from error
-
-
-def auto_dtype(config: Any, device: str) -> str:
-    """In what a worker with `--dtype auto` stores K and V: see `kvfleet.worker.model.loader`."""
-    own = getattr(config, "dtype", None)
-    if not isinstance(own, torch.dtype) or (own is torch.float16 and device == "cpu"):
-        own = torch.float32
-    return str(own).removeprefix("torch.")
 
 
 def layout_of(config: Any, context_length: int) -> KvLayout:
@@ -52,7 +35,7 @@ def layout_of(config: Any, context_length: int) -> KvLayout:
     if len(shapes) != 1:
         raise refusal(config, "storing keys and values of several shapes")
     ((heads, head_dim),) = shapes
-    window = _furthest([window for _, _, window in calls.values()], context_length)
+    window = furthest([window for _, _, window in calls.values()], context_length)
     return KvLayout(len(calls), heads, head_dim, context_length, window)
 
 
@@ -67,7 +50,7 @@ def from_fields(config: Any, context_length: int) -> KvLayout:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KvLayout(layers, kv_heads, head_dim, context_length, _furthest(windows, context_length))
+    return KvLayout(layers, kv_heads, head_dim, context_length, furthest(windows, context_length))
 
 
 def _calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
@@ -96,17 +79,3 @@ def _calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
             use_cache=False,
         )
     return model, calls
-
-
-def _furthest(windows: list[int | None], context_length: int) -> int | None:
-    """Of the layer that sees furthest; a window as long as the context is none."""
-    known = [window for window in windows if window is not None and window < context_length]
-    return max(known) if len(known) == len(windows) else None
-
-
-def free_memory(device: str) -> tuple[str, int]:
-    """What `device` (auto, cpu, cuda) is here, and its free bytes. Raises InvalidRequest if it is absent."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest("no CUDA device is available", field="device")
-    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    return kind, free_bytes(torch.device(kind))

@@ -19,15 +19,18 @@ from kvservice.settings import die
 def report(asked: argparse.Namespace) -> dict[str, Any]:
     """The sizes as plain values. Raises KvfleetError, in one line that says what is wrong."""
     # Here, so that --help and a wrong flag are answered at once.
-    from kvfleet.worker.model.kv_layout import auto_dtype, free_memory, layout_of, read_config
+    from kvfleet.worker.model.kv_layout import layout_of
+    from kvfleet.worker.model.kv_pool import free_bytes
+    from kvfleet.worker.model.loader import device_of, dtype_of, read_config
     from kvfleet.worker.model.support import supported_context
 
-    config = read_config(str(local_folder(asked.model) or asked.model))
+    config = read_config(local_folder(asked.model) or asked.model, wanted="configuration can be read")
     layout = layout_of(config, supported_context(config))
-    device, free = free_memory(asked.device)
-    share = asked.kv_memory_fraction / (asked.workers_on_host if device == "cpu" else 1)
+    device = device_of(asked.device)
+    free = free_bytes(device)
+    share = asked.kv_memory_fraction / (asked.workers_on_host if device.type == "cpu" else 1)
     memory = int(free * share) if asked.memory is None else asked.memory
-    auto = auto_dtype(config, device) if asked.dtype == "auto" else asked.dtype
+    auto = str(dtype_of(asked.dtype, config, device)).removeprefix("torch.")
     return {
         "model": asked.model,
         **asdict(layout),

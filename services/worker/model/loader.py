@@ -57,10 +57,10 @@ def load_model(
     `max_context` may shorten the model's context. Raises UnsupportedModel naming feature and model, InvalidRequest if
     there is no such model or no such device.
     """
-    config = _read_config(source, revision)
+    config = read_config(source, revision)
     context_length = supported_context(config, max_context)
-    where = _device(device)
-    what = _dtype(dtype, config, where)
+    where = device_of(device)
+    what = dtype_of(dtype, config, where)
 
     def loaded() -> tuple[Any, GenerationConfig | None]:
         if load_format == "dummy":
@@ -102,16 +102,16 @@ def adopt_model(
     )
 
 
-def _read_config(source: str | Path, revision: str | None) -> Any:
+def read_config(source: str | Path, revision: str | None = None, wanted: str = "model can be loaded") -> Any:
+    """Of a folder or a hub id. Raises InvalidRequest if there is none."""
     try:
         return AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"no model can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
-        ) from error
+        raise InvalidRequest(f"no {wanted} from {str(source)!r}: {_first_line(error)}", field="model") from error
 
 
-def _device(device: Device) -> torch.device:
+def device_of(device: Device) -> torch.device:
+    """Raises InvalidRequest if it is absent."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("no CUDA device is available", field="device")
     if device == "auto":
@@ -119,7 +119,7 @@ def _device(device: Device) -> torch.device:
     return torch.device(device)
 
 
-def _dtype(dtype: Dtype, config: Any, device: torch.device) -> torch.dtype:
+def dtype_of(dtype: Dtype, config: Any, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's own, except half precision on a CPU, which computes it slowly and less exactly."""
     if dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]

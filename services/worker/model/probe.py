@@ -11,7 +11,7 @@ forward pass begins: RoBERTa and its kin begin behind the index of their padding
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,8 @@ class Attention:
     """What a model's layers store and how far they see."""
 
     kv_shape: KvShape
-    windows: tuple[int | None, ...]  # of each layer; None: the whole context
+    window: int | None  # of the layer that sees furthest; None: the whole context
     first_position: int  # of a sequence's first token, as the model counts
-
-    @property
-    def window(self) -> int | None:
-        """That of the layer which sees furthest."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == len(self.windows) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +113,7 @@ def probe(model: Any, context_length: int) -> Attention:
         first = _first_position(model)
     except UnsupportedModel as error:
         raise refusal(model.config, error.message) from error
-    return Attention(shape, tuple(call.window for call in sorted(calls, key=lambda call: call.layer)), first)
+    return Attention(shape, furthest([call.window for call in calls], context_length), first)
 
 
 def _attention_calls(model: Any, context_length: int) -> list[_Call]:
@@ -210,6 +204,12 @@ def _window_of(sees: MaskFunction, context_length: int, device: torch.device) ->
 def _within(window: int | None, context_length: int) -> int | None:
     """A window as long as the context is none."""
     return window if window is not None and window < context_length else None
+
+
+def furthest(windows: Sequence[int | None], context_length: int) -> int | None:
+    """The window of the layer that sees furthest; None where one sees the whole context."""
+    known = [window for window in windows if _within(window, context_length) is not None]
+    return max(window for window in known if window is not None) if len(known) == len(windows) else None
 
 
 def _named(layers: list[int]) -> str:

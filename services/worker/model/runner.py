@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcpu.blocks import Ints
-from kvfleet.worker.model.abort import Abort
-from kvfleet.worker.model.attention.base import AttentionBackend
-from kvfleet.worker.model.attention.interface import ABORT, STEP
+from kvfleet.worker.model.attention.interface import ABORT, STEP, AttentionBackend
+from kvfleet.worker.model.base import Abort
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.block_memory import PoolMemory
-from kvfleet.worker.model.copy_stream import stream_of
+from kvfleet.worker.model.block_memory import PoolMemory, stream_of
 from kvfleet.worker.model.kv_pool import KvPool, is_out_of_memory
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.sampler import sample

@@ -6,7 +6,6 @@ Only a device whose allocator keeps count can tell: a GPU. On the host a step's 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import torch
 
@@ -22,19 +21,9 @@ log = logging.getLogger(__name__)
 SPARE = 1.1  # of what was measured: allocators waste some
 
 
-class Meter(Protocol):
+class CudaMeter:
     """A device's count of what is allocated."""
 
-    def begin(self) -> None: ...
-
-    def peak_bytes(self) -> int:
-        """The most that was allocated since `begin`, beyond what was then."""
-
-    def end(self) -> None:
-        """What is not used any more is the device's again."""
-
-
-class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
@@ -45,18 +34,20 @@ class CudaMeter:
         self._before = torch.cuda.memory_allocated(self._device)
 
     def peak_bytes(self) -> int:
+        """The most that was allocated since `begin`, beyond what was then."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def end(self) -> None:
+        """What is not used any more is the device's again."""
         torch.cuda.empty_cache()
 
 
-def meter_of(device: torch.device) -> Meter | None:
+def meter_of(device: torch.device) -> CudaMeter | None:
     return CudaMeter(device) if device.type == "cuda" else None
 
 
-def step_bytes(loaded: LoadedModel, block_size: int, tokens: int, meter: Meter | None) -> int:
+def step_bytes(loaded: LoadedModel, block_size: int, tokens: int, meter: CudaMeter | None) -> int:
     """What a step of so many prompt tokens takes; 0 where the device does not tell. Of one that does not fit at all,
     what half of it takes, and so on, as it is computed in parts. Raises OutOfMemory if one token alone does not fit."""
     if meter is None:
@@ -77,7 +68,7 @@ def step_bytes(loaded: LoadedModel, block_size: int, tokens: int, meter: Meter |
         return taken
 
 
-def _measured(loaded: LoadedModel, block_size: int, count: int, meter: Meter) -> int:
+def _measured(loaded: LoadedModel, block_size: int, count: int, meter: CudaMeter) -> int:
     blocks = -(-count // block_size)
     runner = TorchRunner(loaded, ReferenceBackend(), blocks, block_size)
     ids = [at % loaded.vocab_size for at in range(count)]

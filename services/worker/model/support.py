@@ -6,6 +6,8 @@ layer attends through transformers' AttentionInterface and asks for nothing that
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvfleet.worker.model.model_folder import CONTEXT_KEYS, context_length_of
@@ -16,10 +18,11 @@ ATTENTION = {"full_attention", "sliding_attention", CHUNKED_ATTENTION, "attentio
 RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
 ALIBI_MODELS = {"bloom", "mpt"}
 RECURRENT_MODELS = {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}
-
-
-# Fields by which configurations tell how many positions there are.
 ELSEWHERE = "what runs the model's own code, such as `transformers serve`, serves it"
+
+FIRST_TRIED = (0, 1, 2)
+MOST_TRIED = 48  # a trial costs as much as a step of so many tokens; the last positions are past all thresholds
+_WORDS = ("position", "window", "chunk", "context", "ctx", "length", "seq", "floor")
 
 
 class Obstacle(NamedTuple):
@@ -128,3 +131,27 @@ def _length_dependent_rope(config: Any, context_length: int) -> Obstacle | None:
         if not original or context_length > original:
             return Obstacle(f"a rotary embedding of type longrope beyond its original context of {original} tokens")
     return None
+
+
+def trial_positions(config: Any, context_length: int) -> tuple[int, ...]:
+    """Where a model may begin to compute otherwise than at its first positions, to be tried there.
+
+    Models change past lengths that their configuration names: a window, or the context that they were first trained on,
+    beyond which Ministral 3 scales its queries. Powers of four are for what no name tells; the last one is past all.
+    In order, each below `context_length`: the first ones, those around every threshold, powers of four, the last."""
+    around = {at + step for at in _lengths(config.to_dict()) for step in (-1, 0, 1)}
+    powers = takewhile(lambda at: at < context_length, (4**power for power in range(1, 32)))
+    wanted = sorted(at for at in {*FIRST_TRIED, *around, *powers, context_length - 1} if 0 <= at < context_length)
+    return tuple(wanted[: len(FIRST_TRIED)] + wanted[len(FIRST_TRIED) :][-(MOST_TRIED - len(FIRST_TRIED)) :])
+
+
+def _lengths(settings: object, name: str = "") -> Iterator[int]:
+    """Whole numbers under names that speak of positions, at any depth."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            yield from _lengths(value, str(key))
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _lengths(value, name)
+    elif isinstance(settings, int) and not isinstance(settings, bool) and any(word in name for word in _WORDS):
+        yield settings

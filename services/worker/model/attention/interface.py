@@ -12,18 +12,39 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from transformers import AttentionInterface
 
 from kvcpu.blocks import AttentionForm
-from kvfleet.worker.model.abort import Abort
-from kvfleet.worker.model.attention.base import AttentionStep
+from kvfleet.worker.model.base import Abort
+from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.kv_pool import KvPool
 
 NAME = "kvfleet_paged"
 STEP = "kvfleet_step"  # the keyword that carries the AttentionStep
 ABORT = "kvfleet_abort"  # and the one that may carry an Abort
+
+
+class AttentionStep(Protocol):
+    """Attention of one step, called by every layer in turn; what they share was prepared once."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        """Store `key`, `value` `[T, kv_heads, head_dim]` of the step's tokens and let `query` `[T, heads, head_dim]`
+        attend, each token to its own sequence up to itself. Returns `[T, heads, head_dim]`.
+
+        `heads` is a multiple of `kv_heads`; consecutive heads share one (grouped-query attention). The tensors may be
+        strided views.
+        """
+
+
+class AttentionBackend(Protocol):
+    """Attention over one pool. Backends share one behaviour suite: the exactness tests run on every one."""
+
+    name: ClassVar[str]
+
+    def prepare(self, batch: RaggedBatch, pool: KvPool) -> AttentionStep: ...
 
 
 class _Running(threading.local):

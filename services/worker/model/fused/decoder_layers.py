@@ -24,9 +24,8 @@ from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.fused.chain import LayerChain
-from kvfleet.worker.model.fused.layer import FusedLayer, Parts, Widths, Workspace
-from kvfleet.worker.model.fused.likeness import TRIALS, same, signature
+from kvfleet.worker.model.fused.layer import FusedLayer, LayerChain, Parts, Widths, Workspace
+from kvfleet.worker.model.fused.small_parts import TRIALS, same, signature
 from kvfleet.worker.model.kv_pool import KvPool, KvShape
 from kvfleet.worker.schedule.step_plan import Slice
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
@@ -21,7 +21,6 @@ from kvcpu.blocks import MULTIPLIED
 from kvcpu.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
 from kvcpu.linear.packed import Multiplier, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
-from kvfleet.worker.model.fused.likeness import TRIALS, same, signature
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +29,9 @@ TOKENS = 5  # of a trial
 ACT_NAMES = ("act_fn", "act", "activation_fn")
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 PLAIN_NAMES = (("c_fc", "c_proj"), ("fc1", "fc2"), ("fc_in", "fc_out"), ("dense_h_to_4h", "dense_4h_to_h"))
+TRIALS = ((1.0, 0.0), (1.0, 3.0), (1e-3, 0.0), (100.0, -50.0), (1e4, 0.0))  # (scale, mean) of its numbers
+_INTERNAL = set(vars(nn.Module())) - {"training"}
+_POSITION = {"layer_idx", "layer_id", "layer_index"}  # says which layer of all it is
 Candidates: TypeAlias = "partial[Iterator[nn.Module]]"
 
 
@@ -177,3 +179,40 @@ def _same_rotation(ours: BoundRotary, theirs: Callable[..., Any], size: int, dty
         log.debug("rotary embedding stays as it is: %s", error)
         return False
     return all(same(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def signature(module: nn.Module) -> Hashable:
+    """Equal for modules that run the same code with the same settings, and so differ in nothing but their numbers.
+
+    What is no plain setting counts as equal only if it is the same object.
+    """
+    return (
+        tuple((name, type(part), _settings(part)) for name, part in module.named_modules()),
+        tuple((name, part.shape, part.dtype) for name, part in module.named_parameters()),
+        tuple((name, id(part)) for name, part in module.named_buffers()),
+    )
+
+
+def _settings(module: nn.Module) -> Hashable:
+    return tuple(
+        (name, value if _is_plain(value) else id(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _INTERNAL | _POSITION
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(part) for part in value)
+    return isinstance(value, str | int | float | torch.dtype | None)
+
+
+def same(found: object, wanted: object) -> bool:
+    """Of one shape and kind, and apart by no more than what the order of sums explains."""
+    if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
+        return False
+    if found.shape != wanted.shape or found.dtype is not wanted.dtype:
+        return False
+    scale = float(wanted.float().abs().max()) or 1.0
+    error = float((found.float() - wanted.float()).abs().max())
+    return error <= scale * (1e-5 if wanted.dtype is torch.float32 else 0.02)
