@@ -1,4 +1,5 @@
-"""Wiring: how a process with blocks listens on the data plane, and how others are told to reach it."""
+"""Wiring: how a process with blocks listens on the data plane, how others are told to reach it, and the spans of what
+it serves."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvproto.dataplane.serving import ServingLimits
-from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.dataplane.serving import OnTraced, ServingLimits, TracedRequest
+from kvproto.errors import InvalidRequest
+from kvproto.messages import Tier
 from kvservice.lifecycle import Lifecycle
 from kvservice.own_folder import make_own_folder, remove_own_folder
 from kvservice.settings import ServiceSettings
 from kvservice.tls import FollowingContext
+from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +102,7 @@ def _load(context: ssl.SSLContext, settings: DataPlaneSettings) -> None:
 
 def _following(build: Callable[[], ssl.SSLContext], settings: DataPlaneSettings) -> ssl.SSLContext:
     files = (settings.data_plane_cert, settings.data_plane_key, settings.data_plane_ca)
-    try:
-        return FollowingContext.of(build, files)
-    except OSError as error:
-        named = ", ".join(str(file) for file in files if file is not None)
-        raise Unavailable(f"cannot read the data plane's TLS files ({named}): {error}") from None
+    return FollowingContext.of("the data plane's TLS files", build, files)
 
 
 def reachable(addresses: Sequence[str], settings: DataPlaneSettings) -> tuple[str, ...]:
@@ -129,3 +128,30 @@ def runtime_folder(settings: DataPlaneSettings, life: Lifecycle) -> Path:
 
     life.closing("runtime folder", remove)
     return folder
+
+
+def recorder_of(tracer: Tracer, tier: Tier) -> OnTraced | None:
+    """Of a DataPlaneServer: a span for each Get and Has of a traced request, on its connection's thread. None: nothing
+    is traced."""
+    if not tracer.enabled:
+        return None
+
+    def record(request: TracedRequest) -> None:
+        span = tracer.begin(
+            f"{tier.value} {request.kind}",
+            request.traceparent,
+            {
+                "kvfleet.tier": tier.value,
+                "kvfleet.client.id": request.client,
+                "kvfleet.blocks": request.blocks,
+                "kvfleet.blocks.hit": request.hits,
+                "kvfleet.blocks.from_disk": request.from_disk,
+                "kvfleet.bytes": request.nbytes,
+            },
+            kind="server",
+            at=request.began_ns,
+        )
+        if span is not None:
+            span.end(error=request.error or None, at=request.ended_ns)
+
+    return record

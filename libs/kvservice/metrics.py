@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -49,39 +50,30 @@ class LiveCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for reading in self._readings:
-            if reading.read_histogram is not None or reading.read_histograms is not None:
-                yield _histogram(reading)
-                continue
-            counter = reading.name.endswith("_total")
-            kind = CounterMetricFamily if counter else GaugeMetricFamily
-            family = kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)
+            family = _family(reading)
             if reading.read is not None:
                 family.add_metric([], float(reading.read()))
             if reading.read_labelled is not None:
                 for labels, value in reading.read_labelled().items():
                     family.add_metric(list(labels), float(value))
+            if reading.read_histogram is not None:
+                family.add_metric([], *reading.read_histogram())
+            if reading.read_histograms is not None:
+                for labels, histogram in reading.read_histograms().items():
+                    family.add_metric(list(labels), *histogram)
             yield family
 
     def describe(self) -> Iterator[Metric]:
         """Names and labels alone: registering reads nothing."""
-        for reading in self._readings:
-            if reading.read_histogram is not None or reading.read_histograms is not None:
-                yield HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
-            else:
-                counter = reading.name.endswith("_total")
-                kind = CounterMetricFamily if counter else GaugeMetricFamily
-                yield kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)
+        return map(_family, self._readings)
 
 
-def _histogram(reading: Reading) -> Metric:
-    family = HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
-    if reading.read_histogram is not None:
-        buckets, total = reading.read_histogram()
-        family.add_metric([], buckets, total)
-    if reading.read_histograms is not None:
-        for labels, (of_labels, its_sum) in reading.read_histograms().items():
-            family.add_metric(list(labels), of_labels, its_sum)
-    return family
+def _family(reading: Reading) -> Any:
+    """Without samples."""
+    if reading.read_histogram is not None or reading.read_histograms is not None:
+        return HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
+    kind = CounterMetricFamily if reading.name.endswith("_total") else GaugeMetricFamily
+    return kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

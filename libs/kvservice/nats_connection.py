@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable
 
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.errors import InvalidRequest
 from kvproto.sealed_inbox import sealed_prefix
 from kvservice.settings import ServiceSettings
 from kvservice.tls import FollowingContext
@@ -25,11 +25,8 @@ def tls_context(settings: ServiceSettings) -> ssl.SSLContext | None:
             context.load_cert_chain(settings.nats_cert, settings.nats_key)
         return context
 
-    try:
-        return FollowingContext.of(build, (settings.nats_ca, settings.nats_cert, settings.nats_key))
-    except OSError as error:
-        named = ", ".join(filter(None, (settings.nats_ca, settings.nats_cert, settings.nats_key)))
-        raise Unavailable(f"cannot read the TLS files for NATS ({named}): {error}") from None
+    files = (settings.nats_ca, settings.nats_cert, settings.nats_key)
+    return FollowingContext.of("the TLS files for NATS", build, files)
 
 
 async def connect(

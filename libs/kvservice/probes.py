@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvservice.lifecycle import Lifecycle
 from kvservice.metrics import LiveCollector, MetricsServer, Reading
-from kvservice.process_metrics import show_process
 from kvservice.settings import ServiceSettings
 
 STUCK_S = 30.0
@@ -36,7 +35,7 @@ class Probes:
         self.port: int | None = None
         if settings.metrics_port is None:
             return
-        show_process(self._registry)
+        ProcessCollector(registry=self._registry)
         server = MetricsServer(
             self._registry, settings.host, settings.metrics_port, self._is_ready, lambda: life.idle_s < STUCK_S
         )

@@ -1,5 +1,5 @@
-"""What every process shows of itself, whatever its role: its build, its connection to NATS, its certificates, and
-(`process_*`) memory, processor time and open files as Linux counts them."""
+"""What every process shows of itself, whatever its role: its build, its connection to NATS, its certificates. Memory,
+processor time and open files (`process_*`) are prometheus_client's `ProcessCollector`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-
 from kvservice.metrics import Reading
 
 if TYPE_CHECKING:
     from kvproto.connection import Connection
 
 log = logging.getLogger(__name__)
-
-
-def show_process(registry: CollectorRegistry) -> None:
-    """`process_*`. Once for a registry."""
-    ProcessCollector(registry=registry)
 
 
 def common_readings(role: str, connection: Connection, certificates: Mapping[str, str | Path | None]) -> list[Reading]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kvproto.errors import Unavailable
+
 log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[int, int, int], ...]
@@ -21,7 +23,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 class FollowingContext(ssl.SSLContext):
     """Stands for the context that `build` made of `files` last. Any thread may begin a handshake.
 
-    `build` raises OSError for files that cannot be used, here at the first time only.
+    `build` raises OSError for files that cannot be used.
     """
 
     _build: Callable[[], ssl.SSLContext]
@@ -31,10 +33,14 @@ class FollowingContext(ssl.SSLContext):
     _lock: threading.Lock
 
     @classmethod
-    def of(cls, build: Callable[[], ssl.SSLContext], files: Iterable[str | Path | None]) -> FollowingContext:
+    def of(cls, what: str, build: Callable[[], ssl.SSLContext], files: Iterable[str | Path | None]) -> FollowingContext:
+        """Raises Unavailable, which calls the files `what`."""
         paths = tuple(Path(file) for file in files if file is not None)
         seen = _stamp(paths)  # before they are read: what is written meanwhile is read again
-        now = build()
+        try:
+            now = build()
+        except OSError as error:
+            raise Unavailable(f"cannot read {what} ({', '.join(map(str, paths))}): {error}") from None
         self = cls(now.protocol)
         self._build, self._files, self._now, self._seen, self._lock = build, paths, now, seen, threading.Lock()
         return self

@@ -52,31 +52,8 @@ class Span(Protocol):
         """`error` is a short code, the `error.type`. Ended spans are exported; further calls do nothing."""
 
 
-class Tracer(Protocol):
-    """One process's. Thread-safe."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    def begin(
-        self,
-        name: str,
-        parent: str | None,
-        attributes: Attributes | None = None,
-        *,
-        kind: Kind = "internal",
-        root: bool = False,
-        at: int | None = None,
-    ) -> Span | None:
-        """A span below `parent`, a traceparent; None if that is not sampled, or there is none and this is no `root`.
-        Of roots `trace_sample_ratio` are sampled."""
-
-    def close(self, timeout_s: float) -> None:
-        """Export what has ended. Blocks, for `timeout_s` at most."""
-
-
-class NullTracer:
-    """Records nothing, at no cost."""
+class Tracer:
+    """One process's. This one records nothing, at no cost; `tracing_otel` has the one that does. Thread-safe."""
 
     enabled = False
 
@@ -90,13 +67,15 @@ class NullTracer:
         root: bool = False,
         at: int | None = None,
     ) -> Span | None:
+        """A span below `parent`, a traceparent; None if that is not sampled, or there is none and this is no `root`.
+        Of roots `trace_sample_ratio` are sampled."""
         return None
 
     def close(self, timeout_s: float) -> None:
-        pass
+        """Export what has ended. Blocks, for `timeout_s` at most."""
 
 
-NULL: Tracer = NullTracer()
+NULL = Tracer()
 
 # ---------------------------------------------------------------------- the present request, for logs
 

@@ -29,7 +29,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace import Span as OtelSpan
 
 from kvproto.trace_context import TraceContext, parse
-from kvservice.tracing import Attributes, Kind, SpanIds
+from kvservice.tracing import Attributes, Kind, SpanIds, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,9 @@ MAX_ATTRIBUTE_CHARS = 512
 FAILING_CLOSE_S = 0.3
 SLOW_S = 0.5
 _TRACES_PATH = "/v1/traces"
-_KINDS = {
-    "internal": SpanKind.INTERNAL,
-    "server": SpanKind.SERVER,
-    "client": SpanKind.CLIENT,
-    "consumer": SpanKind.CONSUMER,
-}
 
 
-class OtelTracer:
+class OtelTracer(Tracer):
     """One process's. `endpoint` is a collector's base URL, as OTEL_EXPORTER_OTLP_ENDPOINT is; None: as that says.
     `exporter` replaces the OTLP one."""
 
@@ -90,7 +84,7 @@ class OtelTracer:
         if context is None:
             if not root or random.random() >= self._ratio:
                 return None
-            span = self._tracer.start_span(name, kind=_KINDS[kind], attributes=attributes, start_time=at)
+            span = self._tracer.start_span(name, kind=SpanKind[kind.upper()], attributes=attributes, start_time=at)
             return RecordedSpan(self, span)
         if not context.sampled:
             return None
@@ -100,7 +94,7 @@ class OtelTracer:
         self, parent: OtelSpan, name: str, attributes: Attributes | None, kind: Kind, at: int | None
     ) -> RecordedSpan:
         context = set_span_in_context(parent)
-        span = self._tracer.start_span(name, context, kind=_KINDS[kind], attributes=attributes, start_time=at)
+        span = self._tracer.start_span(name, context, kind=SpanKind[kind.upper()], attributes=attributes, start_time=at)
         return RecordedSpan(self, span)
 
     def close(self, timeout_s: float) -> None:

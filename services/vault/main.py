@@ -22,8 +22,7 @@ from kvproto.members import Lease
 from kvproto.messages import Role, Tier
 from kvproto.subjects import VAULT_INBOX, Subjects
 from kvservice import lifecycle, logs
-from kvservice.block_spans import recorder_of
-from kvservice.data_plane import limits_of, reachable, runtime_folder, server_context
+from kvservice.data_plane import limits_of, reachable, recorder_of, runtime_folder, server_context
 from kvservice.membership import member_record, open_bucket
 from kvservice.nats_connection import connect
 from kvservice.probes import Probes

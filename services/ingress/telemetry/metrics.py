@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,7 +17,6 @@ from kvproto import errors
 from kvproto.messages import FinishReason
 from kvservice.metrics import LiveCollector
 from kvservice.metrics import Reading as CommonReading
-from kvservice.process_metrics import show_process
 
 GENERATING = ("chat_completions", "completions", "generate")
 ROUTES = (
@@ -101,7 +100,7 @@ class IngressMetrics:
                 self.requests.labels(route, code)
         self._outcomes = {route: dict.fromkeys(OUTCOMES, 0) for route in GENERATING}
         registry.register(LiveCollector(self._level_readings()))
-        show_process(registry)
+        ProcessCollector(registry=registry)
 
     def ended(self, route: str, outcome: str) -> None:
         """A request ended, for the reason that its last event, or its refusal, gave."""

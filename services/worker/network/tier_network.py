@@ -34,8 +34,7 @@ from kvproto.regions import link_key
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvservice import tracing
-from kvservice.block_spans import recorder_of
-from kvservice.data_plane import client_context, limits_of, reachable, server_context
+from kvservice.data_plane import client_context, limits_of, reachable, recorder_of, server_context
 from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)

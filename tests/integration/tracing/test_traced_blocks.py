@@ -22,7 +22,7 @@ from kvproto.dataplane.errors import DataPlaneError
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.dataplane.serving import TracedRequest
 from kvproto.messages import Tier
-from kvservice.block_spans import recorder_of
+from kvservice.data_plane import recorder_of
 from kvservice.tracing import NULL
 from kvservice.tracing_otel import OtelTracer
 from tests.integration.vault.vault_rig import get, put, soon

@@ -11,10 +11,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from kvservice.metrics import LiveCollector
-from kvservice.process_metrics import build_version, common_readings, show_process
+from kvservice.process_metrics import build_version, common_readings
 
 ENDS = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 
@@ -73,7 +73,7 @@ def test_certificates_as_they_are_now(tmp_path: Path) -> None:
 
 def test_memory_processor_time_and_files() -> None:
     registry = CollectorRegistry()
-    show_process(registry)
+    ProcessCollector(registry=registry)
     shown = generate_latest(registry).decode()
     names = "resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"
     for name in (f"process_{name}" for name in names):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 RECORDERS = [
-    "libs/kvservice/tracing_otel.py", "libs/kvservice/block_spans.py", "services/ingress/telemetry/request_trace.py",
+    "libs/kvservice/tracing_otel.py", "libs/kvservice/data_plane.py", "services/ingress/telemetry/request_trace.py",
     "services/placement/record/decision_trace.py", "services/worker/streams/request_trace.py",
     "services/worker/tiers/looking.py", "services/worker/tiers/fetching.py",
 ]  # fmt: skip
