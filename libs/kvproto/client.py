@@ -16,25 +16,22 @@ from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
-from kvproto.admin import Administration
 from kvproto.block_hash import pack_ids
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, PermissionDenied
-from kvproto.explanations import Explanations
 from kvproto.fleet_view import Change, WorkerView
-from kvproto.generation import ClientCounters, Generation, seed_of
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, is_token, new_process_id, new_request_id
-from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import AdminCommand, AdminRequest, Bundle, Continuation, Decision, Sampling
-from kvproto.placement_answers import read_placement
-from kvproto.placing import miss
-from kvproto.request_driver import RequestDriver
+from kvproto.questions import Administration, Explanations
 from kvproto.schema import read_map, to_map
-from kvproto.silence import LEAST_S, Ear, Verdict, judge
-from kvproto.stream import Signal, Stream
+from kvproto.streams.generation import ClientCounters, Generation, seed_of
+from kvproto.streams.placing import miss
+from kvproto.streams.request_driver import RequestDriver
+from kvproto.streams.silence import LEAST_S, Ear, Verdict, judge
+from kvproto.streams.stream import Inbox, Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix, producers_tenant
-from kvproto.trail import Trail
+from kvproto.trace_context import Trail
 
 GAP_S = 0.02
 WATCH_PERIOD_S = 0.05
@@ -286,4 +283,4 @@ def _check_text_and_ids(generation: Generation) -> None:
             raise InvalidRequest("is no text: it has a lone surrogate", field=field) from None
 
 
-__all__ = ["Client", "ClientCounters", "Generation", "read_placement", "seed_of"]
+__all__ = ["Client", "ClientCounters", "Generation"]

@@ -28,8 +28,15 @@ from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone,
 from kvproto.dataplane.handshake_bytes import IDENTITY_BYTES, Hello, padded
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.serving import BlockStore, OnTraced, Served, ServedConnection, ServingLimits
-from kvproto.dataplane.tally import DataPlaneCounters, Tally
+from kvproto.dataplane.serving import (
+    BlockStore,
+    DataPlaneCounters,
+    OnTraced,
+    Served,
+    ServedConnection,
+    ServingLimits,
+    Tally,
+)
 from kvproto.dataplane.wire import Failure, frame
 
 __all__ = ["BlockStore", "DataPlaneCounters", "DataPlaneServer", "Served", "ServingLimits"]

@@ -1,19 +1,21 @@
-"""One authenticated connection, served: requests in turn, blocks in batches. Runs on the connection's own thread.
+"""One authenticated connection, served: requests in turn, blocks in batches. Runs on the connection's own thread. And
+what a listener counts.
 
 Memory is bounded by the batch: of a Get one batch of blocks is held at a time, of a Put one batch of reservations.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import ProtocolError
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.tally import Tally
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     Body,
@@ -34,6 +36,46 @@ from kvproto.dataplane.wire import (
     Wanted,
     frame,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaneCounters:
+    """Since the start, apart from `open_connections`, which are those authenticated now."""
+
+    connections: int = 0  # authenticated
+    open_connections: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)  # handshakes, by reason
+    bytes_in: int = 0
+    bytes_out: int = 0
+    blocks_served: int = 0
+    blocks_stored: int = 0
+    checksum_failures: int = 0
+    malformed: int = 0  # connections ended for what came over them after authentication
+    timeouts: int = 0  # connections ended in the middle of a request
+    store_failures: int = 0  # exceptions of the store
+
+
+class Tally:
+    """Shared by a listener's threads: thread-safe. Readers take a frozen `DataPlaneCounters`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, **counts: int) -> None:
+        """By the names of `DataPlaneCounters`."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def refuse(self, reason: str) -> None:
+        with self._lock:
+            self._refused[reason] += 1
+
+    def read(self) -> DataPlaneCounters:
+        with self._lock:
+            return DataPlaneCounters(**self._counts, refused=dict(self._refused))
+
 
 _FIRST_BATCH_BLOCKS = 4  # of a Get, until it is known how large blocks are
 _MOST_BATCH_BLOCKS = 512

@@ -1,21 +1,26 @@
-"""Loop: asks all placement replicas why a request was placed as it was, or what they decided last, and puts their
-answers together.
+"""Loop: what a client asks besides generating: of all placement replicas how they decided, of one worker by its admin
+subject.
 
 The attempts of one request may have been placed by different replicas, and each remembers its own decisions only. All
 hear the question; it ends with the last replica that the members view knows, or after half a second without it.
+
+What is too long for one message to a worker goes, and comes, part by part. Token ids of a long history are told first,
+message by message, each answered empty; the last one is the question itself (`AdminRequest.question`). Further parts of
+the answer are then asked for without telling them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 from kvproto import codec
 from kvproto.connection import Connection
-from kvproto.errors import CodecError, InvalidRequest, NotFound, Unavailable
-from kvproto.ids import is_token, new_process_id
+from kvproto.errors import CodecError, InvalidRequest, NotFound, Unavailable, from_code
+from kvproto.ids import is_token, new_process_id, new_request_id
 from kvproto.members import Members
-from kvproto.messages import MAX_NAME_CHARS, Decision, ExplainRequest, Explanation, Role
+from kvproto.messages import MAX_NAME_CHARS, AdminReply, AdminRequest, Decision, ExplainRequest, Explanation, Role
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import Subjects
 
@@ -88,3 +93,50 @@ class Explanations:
 
     def _replicas(self) -> set[str]:
         return {member for role, member in self._members.view.members if role is Role.PLACEMENT}
+
+
+HEADROOM_BYTES = 4096  # of a message, for all but ids
+ID_BYTES = 4
+STRAY_BYTES = 32  # besides its ids
+
+
+class Administration:
+    """A client's questions to workers; holds nothing between them."""
+
+    def __init__(self, connection: Connection, subjects: Subjects) -> None:
+        self._connection = connection
+        self._subjects = subjects
+
+    async def ask(self, worker: str, request: AdminRequest, timeout_s: float) -> bytes:
+        """The parts of the answer, joined; `timeout_s` is for each message. Raises the worker's error, WorkerLost,
+        TimeoutError, or Unavailable."""
+        request = await self._told(worker, request, timeout_s)
+        parts: list[bytes] = []
+        total, digest = 1, ""
+        while len(parts) < total:
+            reply = await self._exchange(worker, replace(request, part=len(parts)), timeout_s)
+            if parts and (reply.parts, reply.digest) != (total, digest):
+                raise Unavailable(f"the answer of worker {worker} changed while it was fetched", retry_after_s=0.0)
+            total, digest = reply.parts, reply.digest
+            parts.append(reply.data)
+        return b"".join(parts)
+
+    async def _told(self, worker: str, request: AdminRequest, timeout_s: float) -> AdminRequest:
+        """The question as it fits a message, the worker knowing the ids that it leaves out."""
+        strays = sum(len(one.ids) * ID_BYTES + STRAY_BYTES for one in request.strays)
+        room = (min(self._connection.max_payload, codec.MAX_MESSAGE_BYTES) - HEADROOM_BYTES - strays) // ID_BYTES
+        ids = request.ids
+        if len(ids) <= room:
+            return request
+        question = new_request_id()
+        for start in range(0, len(ids), room):
+            some = replace(request, ids=ids[start : start + room], question=question, ids_before=start, more_ids=True)
+            await self._exchange(worker, replace(some, strays=()), timeout_s)
+        return replace(request, ids=(), question=question, ids_before=len(ids))
+
+    async def _exchange(self, worker: str, request: AdminRequest, timeout_s: float) -> AdminReply:
+        message = await self._connection.request(self._subjects.worker_admin(worker), codec.encode(request), timeout_s)
+        reply = codec.decode(AdminReply, message.data)
+        if reply.code is not None:
+            raise from_code(reply.code, reply.message)
+        return reply

@@ -29,8 +29,6 @@ from kvproto.errors import (
     WorkerLost,
     from_code,
 )
-from kvproto.generation import ClientCounters, Generation
-from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import (
     CancelRequest,
@@ -42,12 +40,12 @@ from kvproto.messages import (
     Placement,
     ResendRequest,
 )
-from kvproto.placing import Placer, retry_wait
 from kvproto.regions import split
-from kvproto.stream import Mover, Signal, Stream
+from kvproto.streams.generation import ClientCounters, Generation, Trials
+from kvproto.streams.placing import Placer, retry_wait
+from kvproto.streams.stream import Inbox, Mover, Signal, Stream
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
-from kvproto.trials import Trials
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,22 @@
-"""Loop: one request's stream as its reader sees it, and the signals its driver acts on.
+"""Loop: one request's stream as its reader sees it, the signals its driver acts on, and the one inbox of all streams.
 
-Owned by the client's event loop. The inbox feeds it, the reader takes everything that is there with one await (so a
-busy ingress writes many tokens per send), the driver sleeps until something other than tokens happens.
+Owned by the client's event loop. The inbox feeds a stream, the reader takes everything that is there with one await (so
+a busy ingress writes many tokens per send), the driver sleeps until something other than tokens happens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-from kvproto.errors import Cancelled, KvfleetError
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.errors import Cancelled, CodecError, KvfleetError
 from kvproto.messages import (
     Accepted,
     ChoiceFinished,
@@ -25,9 +29,11 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
+from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.regions import split
-from kvproto.stream_assembly import StreamAssembly
-from kvproto.trail import Trail
+from kvproto.streams.stream_assembly import StreamAssembly
+from kvproto.subjects import batch_inbox, request_inbox, request_inboxes
+from kvproto.trace_context import Trail
 
 Event = Started | Tokens | ChoiceFinished | Finished
 
@@ -291,3 +297,68 @@ class Stream:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """What a request registers: called on the loop, must not block."""
+
+    def on_frame(self, frame: Frame) -> None: ...
+    def on_no_responders(self, attempt: int) -> None: ...
+
+
+class Inbox:
+    """Owns the subscription and the table of receivers. Frames for nobody are counted and dropped."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._receivers: dict[str, Receiver] = {}
+        self._subscriptions: list[Subscription] = []
+        self.prefix = connection.inbox_prefix
+        self.batch = batch_inbox(self.prefix)
+        self.orphan_frames_total = 0
+        self.malformed_total = 0
+
+    async def start(self) -> None:
+        for subject in (request_inboxes(self.prefix), self.batch):
+            self._subscriptions.append(await self._connection.subscribe(subject, self._receive))
+
+    async def stop(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+
+    def of(self, request: str, attempt: int) -> str:
+        """Reply subject of one attempt: a no-responders notice carries nothing else to tell it by."""
+        return request_inbox(self.prefix, request, attempt)
+
+    def register(self, request: str, receiver: Receiver) -> None:
+        self._receivers[request] = receiver
+
+    def forget(self, request: str) -> None:
+        self._receivers.pop(request, None)
+
+    def __len__(self) -> int:
+        return len(self._receivers)
+
+    async def _receive(self, message: Message) -> None:
+        if is_no_responders(message):
+            *_, request, attempt = message.subject.split(".")
+            receiver = self._receivers.get(request)
+            if receiver is not None and attempt.isdigit():
+                receiver.on_no_responders(int(attempt))
+            return
+        try:
+            frames = codec.decode_frames(message.data)
+        except CodecError as error:
+            self.malformed_total += 1
+            log.warning("inbox: a frame on %s is unreadable: %s", message.subject, error)
+            return
+        receivers = self._receivers
+        for frame in frames:
+            receiver = receivers.get(frame.request)
+            if receiver is None:
+                self.orphan_frames_total += 1
+            else:
+                receiver.on_frame(frame)

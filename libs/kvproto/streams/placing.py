@@ -1,4 +1,11 @@
-"""Loop: where an attempt goes: as placement decides, or by the plain ring where it does not answer (fail open)."""
+"""Loop: where an attempt goes: as placement decides, or by the plain ring where it does not answer (fail open).
+
+Placement answers with a decision (a map), or with its refusal (a `Failed` frame). It may name another region:
+
+    own placement ──▶ "ask eu" ──▶ eu's placement ──▶ a worker there
+                 ◀── "not eu" ─────┘ refuses, or does not answer
+    own placement ──▶ w1, "eu may have more" ──▶ eu's placement ──▶ who there has it: w1 may fetch it
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import random
 import time
 from dataclasses import replace
 
-from kvproto.affinity import ring_key
+from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import (
     Cancelled,
@@ -20,19 +27,19 @@ from kvproto.errors import (
     NoWorkers,
     Unavailable,
     WorkerLost,
+    from_code,
 )
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.generation import ClientCounters, Generation
+from kvproto.hash_ring import ring_key
 from kvproto.ids import new_request_id
 from kvproto.members import Members
 from kvproto.messages import Failed, Placement, PlaceRequest, State
-from kvproto.placement_answers import ask, read_answer, refusal
-from kvproto.placement_breaker import PlacementBreaker
-from kvproto.region_placing import RegionPlacer
-from kvproto.stream import Stream
+from kvproto.regions import qualify, split
+from kvproto.streams.generation import ClientCounters, Generation, Trials
+from kvproto.streams.silence import PlacementBreaker
+from kvproto.streams.stream import Stream
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
-from kvproto.trials import Trials
 
 log = logging.getLogger(__name__)
 
@@ -215,3 +222,106 @@ async def retry_wait() -> None:
 def _policy(generation: Generation) -> str | None:
     """Who names a worker and no policy wants that worker."""
     return generation.policy or (DIRECT if generation.worker is not None else None)
+
+
+def ask(question: PlaceRequest, timeout_s: float, unix_s: float) -> bytes:
+    """The question as it is sent at that time by somebody who waits so long for the answer."""
+    deadline_ms = round(timeout_s * 1000)
+    expires = int(unix_s * 1000) + deadline_ms
+    return codec.encode(replace(question, deadline_ms=deadline_ms, expires_unix_ms=expires))
+
+
+def read_placement(data: bytes) -> Placement:
+    """Raises the refusal, or CodecError."""
+    answer = read_answer(data)
+    if isinstance(answer, Failed):
+        raise refusal(answer)
+    return answer
+
+
+def read_answer(data: bytes) -> Placement | Failed:
+    """Raises CodecError."""
+    if len(data) > 1 and not codec.is_map_marker(data[1]):
+        for frame in codec.decode_frames(data):
+            if isinstance(frame, Failed):
+                return frame
+        raise CodecError("neither a placement nor a failure")
+    return codec.decode(Placement, data)
+
+
+def refusal(failed: Failed) -> KvfleetError:
+    return from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
+
+
+log = logging.getLogger(__name__)
+
+REGION_TIMEOUT_S = 1.0
+SOURCE_TIMEOUT_S = 0.25  # it is only worth a fraction of what it saves
+
+
+class RegionPlacer:
+    """What all requests of a client share. Holds no state of a request."""
+
+    def __init__(self, connection: Connection, subjects: Subjects, counters: ClientCounters) -> None:
+        self._connection = connection
+        self._subjects = subjects
+        self._counters = counters
+
+    async def follow(
+        self, question: PlaceRequest, referral: Placement, tenant: str, traceparent: str | None = None
+    ) -> Placement | None:
+        """A worker of the region that the own placement names, called as from here; None if that one cannot."""
+        region = referral.region
+        there = replace(question, excluded=_known_there(question.excluded, region), excluded_regions=())
+        answer = await self._ask(region, tenant, there, REGION_TIMEOUT_S, traceparent)
+        if answer is None or not answer.worker:
+            self._counters.region_refusals_total += 1
+            return None
+        self._counters.spilled_total += 1
+        log.info("request %s goes to region %s: %s", question.request, region, referral.why)
+        placed = replace(answer, worker=qualify(region, answer.worker), region=region)
+        has = max(sum(answer.expected_hit.values()), answer.source_tokens)
+        return _with_source(placed, referral) if referral.source and referral.source_tokens > has else placed
+
+    async def find_source(
+        self, question: PlaceRequest, placement: Placement, tenant: str, traceparent: str | None = None
+    ) -> Placement:
+        """The same placement, with a source in the other region that may have more of the prompt, if it has."""
+        region = placement.elsewhere
+        there = replace(question, excluded=(), excluded_regions=(), policy=None, worker=None, seeks_source=True)
+        answer = await self._ask(region, tenant, there, SOURCE_TIMEOUT_S, traceparent)
+        has = max(sum(placement.expected_hit.values()), placement.source_tokens)
+        if answer is None or not answer.source or answer.source_tokens <= has:
+            return placement
+        return _with_source(placement, answer)
+
+    async def _ask(
+        self, region: str, tenant: str, question: PlaceRequest, timeout_s: float, traceparent: str | None
+    ) -> Placement | None:
+        try:
+            subject = self._subjects.region_place(region, tenant, question.model)
+            data = ask(question, timeout_s, time.time())
+            headers = headers_of(traceparent, self._connection.max_payload - len(data))
+            reply = await self._connection.request(subject, data, timeout_s, headers)
+            answer = read_answer(reply.data)
+        except (TimeoutError, KvfleetError) as error:
+            log.info("request %s: region %s does not answer: %s", question.request, region, error or "in time")
+            return None
+        if isinstance(answer, Failed):
+            log.info("request %s: region %s refuses: %s", question.request, region, answer.message)
+            return None
+        return answer
+
+
+def _with_source(placement: Placement, source: Placement) -> Placement:
+    return replace(
+        placement,
+        source=source.source,
+        source_tokens=source.source_tokens,
+        source_addresses=source.source_addresses,
+        source_seal=source.source_seal,
+    )
+
+
+def _known_there(workers: tuple[str, ...], region: str) -> tuple[str, ...]:
+    return tuple(own for there, own in map(split, workers) if there == region)
