@@ -17,126 +17,90 @@ from dataclasses import replace
 
 from kvproto import codec
 from kvproto.connection import Connection
-from kvproto.errors import CodecError, InvalidRequest, NotFound, Unavailable, from_code
-from kvproto.ids import is_token, new_process_id, new_request_id
-from kvproto.members import Members
-from kvproto.messages import MAX_NAME_CHARS, AdminReply, AdminRequest, Decision, ExplainRequest, Explanation, Role
+from kvproto.errors import CodecError, Unavailable, from_code
+from kvproto.fleet_view import FleetView
+from kvproto.ids import new_process_id, new_request_id
+from kvproto.messages import AdminReply, AdminRequest, Decision, ExplainRequest, Explanation, Role
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import Subjects
 
 EXPLAIN_TIMEOUT_S = 0.5  # of every asker: what has waited for so long at a replica nobody waits for any more
 MAX_NEWEST = 200
-
-
-class Explanations:
-    """A client's questions. Each has a subscription of its own: there are few of them, and they are short."""
-
-    def __init__(self, connection: Connection, subjects: Subjects, members: Members) -> None:
-        self._connection = connection
-        self._subjects = subjects
-        self._members = members
-
-    async def ask(self, request: str, tenant: str | None) -> tuple[Decision, ...]:
-        """Decisions, oldest attempt first. Raises InvalidRequest, NotFound, or Unavailable if nobody answers."""
-        if not is_token(request):
-            raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
-        decisions = await self._collect(ExplainRequest(request, tenant))
-        if not decisions:
-            raise NotFound(f"no placement replica remembers deciding about request {request!r}", field="request")
-        return tuple(sorted(decisions, key=lambda one: (one.tenant, one.attempt, one.unix_ms)))
-
-    async def newest(self, limit: int, tenant: str | None, model: str | None) -> tuple[Decision, ...]:
-        """The last decisions of all replicas, newest first; a replica that is asked for too many lists at once does not
-        answer. Raises InvalidRequest, or Unavailable if nobody answers."""
-        if not 1 <= limit <= MAX_NEWEST:
-            raise InvalidRequest(f"must be 1 to {MAX_NEWEST}, got {limit}", field="limit")
-        if model is not None and len(model) > MAX_NAME_CHARS:
-            raise InvalidRequest(f"at most {MAX_NAME_CHARS} characters", field="model")
-        decisions = await self._collect(ExplainRequest("", tenant, limit, model))
-        return tuple(sorted(decisions, key=lambda one: (one.unix_ms, one.attempt), reverse=True)[:limit])
-
-    async def _collect(self, question: ExplainRequest) -> list[Decision]:
-        """Of all replicas. One that the members view does not know yet may answer too, and counts if it is in time.
-        Raises Unavailable if nobody answers."""
-        found: dict[str, list[Decision]] = {}
-        done: set[str] = set()
-        complete = asyncio.Event()
-
-        async def hear(message: Message) -> None:
-            if is_no_responders(message):
-                complete.set()
-                return
-            try:
-                answer = codec.decode(Explanation, message.data)
-            except CodecError:
-                return  # of a newer version, perhaps: as if it had not answered
-            found.setdefault(answer.placement, []).extend(answer.decisions)
-            if not answer.more:
-                done.add(answer.placement)
-                if self._replicas() <= done:
-                    complete.set()
-
-        inbox = f"{self._connection.inbox_prefix}.x.{new_process_id()}"
-        subscription = await self._connection.subscribe(inbox, hear)
-        try:
-            await self._connection.publish(self._subjects.placement_explain(), codec.encode(question), reply=inbox)
-            async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
-                await complete.wait()
-        except TimeoutError:
-            pass  # one that vanished is a member for some seconds yet: what the others know will do
-        finally:
-            with contextlib.suppress(Exception):  # the connection may be closing: then there is nothing to let go of
-                await subscription.unsubscribe()
-        if not found:
-            raise Unavailable("no placement replica answers", retry_after_s=1.0)
-        return [decision for of_one in found.values() for decision in of_one]
-
-    def _replicas(self) -> set[str]:
-        return {member for role, member in self._members.view.members if role is Role.PLACEMENT}
-
-
 HEADROOM_BYTES = 4096  # of a message, for all but ids
 ID_BYTES = 4
 STRAY_BYTES = 32  # besides its ids
 
 
-class Administration:
-    """A client's questions to workers; holds nothing between them."""
+async def ask_placements(
+    connection: Connection, subjects: Subjects, view: FleetView, question: ExplainRequest
+) -> list[Decision]:
+    """Decisions of all replicas. One that the view does not know yet may answer too, and counts if it is in time. Each
+    question has a subscription of its own: there are few of them, and they are short.
 
-    def __init__(self, connection: Connection, subjects: Subjects) -> None:
-        self._connection = connection
-        self._subjects = subjects
+    Raises Unavailable if nobody answers.
+    """
+    found: dict[str, list[Decision]] = {}
+    done: set[str] = set()
+    complete = asyncio.Event()
 
-    async def ask(self, worker: str, request: AdminRequest, timeout_s: float) -> bytes:
-        """The parts of the answer, joined; `timeout_s` is for each message. Raises the worker's error, WorkerLost,
-        TimeoutError, or Unavailable."""
-        request = await self._told(worker, request, timeout_s)
-        parts: list[bytes] = []
-        total, digest = 1, ""
-        while len(parts) < total:
-            reply = await self._exchange(worker, replace(request, part=len(parts)), timeout_s)
-            if parts and (reply.parts, reply.digest) != (total, digest):
-                raise Unavailable(f"the answer of worker {worker} changed while it was fetched", retry_after_s=0.0)
-            total, digest = reply.parts, reply.digest
-            parts.append(reply.data)
-        return b"".join(parts)
+    async def hear(message: Message) -> None:
+        if is_no_responders(message):
+            complete.set()
+            return
+        try:
+            answer = codec.decode(Explanation, message.data)
+        except CodecError:
+            return  # of a newer version, perhaps: as if it had not answered
+        found.setdefault(answer.placement, []).extend(answer.decisions)
+        if not answer.more:
+            done.add(answer.placement)
+            if {member for role, member in view.members if role is Role.PLACEMENT} <= done:
+                complete.set()
 
-    async def _told(self, worker: str, request: AdminRequest, timeout_s: float) -> AdminRequest:
-        """The question as it fits a message, the worker knowing the ids that it leaves out."""
-        strays = sum(len(one.ids) * ID_BYTES + STRAY_BYTES for one in request.strays)
-        room = (min(self._connection.max_payload, codec.MAX_MESSAGE_BYTES) - HEADROOM_BYTES - strays) // ID_BYTES
-        ids = request.ids
-        if len(ids) <= room:
-            return request
-        question = new_request_id()
-        for start in range(0, len(ids), room):
-            some = replace(request, ids=ids[start : start + room], question=question, ids_before=start, more_ids=True)
-            await self._exchange(worker, replace(some, strays=()), timeout_s)
-        return replace(request, ids=(), question=question, ids_before=len(ids))
+    inbox = f"{connection.inbox_prefix}.x.{new_process_id()}"
+    subscription = await connection.subscribe(inbox, hear)
+    try:
+        await connection.publish(subjects.placement_explain(), codec.encode(question), reply=inbox)
+        async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
+            await complete.wait()
+    except TimeoutError:
+        pass  # one that vanished is a member for some seconds yet: what the others know will do
+    finally:
+        with contextlib.suppress(Exception):  # the connection may be closing: then there is nothing to let go of
+            await subscription.unsubscribe()
+    if not found:
+        raise Unavailable("no placement replica answers", retry_after_s=1.0)
+    return [decision for of_one in found.values() for decision in of_one]
 
-    async def _exchange(self, worker: str, request: AdminRequest, timeout_s: float) -> AdminReply:
-        message = await self._connection.request(self._subjects.worker_admin(worker), codec.encode(request), timeout_s)
+
+async def ask_worker(
+    connection: Connection, subjects: Subjects, worker: str, request: AdminRequest, timeout_s: float
+) -> bytes:
+    """The parts of the answer, joined; `timeout_s` is for each message. Raises the worker's error, WorkerLost,
+    TimeoutError, or Unavailable."""
+
+    async def exchange(question: AdminRequest) -> AdminReply:
+        message = await connection.request(subjects.worker_admin(worker), codec.encode(question), timeout_s)
         reply = codec.decode(AdminReply, message.data)
         if reply.code is not None:
             raise from_code(reply.code, reply.message)
         return reply
+
+    strays = sum(len(one.ids) * ID_BYTES + STRAY_BYTES for one in request.strays)
+    room = (min(connection.max_payload, codec.MAX_MESSAGE_BYTES) - HEADROOM_BYTES - strays) // ID_BYTES
+    ids = request.ids
+    if len(ids) > room:
+        request = replace(request, question=new_request_id())
+        for start in range(0, len(ids), room):
+            some = replace(request, ids=ids[start : start + room], ids_before=start, more_ids=True, strays=())
+            await exchange(some)
+        request = replace(request, ids=(), ids_before=len(ids))
+    parts: list[bytes] = []
+    total, digest = 1, ""
+    while len(parts) < total:
+        reply = await exchange(replace(request, part=len(parts)))
+        if parts and (reply.parts, reply.digest) != (total, digest):
+            raise Unavailable(f"the answer of worker {worker} changed while it was fetched", retry_after_s=0.0)
+        total, digest = reply.parts, reply.digest
+        parts.append(reply.data)
+    return b"".join(parts)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvproto import codec
 from kvproto.connection import Connection
@@ -31,7 +31,7 @@ from kvproto.errors import (
 )
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.hash_ring import ring_key
-from kvproto.ids import new_request_id
+from kvproto.ids import DEFAULT_TENANT, new_request_id
 from kvproto.members import Members
 from kvproto.messages import Failed, Placement, PlaceRequest, State
 from kvproto.regions import qualify, split
@@ -45,21 +45,22 @@ log = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 0.05
 POLICY_TIMEOUT_S = 1.0  # where nobody else can decide as the request wants it
+REGION_TIMEOUT_S = 1.0
+SOURCE_TIMEOUT_S = 0.25  # it is only worth a fraction of what it saves
 DIRECT, RING = "direct", "ring"  # policies that a client can follow by itself
 RETRY_WAIT_S = 0.2
 MOST_REGIONS = 8  # that are asked one after the other
 
 
+@dataclass(eq=False)
 class Placer:
     """What all requests of a client share to be placed. Holds no state of a request."""
 
-    def __init__(self, connection: Connection, subjects: Subjects, members: Members, counters: ClientCounters) -> None:
-        self.connection = connection
-        self.subjects = subjects
-        self.members = members
-        self.counters = counters
-        self._regions = RegionPlacer(connection, subjects, counters)
-        self._breaker = PlacementBreaker()
+    connection: Connection
+    subjects: Subjects
+    members: Members
+    counters: ClientCounters
+    breaker: PlacementBreaker = field(default_factory=PlacementBreaker)
 
     async def place(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
         """Ask placement; without an answer in 50 ms, the plain ring over this client's own view.
@@ -87,13 +88,26 @@ class Placer:
                     raise
                 await retry_wait()
 
+    async def miss(self, model: str) -> None:
+        """Tell placement that a model is asked for of which no worker is known here: that is how it comes to have one.
+        Raises NoWorkers if it is one of this fleet's; else, and when nobody answers, nothing happens."""
+        question = PlaceRequest(request=new_request_id(), model=model, prompt="")
+        try:
+            subject = self.subjects.place(DEFAULT_TENANT, model)
+            answer = read_answer(await self._exchange(subject, question, PLACE_TIMEOUT_S))
+        except (TimeoutError, KvfleetError):
+            return
+        if isinstance(answer, Failed) and answer.code == NoWorkers.code:
+            raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
+
     def in_grace(self) -> bool:
         """Just after an outage a worker may still be on its way back: nobody listening proves nothing yet."""
         return not self.connection.is_settled(RECONNECT_GRACE_S)
 
     async def _ask(self, stream: Stream, generation: Generation, trials: Trials, traceparent: str | None) -> Placement:
         begun = bool(stream.attempts or stream.assembly.tokens)  # what was accepted completes
-        policy, worker = _policy(generation), generation.worker
+        worker = generation.worker
+        policy = generation.policy or (DIRECT if worker is not None else None)
         if policy == DIRECT and (stream.assembly.tokens or stream.assembly.started is not None):
             policy, worker = None, None  # the worker that was named had it, and lost it
         question = PlaceRequest(
@@ -113,65 +127,69 @@ class Placer:
         # A stream that has begun goes on by the ring, whatever policy it asked for; one that has not can still be
         # refused, rather than be placed as it did not ask for.
         insists = question.policy not in (None, RING, DIRECT) and not begun
-        answer = await self._ask_own(question, generation, traceparent, insists=insists)
+        tenant = generation.tenant
+        answer = await self._ask_own(question, tenant, traceparent, insists=insists)
         while answer.region and not answer.worker:
-            there = await self._regions.follow(question, answer, generation.tenant, traceparent)
+            there = await self._follow(question, answer, tenant, traceparent)
             if there is not None:
                 return there
             question = replace(question, excluded_regions=(*question.excluded_regions, answer.region))
             if len(question.excluded_regions) > MOST_REGIONS:
                 raise NoWorkers(f"{MOST_REGIONS} regions could not take it", retry_after_s=2.0)
-            answer = await self._ask_own(question, generation, traceparent, insists=insists)
+            answer = await self._ask_own(question, tenant, traceparent, insists=insists)
         if answer.elsewhere:
-            answer = await self._regions.find_source(question, answer, generation.tenant, traceparent)
+            answer = await self._find_source(question, answer, tenant, traceparent)
         return answer
 
+    async def _exchange(
+        self, subject: str, question: PlaceRequest, timeout_s: float, traceparent: str | None = None
+    ) -> bytes:
+        """The question says until when its asker waits. Raises TimeoutError, WorkerLost, Unavailable."""
+        deadline_ms = round(timeout_s * 1000)
+        expires = int(time.time() * 1000) + deadline_ms
+        data = codec.encode(replace(question, deadline_ms=deadline_ms, expires_unix_ms=expires))
+        headers = headers_of(traceparent, self.connection.max_payload - len(data))
+        return (await self.connection.request(subject, data, timeout_s, headers)).data
+
+    # ------------------------------------------------------------------ the own region
+
     async def _ask_own(
-        self, question: PlaceRequest, generation: Generation, traceparent: str | None, *, insists: bool
+        self, question: PlaceRequest, tenant: str, traceparent: str | None, *, insists: bool
     ) -> Placement:
         """The own region's placement: a worker, or another region's name."""
-        subject = self.subjects.place(generation.tenant, generation.model)
+        subject = self.subjects.place(tenant, question.model)
         now = asyncio.get_running_loop().time
-        if not insists and not self._breaker.may_ask(now()):
+        if not insists and not self.breaker.may_ask(now()):
             self.counters.unasked_total += 1
-            return self._fall_back(question, generation, "has not answered lately")
+            return self._fall_back(question, tenant, "has not answered lately")
         try:
             timeout_s = POLICY_TIMEOUT_S if insists else PLACE_TIMEOUT_S
-            data = ask(question, timeout_s, time.time())
-            headers = headers_of(traceparent, self.connection.max_payload - len(data))
-            reply = await self.connection.request(subject, data, timeout_s, headers)
-            self._breaker.answered()
-            answer = read_answer(reply.data)
+            data = await self._exchange(subject, question, timeout_s, traceparent)
+            self.breaker.answered()
+            answer = read_answer(data)
             if isinstance(answer, Failed) and isinstance(refused := refusal(answer), CodecError):
                 raise refused  # it cannot read what this version asks
         except (TimeoutError, WorkerLost, Unavailable, CodecError) as error:
             if isinstance(error, TimeoutError):  # other errors cost no time
-                self._breaker.unanswered(now())
+                self.breaker.unanswered(now())
             if insists:
                 what = f"placement does not answer, and only it can decide by the policy {question.policy!r}"
                 raise Unavailable(what, field="policy", retry_after_s=1.0) from None
-            return self._fall_back(question, generation, f"is silent: {error}")
+            return self._fall_back(question, tenant, f"is silent: {error}")
         if isinstance(answer, Failed):
             raise refusal(answer)
         self.counters.placed_total += 1
         return answer
 
-    def _fall_back(self, question: PlaceRequest, generation: Generation, why: str) -> Placement:
+    def _fall_back(self, question: PlaceRequest, tenant: str, why: str) -> Placement:
+        """By the plain ring, or to the worker that was named."""
         self.counters.fallback_total += 1
         about = {"request": question.request}
         log.info("request %s: placement %s; placed by the ring", question.request, why, extra=about)
-        return self._ring_placement(question, generation)
-
-    def _ring_placement(self, question: PlaceRequest, generation: Generation) -> Placement:
         if question.policy == DIRECT:
             return self._direct_placement(question)
-        key = ring_key(
-            generation.tenant,
-            session=generation.session,
-            prompt_ids=generation.prompt_ids,
-            prompt=generation.prompt,
-        )
-        ring = self.members.ring(generation.model)
+        key = ring_key(tenant, session=question.session, prompt_ids=question.prompt_ids, prompt=question.prompt)
+        ring = self.members.ring(question.model)
         worker = (
             ring.owner(key, excluded=question.excluded)
             or ring.owner(key, excluded=question.excluded[-1:])
@@ -180,9 +198,9 @@ class Placer:
         if worker is None:
             known = {view.record.model for view in self.members.view.workers.values()}
             begun = question.attempt or self.subjects.region  # somebody, or somebody elsewhere, may have had it
-            if generation.model not in known and not begun:
-                raise ModelNotFound(f"no worker serves {generation.model!r}", field="model")
-            raise NoWorkers(f"no worker of {generation.model!r} is ready", retry_after_s=2.0)
+            if question.model not in known and not begun:
+                raise ModelNotFound(f"no worker serves {question.model!r}", field="model")
+            raise NoWorkers(f"no worker of {question.model!r} is ready", retry_after_s=2.0)
         return Placement(question.request, worker, question.attempt, policy=RING, why="placement did not answer")
 
     def _direct_placement(self, question: PlaceRequest) -> Placement:
@@ -199,19 +217,59 @@ class Placer:
             raise Unavailable(f"worker {worker} is {record.state.value}", field="worker")
         return Placement(question.request, worker, question.attempt, policy=DIRECT, why="placement did not answer")
 
+    # ------------------------------------------------------------------ other regions
 
-async def miss(connection: Connection, subjects: Subjects, tenant: str, model: str) -> None:
-    """Tell placement that a model is asked for of which no worker is known here: that is how it comes to have one.
-    Raises NoWorkers if it is one of this fleet's; else, and when nobody answers, nothing happens."""
-    question = PlaceRequest(request=new_request_id(), model=model, prompt="")
-    try:
-        data = ask(question, PLACE_TIMEOUT_S, time.time())
-        reply = await connection.request(subjects.place(tenant, model), data, PLACE_TIMEOUT_S)
-        answer = read_answer(reply.data)
-    except (TimeoutError, KvfleetError):
-        return
-    if isinstance(answer, Failed) and answer.code == NoWorkers.code:
-        raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
+    async def _follow(
+        self, question: PlaceRequest, referral: Placement, tenant: str, traceparent: str | None
+    ) -> Placement | None:
+        """A worker of the region that the own placement names, called as from here; None if that one cannot."""
+        region = referral.region
+        known_there = tuple(own for there, own in map(split, question.excluded) if there == region)
+        there = replace(question, excluded=known_there, excluded_regions=())
+        answer = await self._ask_region(region, tenant, there, REGION_TIMEOUT_S, traceparent)
+        if answer is None or not answer.worker:
+            self.counters.region_refusals_total += 1
+            return None
+        self.counters.spilled_total += 1
+        log.info("request %s goes to region %s: %s", question.request, region, referral.why)
+        placed = replace(answer, worker=qualify(region, answer.worker), region=region)
+        return _with_better_source(placed, referral)
+
+    async def _find_source(
+        self, question: PlaceRequest, placement: Placement, tenant: str, traceparent: str | None
+    ) -> Placement:
+        """The same placement, with a source in the other region that may have more of the prompt, if it has."""
+        there = replace(question, excluded=(), excluded_regions=(), policy=None, worker=None, seeks_source=True)
+        answer = await self._ask_region(placement.elsewhere, tenant, there, SOURCE_TIMEOUT_S, traceparent)
+        return placement if answer is None else _with_better_source(placement, answer)
+
+    async def _ask_region(
+        self, region: str, tenant: str, question: PlaceRequest, timeout_s: float, traceparent: str | None
+    ) -> Placement | None:
+        try:
+            subject = self.subjects.region_place(region, tenant, question.model)
+            answer = read_answer(await self._exchange(subject, question, timeout_s, traceparent))
+        except (TimeoutError, KvfleetError) as error:
+            log.info("request %s: region %s does not answer: %s", question.request, region, error or "in time")
+            return None
+        if isinstance(answer, Failed):
+            log.info("request %s: region %s refuses: %s", question.request, region, answer.message)
+            return None
+        return answer
+
+
+def _with_better_source(placement: Placement, other: Placement) -> Placement:
+    """With the source of `other`, if that has more of the prompt."""
+    has = max(sum(placement.expected_hit.values()), placement.source_tokens)
+    if not other.source or other.source_tokens <= has:
+        return placement
+    return replace(
+        placement,
+        source=other.source,
+        source_tokens=other.source_tokens,
+        source_addresses=other.source_addresses,
+        source_seal=other.source_seal,
+    )
 
 
 async def retry_wait() -> None:
@@ -219,28 +277,8 @@ async def retry_wait() -> None:
     await asyncio.sleep(RETRY_WAIT_S * (0.75 + random.random() / 2))
 
 
-def _policy(generation: Generation) -> str | None:
-    """Who names a worker and no policy wants that worker."""
-    return generation.policy or (DIRECT if generation.worker is not None else None)
-
-
-def ask(question: PlaceRequest, timeout_s: float, unix_s: float) -> bytes:
-    """The question as it is sent at that time by somebody who waits so long for the answer."""
-    deadline_ms = round(timeout_s * 1000)
-    expires = int(unix_s * 1000) + deadline_ms
-    return codec.encode(replace(question, deadline_ms=deadline_ms, expires_unix_ms=expires))
-
-
-def read_placement(data: bytes) -> Placement:
-    """Raises the refusal, or CodecError."""
-    answer = read_answer(data)
-    if isinstance(answer, Failed):
-        raise refusal(answer)
-    return answer
-
-
 def read_answer(data: bytes) -> Placement | Failed:
-    """Raises CodecError."""
+    """What placement answered on `kvf.place`. Raises CodecError."""
     if len(data) > 1 and not codec.is_map_marker(data[1]):
         for frame in codec.decode_frames(data):
             if isinstance(frame, Failed):
@@ -251,77 +289,3 @@ def read_answer(data: bytes) -> Placement | Failed:
 
 def refusal(failed: Failed) -> KvfleetError:
     return from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
-
-
-log = logging.getLogger(__name__)
-
-REGION_TIMEOUT_S = 1.0
-SOURCE_TIMEOUT_S = 0.25  # it is only worth a fraction of what it saves
-
-
-class RegionPlacer:
-    """What all requests of a client share. Holds no state of a request."""
-
-    def __init__(self, connection: Connection, subjects: Subjects, counters: ClientCounters) -> None:
-        self._connection = connection
-        self._subjects = subjects
-        self._counters = counters
-
-    async def follow(
-        self, question: PlaceRequest, referral: Placement, tenant: str, traceparent: str | None = None
-    ) -> Placement | None:
-        """A worker of the region that the own placement names, called as from here; None if that one cannot."""
-        region = referral.region
-        there = replace(question, excluded=_known_there(question.excluded, region), excluded_regions=())
-        answer = await self._ask(region, tenant, there, REGION_TIMEOUT_S, traceparent)
-        if answer is None or not answer.worker:
-            self._counters.region_refusals_total += 1
-            return None
-        self._counters.spilled_total += 1
-        log.info("request %s goes to region %s: %s", question.request, region, referral.why)
-        placed = replace(answer, worker=qualify(region, answer.worker), region=region)
-        has = max(sum(answer.expected_hit.values()), answer.source_tokens)
-        return _with_source(placed, referral) if referral.source and referral.source_tokens > has else placed
-
-    async def find_source(
-        self, question: PlaceRequest, placement: Placement, tenant: str, traceparent: str | None = None
-    ) -> Placement:
-        """The same placement, with a source in the other region that may have more of the prompt, if it has."""
-        region = placement.elsewhere
-        there = replace(question, excluded=(), excluded_regions=(), policy=None, worker=None, seeks_source=True)
-        answer = await self._ask(region, tenant, there, SOURCE_TIMEOUT_S, traceparent)
-        has = max(sum(placement.expected_hit.values()), placement.source_tokens)
-        if answer is None or not answer.source or answer.source_tokens <= has:
-            return placement
-        return _with_source(placement, answer)
-
-    async def _ask(
-        self, region: str, tenant: str, question: PlaceRequest, timeout_s: float, traceparent: str | None
-    ) -> Placement | None:
-        try:
-            subject = self._subjects.region_place(region, tenant, question.model)
-            data = ask(question, timeout_s, time.time())
-            headers = headers_of(traceparent, self._connection.max_payload - len(data))
-            reply = await self._connection.request(subject, data, timeout_s, headers)
-            answer = read_answer(reply.data)
-        except (TimeoutError, KvfleetError) as error:
-            log.info("request %s: region %s does not answer: %s", question.request, region, error or "in time")
-            return None
-        if isinstance(answer, Failed):
-            log.info("request %s: region %s refuses: %s", question.request, region, answer.message)
-            return None
-        return answer
-
-
-def _with_source(placement: Placement, source: Placement) -> Placement:
-    return replace(
-        placement,
-        source=source.source,
-        source_tokens=source.source_tokens,
-        source_addresses=source.source_addresses,
-        source_seal=source.source_seal,
-    )
-
-
-def _known_there(workers: tuple[str, ...], region: str) -> tuple[str, ...]:
-    return tuple(own for there, own in map(split, workers) if there == region)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from kvproto import codec
 from kvproto.connection import Connection
@@ -34,6 +33,8 @@ from kvproto.regions import split
 from kvproto.streams.stream_assembly import StreamAssembly
 from kvproto.subjects import batch_inbox, request_inbox, request_inboxes
 from kvproto.trace_context import Trail
+
+log = logging.getLogger(__name__)
 
 Event = Started | Tokens | ChoiceFinished | Finished
 
@@ -181,7 +182,11 @@ class Stream:
                 self.signal(Signal.ACCEPTED)
         elif isinstance(frame, Progress):
             self.accepted = True
-            self._answered(frame)
+            tokens = self.assembly.tokens
+            if frame.next_index > tokens and self.gap_since is None:
+                self.gap_since = self.last_frame_at
+            self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
+            self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
         else:
             if not isinstance(frame, Failed):  # that may be a refusal
                 self.accepted = True
@@ -190,13 +195,6 @@ class Stream:
                 self.signal(Signal.STARTED)
             elif isinstance(frame, Moved) and self.assembly.is_moving:
                 self.signal(Signal.MOVING)
-
-    def _answered(self, frame: Progress) -> None:
-        tokens = self.assembly.tokens
-        if frame.next_index > tokens and self.gap_since is None:
-            self.gap_since = self.last_frame_at
-        self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
-        self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
 
     @property
     def step_age_s(self) -> float:
@@ -245,20 +243,11 @@ class Stream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def has_gap(self, now: float, seconds: float) -> bool:
-        """Whether something has been missing for so long."""
-        return self.gap_since is not None and now - self.gap_since > seconds
-
     def asks(self) -> None:
         """Its worker is being asked whether it is there, and for what is missing."""
         self.last_probe_at = self._clock()
         if self.asked_at <= self.last_frame_at:
             self.asked_at = self.last_probe_at
-
-    def lose(self, why: str) -> None:
-        """Its worker is given up."""
-        self.lost_why = why
-        self.signal(Signal.WORKER_LOST)
 
     async def next_signal(self, timeout_s: float | None = None) -> Signal | None:
         """The next signal, or None when none comes within the timeout."""
@@ -299,30 +288,24 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-log = logging.getLogger(__name__)
-
-
-class Receiver(Protocol):
-    """What a request registers: called on the loop, must not block."""
-
-    def on_frame(self, frame: Frame) -> None: ...
-    def on_no_responders(self, attempt: int) -> None: ...
-
-
 class Inbox:
-    """Owns the subscription and the table of receivers. Frames for nobody are counted and dropped."""
+    """The one wildcard inbox of a client process. Frames for nobody are counted and dropped.
+
+    A subscription for all requests costs a seventh of one each, has no race between subscribe and request, and is one
+    line to replay on a reconnect. Frames arrive on `<prefix>.r.<request>.<attempt>`, or many sequences at once on
+    `<prefix>.b`.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        self.receivers: dict[str, Stream] = {}  # by request; what they do with a frame must not block
+        self.batch = batch_inbox(connection.inbox_prefix)
         self._connection = connection
-        self._receivers: dict[str, Receiver] = {}
         self._subscriptions: list[Subscription] = []
-        self.prefix = connection.inbox_prefix
-        self.batch = batch_inbox(self.prefix)
         self.orphan_frames_total = 0
         self.malformed_total = 0
 
     async def start(self) -> None:
-        for subject in (request_inboxes(self.prefix), self.batch):
+        for subject in (request_inboxes(self._connection.inbox_prefix), self.batch):
             self._subscriptions.append(await self._connection.subscribe(subject, self._receive))
 
     async def stop(self) -> None:
@@ -331,21 +314,12 @@ class Inbox:
 
     def of(self, request: str, attempt: int) -> str:
         """Reply subject of one attempt: a no-responders notice carries nothing else to tell it by."""
-        return request_inbox(self.prefix, request, attempt)
-
-    def register(self, request: str, receiver: Receiver) -> None:
-        self._receivers[request] = receiver
-
-    def forget(self, request: str) -> None:
-        self._receivers.pop(request, None)
-
-    def __len__(self) -> int:
-        return len(self._receivers)
+        return request_inbox(self._connection.inbox_prefix, request, attempt)
 
     async def _receive(self, message: Message) -> None:
         if is_no_responders(message):
             *_, request, attempt = message.subject.split(".")
-            receiver = self._receivers.get(request)
+            receiver = self.receivers.get(request)
             if receiver is not None and attempt.isdigit():
                 receiver.on_no_responders(int(attempt))
             return
@@ -355,7 +329,7 @@ class Inbox:
             self.malformed_total += 1
             log.warning("inbox: a frame on %s is unreadable: %s", message.subject, error)
             return
-        receivers = self._receivers
+        receivers = self.receivers
         for frame in frames:
             receiver = receivers.get(frame.request)
             if receiver is None:

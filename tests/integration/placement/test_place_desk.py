@@ -15,8 +15,8 @@ from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import WorkerLost
 from kvproto.messages import PlaceRequest
-from kvproto.streams.placing import read_placement
 from kvproto.subjects import Subjects, sealed_prefix
+from tests.support.placement_answers import read_placement
 from tests.support.waiting import LIMIT_S, until
 
 KEY = b"the fleet's"

@@ -22,9 +22,9 @@ from kvproto.connection import Connection
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NotFound, NoWorkers
 from kvproto.hash_ring import ring_key
 from kvproto.messages import Load, PlacementStats, PlaceRequest
-from kvproto.streams.placing import read_placement
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
+from tests.support.placement_answers import read_placement
 from tests.support.waiting import LIMIT_S, until
 
 
