@@ -94,7 +94,7 @@ def _subjects() -> Iterator[tuple[str, str]]:
     """Each method called with the names of its parameters."""
     subjects = Subjects(NAMESPACE, "REGION")
     for name, method in inspect.getmembers(Subjects, inspect.isfunction):
-        if name.startswith("_") or name == "bucket":
+        if name.startswith("_"):
             continue
         given = {parameter: parameter.upper() for parameter in list(inspect.signature(method).parameters)[1:]}
         subject = str(getattr(subjects, name)(**given))

@@ -27,10 +27,10 @@ from kvproto.dataplane.wire import (
     Get,
     Has,
     Held,
+    Lookup,
     Part,
     Put,
     PutStatus,
-    Request,
     Stop,
     Taken,
     Wanted,
@@ -176,17 +176,15 @@ class ServedConnection:
                 pass  # of a Get that was over
             case Get() | Has() | Erase() | Put() | Echo():
                 allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
-                answer = self._answer_traced if self._is_traced(request) else self._answer
-                answer(request, time.monotonic() + allowed_s + _GRACE_S)
+                deadline = time.monotonic() + allowed_s + _GRACE_S
+                if self.on_traced is not None and isinstance(request, Lookup) and request.traceparent:
+                    self._answer_traced(request, deadline, self.on_traced)
+                else:
+                    self._answer(request, deadline)
             case _:
                 raise ProtocolError(f"{head.kind.__name__} is no request")
 
-    def _is_traced(self, request: Request) -> bool:
-        return self.on_traced is not None and isinstance(request, Get | Has) and bool(request.traceparent)
-
-    def _answer_traced(self, request: Request, deadline: float) -> None:
-        assert isinstance(request, Get | Has)
-        assert self.on_traced is not None
+    def _answer_traced(self, request: Lookup, deadline: float, on_traced: OnTraced) -> None:
         self._hits = self._nbytes = self._from_disk = 0
         began, error = time.time_ns(), ""
         try:
@@ -195,7 +193,7 @@ class ServedConnection:
             error = type(failure).__name__
             raise
         finally:
-            self.on_traced(
+            on_traced(
                 TracedRequest(
                     "get" if isinstance(request, Get) else "has",
                     request.traceparent,
@@ -210,7 +208,7 @@ class ServedConnection:
                 )
             )
 
-    def _answer(self, request: Request, deadline: float) -> None:
+    def _answer(self, request: Lookup | Erase | Put | Echo, deadline: float) -> None:
         match request:
             case Get():
                 self._limit(len(request.hashes))
