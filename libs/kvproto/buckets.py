@@ -31,11 +31,8 @@ MARKER_TTL_S = 60.0
 MAX_WATCHES = 100_000  # of a bucket
 
 
-class StaleRevision(KvfleetError):
+class StaleRevision(KvfleetError, code="stale_revision", http_status=409):
     """A compare-and-set lost: somebody wrote the key in between."""
-
-    code = "stale_revision"
-    http_status = 409
 
 
 @dataclass(frozen=True, slots=True)

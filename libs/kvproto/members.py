@@ -37,11 +37,8 @@ LATE_S = 1.0
 WATCH_SILENT_S, WATCH_SILENT_MOST_S = 3.0, 60.0  # records are written every second, unless nobody is there
 
 
-class Fenced(KvfleetError):
+class Fenced(KvfleetError, code="fenced", http_status=409):
     """A later life of this id holds the record: this process must end."""
-
-    code = "fenced"
-    http_status = 409
 
 
 class Lease:
