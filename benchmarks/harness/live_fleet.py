@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvproto.client import Client
-from kvproto.generation import Generation
 from kvproto.messages import Sampling, Started, Tokens
+from kvproto.streams.generation import Generation
 from kvproto.testing.nats_cluster import SYSTEM_PASSWORD, SYSTEM_USER, NatsCluster
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec

@@ -20,8 +20,8 @@ import uvloop
 from benchmarks.harness.processes import cpu_seconds
 from benchmarks.ingress._token_source import name_of
 from kvproto.client import Client
-from kvproto.generation import Generation
 from kvproto.messages import Sampling, Tokens
+from kvproto.streams.generation import Generation
 
 
 async def read(client: Client, worker: str, prompt: int, tokens: int) -> tuple[float, int]:

@@ -29,8 +29,7 @@ from benchmarks.harness.live_fleet import Fleet, one_server, percentile
 from benchmarks.harness.processes import cpu_seconds
 from benchmarks.harness.report import finish, parse_quick, progress
 from benchmarks.harness.yardsticks import relayed_ms
-from kvproto.sealed_inbox import sealed_prefix
-from kvproto.subjects import INGRESS_INBOX, batch_inbox
+from kvproto.subjects import INGRESS_INBOX, batch_inbox, sealed_prefix
 from tests.support.processes import FLEET_KEY
 
 STREAMS, WORKERS, PACE, TOKENS = 1000, 2, 3, 120

@@ -10,10 +10,10 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from kvproto.buckets import Bucket
+from kvproto.buckets import Bucket, BucketFollower
 from kvproto.connection import Connection
 from kvproto.dataplane.client import DataPlaneClient
-from kvproto.dataplane.keys import KeyRing, KeyWatch, follow_keys
+from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.members import Members
 from kvproto.messages import MemberRecord, Role
 from kvproto.subjects import Subjects
@@ -34,7 +34,7 @@ class FakeDataPlane:
         self._connection = connection
         self._subjects = Subjects()
         self._workers = workers
-        self._keys: list[KeyWatch] = []
+        self._keys: list[BucketFollower] = []
         self._clients: list[DataPlaneClient] = []
         self._threads = ThreadPoolExecutor(AT_ONCE)
         self._tasks: list[asyncio.Task[None]] = []

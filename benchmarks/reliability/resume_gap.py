@@ -67,7 +67,7 @@ class Phases:
 
 def watch(client: Client, phases: Phases) -> None:
     """Notes when a stream's driver turns to placing it again, and when it knows where."""
-    placer: Any = client._driver._placer
+    placer: Any = client._driver.placer
     place = placer.place
 
     async def timed(*arguments: Any, **options: Any) -> Any:

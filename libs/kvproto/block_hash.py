@@ -3,7 +3,9 @@
 A block's hash is `blake2b(parent16 || block_size x u32le, digest_size=16)`: it names the block's tokens and, through
 its parent, everything before them. 128 bits of a cryptographic hash make an accidental or malicious match of two
 different prefixes negligible, so no token comparison is needed on a hit. The root binds what else decides the bytes of
-K and V, and the tenant's salt, so prefixes of two tenants never meet.
+K and V, and the tenant's salt, so prefixes of two tenants never meet; only a prefix that the operator registered as
+public is chained under the public root, which all tenants share. A process that computes hashes knows public prefixes
+by length and digest: a worker's record says them, its bundle has their token ids.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ import hashlib
 import hmac
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgpack
 
+from kvproto.messages import PublicPrefix
+
 HASH_BYTES = 16
 TURN = 21  # bits, for each tier further down
+MAX_KEPT = 4096  # roots of tenants
 LAYOUT_VERSION = 1  # of the block's bytes: [layers, 2, kv_heads, block_size, head_dim]
 
 
@@ -127,3 +133,48 @@ def in_tier(digest: int, tier: int) -> int:
     holdings. `tier`: its number, the device's being 0."""
     turned = TURN * tier % 64
     return (digest << turned | digest >> 64 - turned) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def public_prefix(ids: Sequence[int]) -> PublicPrefix:
+    """What a record says of a public prefix: how long it is, and blake2b-16 over its packed token ids."""
+    return PublicPrefix(len(ids), hashlib.blake2b(pack_ids(ids), digest_size=HASH_BYTES).digest())
+
+
+class TenantRoots:
+    """Roots for one model. The public root's salt is empty, which no tenant's HMAC can be."""
+
+    def __init__(
+        self, model_revision: str, block_size: int, public_prefixes: Iterable[PublicPrefix], fleet_key: bytes
+    ) -> None:
+        self._model_revision = model_revision
+        self._block_size = block_size
+        self._fleet_key = fleet_key
+        self._own = lru_cache(maxsize=MAX_KEPT)(self._root_of)
+        self._public = root(model_revision, block_size, b"")
+        self._digests: dict[int, set[bytes]] = {}  # by length, shortest first
+        for prefix in sorted(public_prefixes, key=lambda one: one.tokens):
+            self._digests.setdefault(prefix.tokens, set()).add(prefix.digest)
+
+    def of(self, tenant: str, ids: Sequence[int]) -> Root:
+        """Root of the chain over `ids`: forked where they begin with a public prefix, the longest one if several."""
+        own = self._own(tenant)
+        matched = self._matched(ids)
+        return own if matched is None else ForkedRoot(self._public, own, matched // self._block_size)
+
+    def _matched(self, ids: Sequence[int]) -> int | None:
+        """Tokens of the longest public prefix that `ids` begin with. Each token is hashed once, however many there
+        are of them."""
+        matched = None
+        running = hashlib.blake2b(digest_size=HASH_BYTES)
+        hashed = 0
+        for tokens, digests in self._digests.items():
+            if tokens > len(ids):
+                break
+            running.update(pack_ids(ids[hashed:tokens]))
+            hashed = tokens
+            if running.digest() in digests:
+                matched = tokens
+        return matched
+
+    def _root_of(self, tenant: str) -> bytes:
+        return root(self._model_revision, self._block_size, tenant_salt(self._fleet_key, tenant))

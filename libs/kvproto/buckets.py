@@ -8,9 +8,11 @@ has, if what the server sent is on its way still, and never, if a heartbeat came
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import nats.errors
@@ -20,17 +22,17 @@ from nats.js.api import KeyValueConfig, StorageType
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError, Unavailable
 from kvproto.subjects import Subjects
+from kvproto.tasks import end
+
+log = logging.getLogger(__name__)
 
 MEMBER_TTL_S = 3.0
 MARKER_TTL_S = 60.0
 MAX_WATCHES = 100_000  # of a bucket
 
 
-class StaleRevision(KvfleetError):
+class StaleRevision(KvfleetError, code="stale_revision", http_status=409):
     """A compare-and-set lost: somebody wrote the key in between."""
-
-    code = "stale_revision"
-    http_status = 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,17 @@ class Entry:
 
 
 _BUSY = (nats.errors.Error, TimeoutError, js_errors.Error)
+
+
+@contextlib.contextmanager
+def _jetstream(what: str, key: str, revision: int | None = None) -> Iterator[None]:
+    """Raises Unavailable where it does not answer, StaleRevision where `revision` is not the last one."""
+    try:
+        yield
+    except _BUSY as error:
+        if revision is not None and isinstance(error, js_errors.BadRequestError) and "sequence" in str(error):
+            raise StaleRevision(f"{key} is no longer at revision {revision}") from None
+        raise Unavailable(f"cannot {what} {key}: {type(error).__name__}") from None
 
 
 class Bucket:
@@ -66,30 +79,21 @@ class Bucket:
             raise Unavailable(f"cannot open the bucket {name}: {type(error).__name__} {error}") from None
 
     async def get(self, key: str) -> Entry:
-        try:
-            entry = await self._kv.get(key)
-        except js_errors.KeyNotFoundError as error:  # with the delete marker's revision, if there is one
-            return Entry(key, None, error.entry.revision if error.entry else 0)
-        except _BUSY as error:
-            raise Unavailable(f"cannot read {key}: {type(error).__name__}") from None
-        if not entry.value:
-            return Entry(key, None, entry.revision, entry.operation == "PURGE")
-        return Entry(key, entry.value, entry.revision)
+        with _jetstream("read", key):
+            try:
+                entry = await self._kv.get(key)
+            except js_errors.KeyNotFoundError as error:  # with the delete marker's revision, if there is one
+                return Entry(key, None, error.entry.revision if error.entry else 0)
+        return Entry(key, entry.value or None, entry.revision, not entry.value and entry.operation == "PURGE")
 
     async def put(self, key: str, value: bytes) -> int:
-        try:
+        with _jetstream("write", key):
             return int(await self._kv.put(key, value))
-        except _BUSY as error:
-            raise Unavailable(f"cannot write {key}: {type(error).__name__}") from None
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """Compare-and-set: write if the key's last revision (value or marker; 0: never written) is `revision`."""
-        try:
+        with _jetstream("write", key, revision):
             return int(await self._kv.update(key, value, last=revision))
-        except js_errors.KeyWrongLastSequenceError:
-            raise StaleRevision(f"{key} is no longer at revision {revision}") from None
-        except _BUSY as error:
-            raise Unavailable(f"cannot write {key}: {type(error).__name__}") from None
 
     async def delete(self, key: str, revision: int | None = None) -> None:
         """Delete; with a revision only if it is still the last one (raises StaleRevision).
@@ -99,14 +103,22 @@ class Bucket:
         headers = {"KV-Operation": "DEL"}
         if revision:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(revision)
-        try:
+        with _jetstream("delete", key, revision or 0):
             await self._js.publish(f"$KV.{self.name}.{key}", b"", headers=headers, msg_ttl=MARKER_TTL_S)
-        except (js_errors.KeyWrongLastSequenceError, js_errors.BadRequestError) as error:
-            if "sequence" not in str(error):
-                raise Unavailable(f"cannot delete {key}: {error}") from None
-            raise StaleRevision(f"{key} is no longer at revision {revision}") from None
-        except _BUSY as error:
-            raise Unavailable(f"cannot delete {key}: {type(error).__name__}") from None
+
+    async def listed(self, pattern: str = ">") -> list[Entry]:
+        """The keys that exist now."""
+        watch = await self.watch(pattern)
+        found = []
+        try:
+            async for entry in watch.entries():
+                if entry is None:
+                    break
+                if entry.value is not None:
+                    found.append(entry)
+        finally:
+            await watch.stop()
+        return found
 
     async def watch(self, pattern: str = ">") -> BucketWatch:
         """Every key's last value, then every change. Rebuild it after a reconnect (`Connection.on_reconnect`)."""
@@ -144,6 +156,62 @@ class BucketWatch:
             await self._watcher.stop()
         except (*_BUSY, asyncio.InvalidStateError, OSError):
             pass  # the subscription is gone with its connection
+
+
+@dataclass(eq=False)
+class BucketFollower:
+    """Has `read` read a watch of a bucket, and a new one from its beginning whenever that one ends, until `stop`.
+
+    After a reconnect the old watch is blind: it begins again. `read` sets `listed` when it knows all that existed.
+    """
+
+    connection: Connection
+    bucket: str
+    pattern: str
+    what: str  # is followed, for logs
+    read: Callable[[BucketWatch], Awaitable[None]]
+    listed: asyncio.Event = field(default_factory=asyncio.Event)
+    _watch: BucketWatch | None = None
+    _following: asyncio.Task[None] | None = None
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns when all that exists now was read. Raises Unavailable, and has stopped then."""
+        self.connection.on_reconnect.append(self.begin)
+        await self.begin()
+        try:
+            await asyncio.wait_for(self.listed.wait(), timeout_s)
+        except TimeoutError:
+            await self.stop()
+            raise Unavailable(f"the bucket {self.bucket} could not be read in {timeout_s} s") from None
+
+    async def begin(self) -> None:
+        """Again from the start."""
+        if self._following is not None:
+            self._following.cancel()
+        self._following = asyncio.create_task(self._follow(), name=f"{self.what}-watch")
+
+    async def stop(self) -> None:
+        with contextlib.suppress(ValueError):
+            self.connection.on_reconnect.remove(self.begin)
+        if self._following is not None:
+            await end([self._following])
+        if self._watch is not None:
+            await self._watch.stop()
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                bucket = await Bucket.open(self.connection, self.bucket)
+                watch = self._watch = await bucket.watch(self.pattern)
+                try:
+                    await self.read(watch)
+                finally:
+                    await watch.stop()
+            except Unavailable as error:
+                log.warning("%s: %s", self.what, error)
+            except Exception:  # a loop's top: without its watch a process would only look alive
+                log.exception("%s: the watch failed and begins again", self.what)
+            await asyncio.sleep(0.5)
 
 
 async def ensure_buckets(

@@ -16,25 +16,30 @@ from dataclasses import replace
 from typing import Any
 
 from kvproto import codec
-from kvproto.admin import Administration
 from kvproto.block_hash import pack_ids
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, PermissionDenied
-from kvproto.explanations import Explanations
+from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, NotFound, PermissionDenied
 from kvproto.fleet_view import Change, WorkerView
-from kvproto.generation import ClientCounters, Generation, seed_of
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, is_token, new_process_id, new_request_id
-from kvproto.inbox import Inbox
 from kvproto.members import Members
-from kvproto.messages import AdminCommand, AdminRequest, Bundle, Continuation, Decision, Sampling
-from kvproto.placement_answers import read_placement
-from kvproto.placing import miss
-from kvproto.request_driver import RequestDriver
+from kvproto.messages import (
+    MAX_NAME_CHARS,
+    AdminCommand,
+    AdminRequest,
+    Bundle,
+    Continuation,
+    Decision,
+    ExplainRequest,
+    Sampling,
+)
+from kvproto.questions import MAX_NEWEST, ask_placements, ask_worker
 from kvproto.schema import read_map, to_map
-from kvproto.silence import LEAST_S, Ear, Verdict, judge
-from kvproto.stream import Signal, Stream
+from kvproto.streams.generation import ClientCounters, Generation, seed_of
+from kvproto.streams.request_driver import RequestDriver
+from kvproto.streams.silence import LEAST_S, Ear, Verdict, judge
+from kvproto.streams.stream import Inbox, Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix, producers_tenant
-from kvproto.trail import Trail
+from kvproto.trace_context import Trail
 
 GAP_S = 0.02
 WATCH_PERIOD_S = 0.05
@@ -52,8 +57,6 @@ class Client:
         self.counters = ClientCounters()
         self.inbox = Inbox(connection)
         self._driver = RequestDriver(connection, subjects, members, self.inbox, self.counters)
-        self._explanations = Explanations(connection, subjects, members)
-        self._administration = Administration(connection, subjects)
         self._streams: dict[str, Stream] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._owns_connection = False
@@ -137,7 +140,7 @@ class Client:
         if bool(generation.prompt_ids) == (generation.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
         _check_text_and_ids(generation)
-        _check_sampling(generation.sampling)
+        read_map(Sampling, to_map(generation.sampling), "sampling")  # as the worker would find it
         _check_before(before, generation.sampling.n)
         request = generation.request or new_request_id()
         if not is_token(request):
@@ -157,7 +160,7 @@ class Client:
         stream.trail = trail if trail is not None else Trail(generation.traceparent)
         stream.assembly.resume(before)
         self._streams[request] = stream
-        self.inbox.register(request, stream)
+        self.inbox.receivers[request] = stream
         self.counters.requests_total += 1
         stream.driver = asyncio.create_task(self._driver.run(stream, generation), name=f"stream-{request}")
         stream.driver.add_done_callback(lambda _: self._streams.pop(request, None))
@@ -185,8 +188,13 @@ class Client:
                 if verdict is Verdict.ASK:
                     stream.signal(Signal.SILENT)
                 elif verdict is not Verdict.WAIT:
-                    stream.lose(verdict.value)
-                elif stream.has_gap(now, GAP_S) and now - stream.last_probe_at > 10 * GAP_S:
+                    stream.lost_why = verdict.value
+                    stream.signal(Signal.WORKER_LOST)
+                elif (
+                    stream.gap_since is not None
+                    and now - stream.gap_since > GAP_S
+                    and now - stream.last_probe_at > 10 * GAP_S
+                ):
                     stream.signal(Signal.GAP)
 
     def _judge(self, stream: Stream, now: float) -> Verdict:
@@ -226,7 +234,12 @@ class Client:
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
         """Ask a worker's admin subject; the parts of its answer, joined. Raises its error, WorkerLost, TimeoutError."""
-        return await self._administration.ask(worker, request, timeout_s)
+        return await ask_worker(self.connection, self.subjects, worker, request, timeout_s)
+
+    async def bundle(self, worker: str) -> Bundle:
+        """Tokenizer, template and defaults of the model this worker serves."""
+        data = await self.admin(worker, AdminRequest(AdminCommand.BUNDLE))
+        return codec.decode(Bundle, data, limit=codec.MAX_BUNDLE_BYTES)
 
     async def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
         """Why a request's attempts were placed as they were and what became of them, oldest attempt first.
@@ -234,30 +247,34 @@ class Client:
         `tenant`: only if it is this one's. NATS lets ingresses and operators ask, not producers. Raises InvalidRequest
         for what is no id, NotFound if no replica has decided about it, Unavailable if none answers.
         """
-        return await self._explanations.ask(request, tenant)
+        if not is_token(request):
+            raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
+        decisions = await self._decisions(ExplainRequest(request, tenant))
+        if not decisions:
+            raise NotFound(f"no placement replica remembers deciding about request {request!r}", field="request")
+        return tuple(sorted(decisions, key=lambda one: (one.tenant, one.attempt, one.unix_ms)))
 
     async def newest_decisions(
         self, limit: int, tenant: str | None = None, model: str | None = None
     ) -> tuple[Decision, ...]:
-        """Of all placement replicas, newest first: of all tenants and models, unless one is named.
+        """Of all placement replicas, newest first: of all tenants and models, unless one is named. A replica that is
+        asked for too many lists at once does not answer.
 
         Raises InvalidRequest for a limit that is not 1 to 200, Unavailable if no replica answers.
         """
-        return await self._explanations.newest(limit, tenant, model)
+        if not 1 <= limit <= MAX_NEWEST:
+            raise InvalidRequest(f"must be 1 to {MAX_NEWEST}, got {limit}", field="limit")
+        if model is not None and len(model) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"at most {MAX_NAME_CHARS} characters", field="model")
+        decisions = await self._decisions(ExplainRequest("", tenant, limit, model))
+        return tuple(sorted(decisions, key=lambda one: (one.unix_ms, one.attempt), reverse=True)[:limit])
+
+    async def _decisions(self, question: ExplainRequest) -> list[Decision]:
+        return await ask_placements(self.connection, self.subjects, self.members.view, question)
 
     async def miss(self, model: str) -> None:
         """A model is asked for of which no worker is known here. Raises NoWorkers if it is one of this fleet's."""
-        await miss(self.connection, self.subjects, DEFAULT_TENANT, model)
-
-    async def bundle(self, worker: str) -> Bundle:
-        """Tokenizer, template and defaults of the model this worker serves."""
-        data = await self.admin(worker, AdminRequest(AdminCommand.BUNDLE))
-        return codec.decode(Bundle, data, limit=codec.MAX_BUNDLE_BYTES)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    """As the worker would find it. Raises InvalidRequest naming the field."""
-    read_map(Sampling, to_map(sampling), "sampling")
+        await self._driver.placer.miss(model)
 
 
 def _check_before(before: Sequence[Continuation], choices: int) -> None:
@@ -286,4 +303,4 @@ def _check_text_and_ids(generation: Generation) -> None:
             raise InvalidRequest("is no text: it has a lone surrogate", field=field) from None
 
 
-__all__ = ["Client", "ClientCounters", "Generation", "read_placement", "seed_of"]
+__all__ = ["Client", "ClientCounters", "Generation"]

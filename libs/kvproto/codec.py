@@ -16,15 +16,15 @@ or a value out of bounds raises an error that names the field (`sampling.top_p: 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgpack
 
 from kvproto import messages as m
-from kvproto.errors import CodecError, InvalidRequest, VersionMismatch
-from kvproto.logprobs import floored, logprob_rows, read_logprobs
+from kvproto.errors import CodecError, VersionMismatch
 from kvproto.schema import enum_reader, read_map, schema_of, to_map, type_error
 
 VERSION = 1
@@ -33,11 +33,6 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 MAX_BUNDLE_BYTES = 96 * 1024 * 1024  # comes in parts, put together before it is read
 
 T = TypeVar("T")
-
-
-def from_map(kind: type[T], value: Any) -> T:
-    """Inverse of `to_map`. Raises CodecError naming the field."""
-    return read_map(kind, value)
 
 
 def _unpack(data: bytes | memoryview, *, text_keys: bool = True) -> Any:
@@ -251,6 +246,51 @@ def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
     return frame
 
 
+# ---------------------------------------------------------------------------------------------- log probabilities
+#
+# Positional, `[logprob, [id...], [logprob...]]` per token, finite. A token that a model cannot produce has minus
+# infinity, which JSON cannot carry: it travels as -9999, which is what OpenAI writes.
+
+FLOOR = -9999.0
+
+
+def floored(logprobs: m.TokenLogprobs) -> m.TokenLogprobs:
+    """No value below the floor; what is not a number is put on it."""
+    tops = tuple(max(FLOOR, value) for value in logprobs.top_logprobs)
+    return m.TokenLogprobs(max(FLOOR, logprobs.logprob), logprobs.top_ids, tops)
+
+
+def logprob_rows(logprobs: Sequence[m.TokenLogprobs]) -> list[Any]:
+    """One row per token; values as in `floored`."""
+    return [
+        [max(FLOOR, one.logprob), one.top_ids, [max(FLOOR, value) for value in one.top_logprobs]] for one in logprobs
+    ]
+
+
+def read_logprobs(rows: Any, tokens: int, field: str) -> tuple[m.TokenLogprobs, ...]:
+    """Inverse of `logprob_rows`: none at all, or one per token. Raises CodecError."""
+    if type(rows) is not list or len(rows) not in (0, tokens):
+        raise CodecError("wrong type or length", field=field)
+    return tuple(_read(row, field) for row in rows)
+
+
+def _read(row: Any, field: str) -> m.TokenLogprobs:
+    if type(row) is not list or len(row) < 3:
+        raise CodecError("wrong shape", field=field)
+    logprob, ids, values = row[:3]
+    if type(ids) is not list or type(values) is not list or len(ids) != len(values):
+        raise CodecError("wrong type or length", field=field)
+    if any(type(token) is not int for token in ids):
+        raise CodecError("wrong type", field=field)
+    return m.TokenLogprobs(_number(logprob, field), tuple(ids), tuple(_number(value, field) for value in values))
+
+
+def _number(value: Any, field: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise CodecError("must be a finite number", field=field)
+    return float(value)
+
+
 # ---------------------------------------------------------------------------------------------- events
 
 
@@ -294,26 +334,3 @@ def decode_events(data: bytes) -> m.KvEvents:
 
 
 _TIER = enum_reader(m.Tier)
-
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "MIN_VERSION",
-    "VERSION",
-    "CodecError",
-    "InvalidRequest",
-    "common_version",
-    "decode",
-    "decode_events",
-    "decode_frames",
-    "decode_plain",
-    "decode_plain_frame",
-    "encode",
-    "encode_events",
-    "encode_frames",
-    "encode_plain_frame",
-    "from_map",
-    "open_events",
-    "open_map",
-    "supported_versions",
-    "to_map",
-]

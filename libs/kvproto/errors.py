@@ -46,6 +46,12 @@ class KvfleetError(Exception):
     http_status = 500
     retryable = False
 
+    def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retryable: bool = False) -> None:
+        """What is not said is as in its base."""
+        cls.code = code or cls.code
+        cls.http_status = http_status or cls.http_status
+        cls.retryable = retryable or cls.retryable
+
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -56,129 +62,86 @@ class KvfleetError(Exception):
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
-class InvalidRequest(KvfleetError):
-    code = "invalid_request"
-    http_status = 400
+class InvalidRequest(KvfleetError, code="invalid_request", http_status=400): ...
 
 
-class CodecError(InvalidRequest):
-    code = "malformed_message"
+class CodecError(InvalidRequest, code="malformed_message"): ...
 
 
-class UnknownEnumValue(CodecError):
-    code = "unknown_enum_value"
+class UnknownEnumValue(CodecError, code="unknown_enum_value"): ...
 
 
-class VersionMismatch(CodecError):
-    code = "version_mismatch"
-    retryable = True  # by another worker, or by the same one in an older version
+# `retryable`: by another worker, or by the same one in an older version.
+class VersionMismatch(CodecError, code="version_mismatch", retryable=True): ...
 
 
-class ContextLengthExceeded(InvalidRequest):
-    code = "context_length_exceeded"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"): ...
 
 
-class AuthenticationFailed(KvfleetError):
-    code = "authentication_failed"
-    http_status = 401
+class AuthenticationFailed(KvfleetError, code="authentication_failed", http_status=401): ...
 
 
-class PermissionDenied(KvfleetError):
-    code = "permission_denied"
-    http_status = 403
+class PermissionDenied(KvfleetError, code="permission_denied", http_status=403): ...
 
 
-class NotFound(KvfleetError):
-    code = "not_found"
-    http_status = 404
+class NotFound(KvfleetError, code="not_found", http_status=404): ...
 
 
-class ModelNotFound(NotFound):
-    code = "model_not_found"
+class ModelNotFound(NotFound, code="model_not_found"): ...
 
 
-class SessionNotFound(NotFound):
-    code = "session_not_found"
+class SessionNotFound(NotFound, code="session_not_found"): ...
 
 
-class RequestTimeout(KvfleetError):
-    code = "request_timeout"
-    http_status = 408
+class RequestTimeout(KvfleetError, code="request_timeout", http_status=408): ...
 
 
-class SessionBusy(KvfleetError):
-    code = "session_busy"
-    http_status = 409
+class SessionBusy(KvfleetError, code="session_busy", http_status=409): ...
 
 
-class PromptChanged(KvfleetError):
-    code = "prompt_changed"
-    http_status = 409
+class PromptChanged(KvfleetError, code="prompt_changed", http_status=409): ...
 
 
-class PayloadTooLarge(KvfleetError):
-    code = "payload_too_large"
-    http_status = 413
+class PayloadTooLarge(KvfleetError, code="payload_too_large", http_status=413): ...
 
 
-class MisdirectedRequest(KvfleetError):
-    code = "misdirected_request"
-    http_status = 421
+class MisdirectedRequest(KvfleetError, code="misdirected_request", http_status=421): ...
 
 
-class RequestMismatch(KvfleetError):
-    code = "request_mismatch"
-    http_status = 422
+class RequestMismatch(KvfleetError, code="request_mismatch", http_status=422): ...
 
 
-class LimitExceeded(KvfleetError):
-    code = "limit_exceeded"
-    http_status = 429
+class LimitExceeded(KvfleetError, code="limit_exceeded", http_status=429): ...
 
 
-class Cancelled(KvfleetError):
-    code = "cancelled"
-    http_status = 499
+class Cancelled(KvfleetError, code="cancelled", http_status=499): ...
 
 
-class UnsupportedModel(KvfleetError):
-    code = "unsupported_model"
-    http_status = 501
+class UnsupportedModel(KvfleetError, code="unsupported_model", http_status=501): ...
 
 
-class Unavailable(KvfleetError):
-    code = "unavailable"
-    http_status = 503
-    retryable = True
+class Unavailable(KvfleetError, code="unavailable", http_status=503, retryable=True): ...
 
 
-class NoWorkers(Unavailable):
-    code = "no_workers"
+class NoWorkers(Unavailable, code="no_workers"): ...
 
 
-class Overloaded(Unavailable):
-    code = "overloaded"
+class Overloaded(Unavailable, code="overloaded"): ...
 
 
-class OutOfMemory(Unavailable):
-    code = "out_of_memory"
+class OutOfMemory(Unavailable, code="out_of_memory"): ...
 
 
-class WorkerLost(Unavailable):
-    code = "worker_lost"
+class WorkerLost(Unavailable, code="worker_lost"): ...
 
 
-class Draining(Unavailable):
-    code = "draining"
+class Draining(Unavailable, code="draining"): ...
 
 
-class EngineFailure(Unavailable):
-    code = "engine_failure"
+class EngineFailure(Unavailable, code="engine_failure"): ...
 
 
-class DeadlineExceeded(KvfleetError):
-    code = "deadline_exceeded"
-    http_status = 504
+class DeadlineExceeded(KvfleetError, code="deadline_exceeded", http_status=504): ...
 
 
 def _tree(root: type[KvfleetError]) -> dict[str, type[KvfleetError]]:

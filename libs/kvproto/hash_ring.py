@@ -10,12 +10,26 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
 
+from kvproto.block_hash import pack_ids
+
 VIRTUAL_NODES = 100
 FEW = 8  # nodes that come at once: with more, sorting anew is quicker
+PREFIX_TOKENS = 64  # four blocks: past the start of a chat template, short enough that turns of one chat agree
+
+
+def ring_key(tenant: str, *, session: str | None, prompt_ids: Sequence[int] = (), prompt: str | None = None) -> str:
+    """What should land on one worker again: the session if the request names one; else the first tokens of its prompt,
+    so that equal prefixes meet. Placement and the client's fallback use the same key on equal rings, so they agree.
+    Tenants never share one: their caches are apart anyway."""
+    if session:
+        return f"{tenant}/s/{session}"
+    if prompt_ids:
+        return f"{tenant}/p/{hashlib.blake2b(pack_ids(prompt_ids[:PREFIX_TOKENS]), digest_size=16).hexdigest()}"
+    return f"{tenant}/t/{hashlib.blake2b((prompt or '')[: 4 * PREFIX_TOKENS].encode(), digest_size=16).hexdigest()}"
 
 
 def point(key: str) -> int:

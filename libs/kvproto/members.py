@@ -14,11 +14,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, TypeVar
 
 from kvproto import codec
-from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision
+from kvproto.buckets import Bucket, BucketFollower, BucketWatch, Entry, StaleRevision
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
@@ -37,11 +37,8 @@ LATE_S = 1.0
 WATCH_SILENT_S, WATCH_SILENT_MOST_S = 3.0, 60.0  # records are written every second, unless nobody is there
 
 
-class Fenced(KvfleetError):
+class Fenced(KvfleetError, code="fenced", http_status=409):
     """A later life of this id holds the record: this process must end."""
-
-    code = "fenced"
-    http_status = 409
 
 
 class Lease:
@@ -125,71 +122,74 @@ class Lease:
                     await asyncio.wait_for(self._bucket.delete(self._key, revision), 1.0)
 
 
+Subject = TypeVar("Subject", WorkerView, MemberRecord)
 Listener = Callable[[Change, WorkerView], None]
 MemberListener = Callable[[Change, MemberRecord], None]
 
 
+def _tell_all(listeners: list[Callable[[Change, Subject], None]], change: Change, subject: Subject) -> None:
+    for listener in listeners:
+        try:
+            listener(change, subject)
+        except Exception:  # one listener's fault must not end the watch that all depend on
+            log.exception("a listener of members failed")
+
+
+@dataclass(eq=False)
 class Members:
     """One reader of the fleet: owns a `FleetView`, tells listeners which workers joined, left or restarted, and member
     listeners the same of all other members: vaults, placements, ingresses.
 
-    Listeners run on the loop, inside callbacks, and must not block.
+    Listeners run on the loop, inside callbacks, and must not block. Without `hears` records alone say who is alive,
+    which is enough for who does not send requests: each worker of a large fleet would else read the heartbeats of all
+    others.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        subjects: Subjects,
-        *,
-        on_heartbeat: Callable[[Heartbeat], None] | None = None,
-        hears: bool = True,
-        role: Role | None = None,
-    ) -> None:
-        """Without `hears` records alone say who is alive, which is enough for who does not send requests: each worker
-        of a large fleet would else read the heartbeats of all others. With a `role` it is those members' records."""
-        self.view = FleetView(hears=hears)
+    connection: Connection
+    subjects: Subjects
+    _: KW_ONLY
+    on_heartbeat: Callable[[Heartbeat], None] | None = None
+    hears: bool = True  # heartbeats, not records alone
+    role: Role | None = None  # of those members' records alone
+
+    def __post_init__(self) -> None:
+        self.view = FleetView(hears=self.hears)
         self.listeners: list[Listener] = []
         self.member_listeners: list[MemberListener] = []
-        self._on_heartbeat = on_heartbeat
-        self._hears = hears
-        self._pattern = ">" if role is None else f"{role.value}.>"
-        self._connection = connection
-        self._subjects = subjects
-        self._watch: BucketWatch | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._listed = asyncio.Event()
+        pattern = ">" if self.role is None else f"{self.role.value}.>"
+        self._follower = BucketFollower(
+            self.connection, self.subjects.members_bucket, pattern, "members", self._read_watch
+        )
+        self._sweeping: asyncio.Task[None] | None = None
         self._subscription: Any = None
-        self._watching: asyncio.Task[None] | None = None
         self._watch_heard_at = 0.0
         self._watch_patience_s = WATCH_SILENT_S
         self._rings: dict[str, tuple[int, HashRing]] = {}
 
     async def start(self, timeout_s: float = 10.0) -> None:
         """Returns when everybody who is registered now is known. Raises Unavailable."""
-        if self._hears:
-            self._subscription = await self._connection.subscribe(self._subjects.heartbeat_all(), self._heartbeat)
-        self._connection.on_disconnect.append(self.view.on_disconnected)
-        self._connection.on_reconnect.append(self._rewatch)
-        self._begin_watching()
-        self._tasks.append(asyncio.create_task(self._sweep(), name="members-sweep"))
+        if self.hears:
+            self._subscription = await self.connection.subscribe(self.subjects.heartbeat_all(), self._heartbeat)
+        self.connection.on_disconnect.append(self.view.on_disconnected)
+        self.connection.on_reconnect.append(self._on_reconnected)
+        self._watch_heard_at = self._now()
+        self._sweeping = asyncio.create_task(self._sweep(), name="members-sweep")
         try:
-            await asyncio.wait_for(self._listed.wait(), timeout_s)
-        except TimeoutError:
+            await self._follower.start(timeout_s)
+        except Unavailable:
             await self.stop()
-            raise Unavailable(
-                f"the bucket {self._subjects.members_bucket} could not be read in {timeout_s} s"
-            ) from None
+            raise
 
     async def stop(self) -> None:
-        await end(task for task in (*self._tasks, self._watching) if task is not None)
-        if self._watch is not None:
-            await self._watch.stop()
+        if self._sweeping is not None:
+            await end([self._sweeping])
+        await self._follower.stop()
         with contextlib.suppress(Exception):
             await self._subscription.unsubscribe()
         with contextlib.suppress(ValueError):
-            self._connection.on_reconnect.remove(self._rewatch)
+            self.connection.on_reconnect.remove(self._on_reconnected)
         with contextlib.suppress(ValueError):
-            self._connection.on_disconnect.remove(self.view.on_disconnected)
+            self.connection.on_disconnect.remove(self.view.on_disconnected)
 
     def ring(self, model: str) -> HashRing:
         """The plain ring over the model's ready workers; equal in every process that sees the same fleet."""
@@ -208,7 +208,7 @@ class Members:
         expected = revision if revision is not None else (view.revision if view is not None else 0)
         if expected:
             with contextlib.suppress(KvfleetError):
-                bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
+                bucket = await Bucket.open(self.connection, self.subjects.members_bucket)
                 await bucket.delete(member_key(Role.WORKER.value, worker), expected)
 
     # ------------------------------------------------------------------ tasks
@@ -219,54 +219,25 @@ class Members:
     def _tell(self, change: Change | None, worker: str) -> None:
         view = self.view.workers.get(worker)
         if change is not None and view is not None:
-            for listener in self.listeners:
-                try:
-                    listener(change, view)
-                except Exception:  # one listener's fault must not end the watch that all depend on
-                    log.exception("a listener of members failed")
+            _tell_all(self.listeners, change, view)
 
-    def _tell_of_member(self, change: Change, record: MemberRecord) -> None:
-        for listener in self.member_listeners:
-            try:
-                listener(change, record)
-            except Exception:  # as above
-                log.exception("a listener of members failed")
-
-    async def _rewatch(self) -> None:
-        """After a reconnect the old watch is blind: list everything again."""
-        self.view.on_reconnected(self._now())
-        self._begin_watching()
-
-    def _begin_watching(self) -> None:
+    async def _on_reconnected(self) -> None:
         self._watch_heard_at = self._now()
-        if self._watching is not None:
-            self._watching.cancel()
-        self._watching = asyncio.create_task(self._follow(), name="members-watch")
+        self.view.on_reconnected(self._now())
 
-    def _watch_again_if_silent(self) -> None:
+    async def _watch_again_if_silent(self) -> None:
         """A cluster that lost the server of this watch's consumer says nothing of it; an idle fleet is asked seldom."""
-        if self._connection.is_connected and self._now() - self._watch_heard_at > self._watch_patience_s:
+        if self.connection.is_connected and self._now() - self._watch_heard_at > self._watch_patience_s:
             self._watch_patience_s = min(2 * self._watch_patience_s, WATCH_SILENT_MOST_S)
-            self._begin_watching()
+            self._watch_heard_at = self._now()
+            await self._follower.begin()
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                bucket = await Bucket.open(self._connection, self._subjects.members_bucket)
-                watch = self._watch = await bucket.watch(self._pattern)
-                try:
-                    async for entry in watch.entries():
-                        if entry is None:
-                            self._listed.set()
-                        else:
-                            self._apply(entry)
-                finally:
-                    await watch.stop()
-            except Unavailable as error:
-                log.warning("members: %s", error)
-            except Exception:  # a loop's top: without its watch a process would only look alive
-                log.exception("members: the watch failed and begins again")
-            await asyncio.sleep(0.5)
+    async def _read_watch(self, watch: BucketWatch) -> None:
+        async for entry in watch.entries():
+            if entry is None:
+                self._follower.listed.set()
+            else:
+                self._apply(entry)
 
     def _apply(self, entry: Entry) -> None:
         role, _, member = entry.key.partition(".")
@@ -285,11 +256,11 @@ class Members:
                     return
                 gone = self.view.on_member_gone(Role(role), member, now, expired=entry.expired)
                 if gone is not None:
-                    self._tell_of_member(Change.LEFT, gone)
+                    _tell_all(self.member_listeners, Change.LEFT, gone)
             else:
                 other = codec.decode(MemberRecord, entry.value)
                 if (other.role.value, other.id) == (role, member):
-                    self._tell_of_member(self.view.on_member(other, now), other)
+                    _tell_all(self.member_listeners, self.view.on_member(other, now), other)
         except CodecError as error:
             log.warning("members: record %s is unreadable: %s", entry.key, error)
 
@@ -302,8 +273,8 @@ class Members:
         if message.subject.rsplit(".", 1)[-1] != beat.worker:
             return
         self._tell(self.view.on_heartbeat(beat, self._now()), beat.worker)
-        if self._on_heartbeat is not None:
-            self._on_heartbeat(beat)
+        if self.on_heartbeat is not None:
+            self.on_heartbeat(beat)
 
     async def _sweep(self) -> None:
         silent = False
@@ -312,13 +283,13 @@ class Members:
             await asyncio.sleep(SWEEP_PERIOD_S)
             if self._now() - before > SWEEP_PERIOD_S + LATE_S:
                 self.view.on_held_up(self._now())
-            was_silent, silent = silent, self._connection.is_silent
+            was_silent, silent = silent, self.connection.is_silent
             if silent and not was_silent:
                 self.view.on_disconnected()
-            elif was_silent and self._connection.is_connected and not silent:
+            elif was_silent and self.connection.is_connected and not silent:
                 self.view.on_reconnected(self._now())
-            self._watch_again_if_silent()
+            await self._watch_again_if_silent()
             for worker in self.view.sweep(self._now()):
                 self._tell(Change.LEFT, worker)
             for gone in self.view.sweep_members(self._now()):
-                self._tell_of_member(Change.LEFT, gone)
+                _tell_all(self.member_listeners, Change.LEFT, gone)

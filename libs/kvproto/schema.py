@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvproto.block_hash import pack_ids, unpack_ids
-from kvproto.codec_types import Ids, MaxLength, Range
 from kvproto.errors import CodecError, UnknownEnumValue
+from kvproto.messages.vocabulary import Ids, MaxLength, Range
 
 T = TypeVar("T")
 _Read = Callable[[Any, str], Any]

@@ -2,18 +2,26 @@
 
 `Subjects(namespace)` is built once per process; names follow DESIGN section 4. Ids are checked here, so that no name
 from a request can widen or split a subject.
+
+Inboxes of the fleet's own ingresses and placements are sealed: nobody else can make up their names, nor learn them.
+
+    _ing.<id>-<seal>.>      seal = HMAC(fleet key, role and id), cut
+
+Core NATS tells nobody who published a message, and a publisher may name any reply subject. But producers hear
+nothing of what ingresses, placements and workers say to one another. So who names a sealed inbox is one of these, and
+what a producer can have sent is never read as an answer to somebody else. Without a fleet key names prove nothing.
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvproto.errors import InvalidRequest
 from kvproto.ids import DEFAULT_NAMESPACE, is_token, model_token
-
-MEMBERS_BUCKET = "members"
-SESSIONS_BUCKET = "sessions"
-KEYS_BUCKET = "keys"
 
 INGRESS_INBOX = "_ing"
 PLACEMENT_INBOX = "_plc"
@@ -21,6 +29,8 @@ WORKER_INBOX = "_wrk"
 VAULT_INBOX = "_vlt"
 PRODUCER_INBOX = "_prd"
 ADMIN_INBOX = "_adm"
+SEALED_ROLES = (INGRESS_INBOX, PLACEMENT_INBOX)
+SEAL_BYTES = 15  # 24 characters
 MAX_INBOX = 512
 
 
@@ -28,6 +38,20 @@ def _token(what: str, value: str) -> str:
     if not is_token(value):
         raise InvalidRequest(f"must be 1 to 64 of A-Z a-z 0-9 _ -, got {value[:80]!r}", field=what)
     return value
+
+
+def _fixed(rest: str) -> Callable[[Subjects], str]:
+    return lambda self: f"{self.namespace}.{rest}"
+
+
+def _at_worker(verb: str) -> Callable[[Subjects, str], str]:
+    """What one worker hears, of another region too."""
+    return lambda self, worker: f"{self._worker(worker)}.{verb}"
+
+
+def _of_worker(kind: str) -> Callable[[Subjects, str], str]:
+    """What a worker tells others of its own region."""
+    return lambda self, worker: f"{self.namespace}.{kind}.{_token('worker', worker)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,96 +84,57 @@ class Subjects:
     def place(self, tenant: str, model: str) -> str:
         return f"{self.namespace}.place.{_token('tenant', tenant)}.{model_token(model)}"
 
-    def place_all(self) -> str:
-        return f"{self.namespace}.place.*.*"
-
     def generate(self, tenant: str, model: str) -> str:
         return f"{self.namespace}.generate.{_token('tenant', tenant)}.{model_token(model)}"
 
-    def generate_all(self) -> str:
-        return f"{self.namespace}.generate.*.*"
+    place_all = _fixed("place.*.*")
+    generate_all = _fixed("generate.*.*")
 
     # one worker
     def worker_generate(self, worker: str, tenant: str) -> str:
         return f"{self._worker(worker)}.generate.{_token('tenant', tenant)}"
 
-    def worker_generate_all(self, worker: str) -> str:
-        return f"{self._worker(worker)}.generate.*"
-
     # of what runs there; without a tenant of anybody's, which is for the fleet's own roles alone
     def worker_cancel(self, worker: str, tenant: str | None = None) -> str:
         return self._word(worker, "cancel", tenant)
 
-    def worker_cancel_all(self, worker: str) -> str:
-        return f"{self._word(worker, 'cancel', None)}.*"
-
     def worker_resend(self, worker: str, tenant: str | None = None) -> str:
         return self._word(worker, "resend", tenant)
 
-    def worker_resend_all(self, worker: str) -> str:
-        return f"{self._word(worker, 'resend', None)}.*"
-
     def worker_pause(self, worker: str, tenant: str | None = None) -> str:
         return self._word(worker, "pause", tenant)
-
-    def worker_pause_all(self, worker: str) -> str:
-        return f"{self._word(worker, 'pause', None)}.*"
 
     def _word(self, worker: str, verb: str, tenant: str | None) -> str:
         subject = f"{self._worker(worker)}.{verb}"
         return subject if tenant is None else f"{subject}.{_token('tenant', tenant)}"
 
-    def worker_admin(self, worker: str) -> str:
-        return f"{self._worker(worker)}.admin"
+    worker_generate_all = _at_worker("generate.*")
+    worker_cancel_all = _at_worker("cancel.*")
+    worker_resend_all = _at_worker("resend.*")
+    worker_pause_all = _at_worker("pause.*")
+    worker_admin = _at_worker("admin")
 
     # state of the fleet
-    def events(self, worker: str) -> str:
-        return f"{self.namespace}.events.{_token('worker', worker)}"
-
-    def events_all(self) -> str:
-        return f"{self.namespace}.events.*"
-
     def heartbeat(self, member: str) -> str:
         return f"{self.namespace}.heartbeat.{_token('member', member)}"
 
-    def heartbeat_all(self) -> str:
-        return f"{self.namespace}.heartbeat.*"
-
-    def blocks(self, worker: str) -> str:
-        return f"{self.namespace}.blocks.{_token('worker', worker)}"
-
-    def milestones(self, worker: str) -> str:
-        return f"{self.namespace}.milestones.{_token('worker', worker)}"
-
-    def milestones_all(self) -> str:
-        return f"{self.namespace}.milestones.*"
-
-    def placement_stats(self) -> str:
-        return f"{self.namespace}.placement.stats"
-
-    def placement_bookings(self) -> str:
-        return f"{self.namespace}.placement.bookings"
-
-    def placement_explain(self) -> str:
-        return f"{self.namespace}.placement.explain"
-
-    def placement_preload(self) -> str:
-        return f"{self.namespace}.placement.preload"
-
-    def placement_victim(self) -> str:
-        return f"{self.namespace}.placement.victim"
-
-    def placement_capsules(self) -> str:
-        """Requests of bare producers that a draining worker lets go of: any one replica carries them on."""
-        return f"{self.namespace}.placement.capsules"
-
-    def placement_watches(self) -> str:
-        """Requests of bare producers that a draining placement watched: any one replica goes on watching."""
-        return f"{self.namespace}.placement.watches"
-
-    def ingress_usage(self) -> str:
-        """What callers use of their limits: between a region's ingresses alone, it names tenants and keys."""
-        return f"{self.namespace}.ingress.usage"
+    heartbeat_all = _fixed("heartbeat.*")
+    events = _of_worker("events")
+    events_all = _fixed("events.*")
+    blocks = _of_worker("blocks")
+    milestones = _of_worker("milestones")
+    milestones_all = _fixed("milestones.*")
+    placement_stats = _fixed("placement.stats")
+    placement_bookings = _fixed("placement.bookings")
+    placement_explain = _fixed("placement.explain")
+    placement_preload = _fixed("placement.preload")
+    placement_victim = _fixed("placement.victim")
+    # requests of bare producers that a draining worker lets go of: any one replica carries them on
+    placement_capsules = _fixed("placement.capsules")
+    # requests of bare producers that a draining placement watched: any one replica goes on watching
+    placement_watches = _fixed("placement.watches")
+    # what callers use of their limits: between a region's ingresses alone, it names tenants and keys
+    ingress_usage = _fixed("ingress.usage")
 
     # other regions
     def region_place(self, region: str, tenant: str, model: str) -> str:
@@ -171,24 +156,20 @@ class Subjects:
     def region_summary(self, region: str) -> str:
         return f"{self._region(region)}.summary"
 
-    def region_summaries(self) -> str:
-        return f"{self.namespace}.region.*.summary"
+    region_summaries = _fixed("region.*.summary")
 
     # buckets
-    def bucket(self, name: str) -> str:
-        return f"{self.namespace}_{name}"
-
     @property
     def members_bucket(self) -> str:
-        return self.bucket(MEMBERS_BUCKET)
+        return f"{self.namespace}_members"
 
     @property
     def sessions_bucket(self) -> str:
-        return self.bucket(SESSIONS_BUCKET)
+        return f"{self.namespace}_sessions"
 
     @property
     def keys_bucket(self) -> str:
-        return self.bucket(KEYS_BUCKET)
+        return f"{self.namespace}_keys"
 
 
 def tenant_of_word(subject: str) -> str | None:
@@ -260,3 +241,27 @@ def is_answer_inbox(subject: str) -> bool:
 def may_read(inbox: str, tenant: str) -> bool:
     """Whether a tenant's frames may be sent there: a producer's inbox names its tenant, the fleet's own serve all."""
     return producers_tenant(inbox) in (None, tenant)
+
+
+def sealed_prefix(role_inbox: str, process: str, fleet_key: bytes) -> str:
+    """A process's inbox space; without a key its name is as plain as any."""
+    if not fleet_key or role_inbox not in SEALED_ROLES:
+        return inbox_prefix(role_inbox, process)
+    return inbox_prefix(role_inbox, f"{process}-{_seal(role_inbox, process, fleet_key)}")
+
+
+def is_of_the_fleet(inbox: str, fleet_key: bytes) -> bool:
+    """Whether an ingress or a placement asks, and not a producer that says so."""
+    role, _, rest = inbox.partition(".")
+    return role in SEALED_ROLES and (not fleet_key or _is_sealed(role, rest.partition(".")[0], fleet_key))
+
+
+@lru_cache(maxsize=4096)
+def _is_sealed(role_inbox: str, name: str, fleet_key: bytes) -> bool:
+    process, _, given = name.rpartition("-")
+    return hmac.compare_digest(given.encode(), _seal(role_inbox, process, fleet_key).encode())
+
+
+def _seal(role_inbox: str, process: str, fleet_key: bytes) -> str:
+    text = f"kvfleet inbox\n{role_inbox}\n{process}".encode()
+    return base64.b32encode(hmac.digest(fleet_key, text, "sha256")[:SEAL_BYTES]).decode().lower()

@@ -5,6 +5,12 @@
 Only what is sampled is carried between processes: a process that finds no context, or one that is not sampled, does
 nothing, so an unsampled request costs no header anywhere. What is no context is as if it were not there: a caller's
 mistake never fails its request.
+
+What a client tells of a request's way, for a caller that traces it:
+
+    placing ──▶ placed ──▶ attempting ──▶ attempt_ended ──┬──▶ closed
+       ▲  └────▶ unplaced                                 │
+       └──────────────── next attempt ◀───────────────────┘
 """
 
 from __future__ import annotations
@@ -12,6 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from kvproto.errors import KvfleetError
+from kvproto.messages import Placement
 
 TRACEPARENT = "traceparent"
 HEADER_BYTES = 128  # that a message with it is longer, at most
@@ -59,3 +68,35 @@ def in_headers(headers: Mapping[str, str] | None) -> str | None:
     if (value := headers.get(TRACEPARENT)) is not None:
         return value.strip()
     return next((value.strip() for name, value in headers.items() if name.lower() == TRACEPARENT), None)
+
+
+class Trail:
+    """Of one request: carries the caller's trace context to placement and workers, and records nothing itself; the
+    ingress records spans in one of its own. Methods are called on the client's loop, none per token, and `closed` last,
+    in any case."""
+
+    __slots__ = ("traceparent",)
+
+    def __init__(self, traceparent: str | None = None) -> None:
+        """What is no trace context, or not sampled, is not carried."""
+        self.traceparent = sampled(traceparent)
+
+    def placing(self, attempt: int) -> str | None:
+        """Placement is about to be asked: the context that the question carries."""
+        return self.traceparent
+
+    def placed(self, placement: Placement) -> None:
+        """By placement, or by the client's own ring."""
+
+    def unplaced(self, error: KvfleetError) -> None:
+        """Nobody was found, for now."""
+
+    def attempting(self, worker: str, attempt: int) -> str | None:
+        """A worker is about to be asked: the context that the request carries."""
+        return self.traceparent
+
+    def attempt_ended(self, error: KvfleetError | None, *, moved: bool) -> None:
+        """It finished, moved, or failed."""
+
+    def closed(self, error: KvfleetError | None) -> None:
+        """No attempt follows."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest
-from kvproto.sealed_inbox import sealed_prefix
+from kvproto.subjects import sealed_prefix
 from kvservice.settings import ServiceSettings
 from kvservice.tls import FollowingContext
 

@@ -9,8 +9,8 @@ from scripts.reference.markdown import code, head, table, written
 from scripts.reference.source import ModuleSource, docstring, is_property, signature
 
 CLIENT = ModuleSource("libs/kvproto/client.py")
-STREAM = ModuleSource("libs/kvproto/stream.py")
-GENERATION = ModuleSource("libs/kvproto/generation.py")
+STREAM = ModuleSource("libs/kvproto/streams/stream.py")
+GENERATION = ModuleSource("libs/kvproto/streams/generation.py")
 CONNECTION = ModuleSource("libs/kvproto/connection.py")
 IDS = ModuleSource("libs/kvproto/ids.py")
 OF_A_CLIENT = ("open", "close", "generate", "explain", "newest_decisions", "admin", "bundle")
@@ -27,7 +27,7 @@ def page() -> str:
     lines += ["Options of `open` are those of the connection's, but `name` and `inbox_prefix`:", ""]
     lines += _class(CONNECTION, "Connection", ("open",))
     lines += _class(STREAM, "Stream", OF_A_STREAM)
-    for kind in GENERATION.classes():
+    for kind in map(GENERATION.class_named, ("Generation", "ClientCounters")):
         lines += [f"## {kind.name}", "", docstring(kind), ""]
         lines += table(
             ("field", "type", "default", ""),

@@ -18,9 +18,7 @@ MODULES = (  # from the first thing that is said of a request to the last
     ("Requests", "requests"),
     ("Frames", "frames"),
     ("Members", "members"),
-    ("What workers report", "worker_reports"),
-    ("What placement reports", "placement_reports"),
-    ("Between placements", "between_placements"),
+    ("Placement", "placement"),
     ("Between ingresses", "between_ingresses"),
     ("Administration", "admin"),
 )
@@ -41,7 +39,7 @@ def page() -> str:
         ("type", "is", ""),
         ((code(one.name), code(bounded(_resolved(one.default, constants))), one.comment) for one in aliases),
     )
-    for kind in VOCABULARY.classes():
+    for kind in filter(_is_enumeration, VOCABULARY.classes()):
         lines += [f"### {kind.name}", "", docstring(kind), ""]
         values = (one for one in VOCABULARY.fields(kind))
         lines += table(("value", ""), ((code(ast.literal_eval(one.default)), one.comment) for one in values))
@@ -65,7 +63,7 @@ def page() -> str:
 
 def _message(source: ModuleSource, kind: ast.ClassDef) -> Iterator[str]:
     yield from (f"### {kind.name}", "", docstring(kind), "")
-    if any(isinstance(base, ast.Name) and base.id == "StrEnum" for base in kind.bases):
+    if _is_enumeration(kind):
         values = source.fields(kind)
         yield from table(("value", ""), ((code(ast.literal_eval(one.default)), one.comment) for one in values))
         return
@@ -76,6 +74,10 @@ def _message(source: ModuleSource, kind: ast.ClassDef) -> Iterator[str]:
             for one in source.fields(kind)
         ),
     )
+
+
+def _is_enumeration(kind: ast.ClassDef) -> bool:
+    return any(isinstance(base, ast.Name) and base.id == "StrEnum" for base in kind.bases)
 
 
 def _resolved(text: str, constants: dict[str, str]) -> str:
@@ -92,7 +94,7 @@ def _subjects() -> Iterator[tuple[str, str]]:
     """Each method called with the names of its parameters."""
     subjects = Subjects(NAMESPACE, "REGION")
     for name, method in inspect.getmembers(Subjects, inspect.isfunction):
-        if name.startswith("_") or name == "bucket":
+        if name.startswith("_"):
             continue
         given = {parameter: parameter.upper() for parameter in list(inspect.signature(method).parameters)[1:]}
         subject = str(getattr(subjects, name)(**given))

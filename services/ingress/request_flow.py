@@ -47,7 +47,7 @@ from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.client import Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
 from kvproto.messages import Continuation, Sampling
-from kvproto.stream import Stream
+from kvproto.streams.stream import Stream
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.worker_metrics import readings
 from kvproto import codec
+from kvproto.block_hash import public_prefix
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest
 from kvproto.ids import is_token, new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
-from kvproto.tenant_roots import public_prefix
 from kvservice import lifecycle, logs, tracing
 from kvservice.data_plane import runtime_folder
 from kvservice.membership import open_bucket

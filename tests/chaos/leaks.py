@@ -47,8 +47,10 @@ async def _held(fleet: Fleet, clients: dict[str, Client], subscriptions: dict[st
                 out.append(Leak(name, f"active streams: {active}"))
     out += await _of_placements(fleet)
     for tenant, client in clients.items():
-        if client.streams or len(client.inbox):
-            out.append(Leak(f"client of {tenant}", f"{client.streams} streams, {len(client.inbox)} in the inbox"))
+        if client.streams or len(client.inbox.receivers):
+            out.append(
+                Leak(f"client of {tenant}", f"{client.streams} streams, {len(client.inbox.receivers)} in the inbox")
+            )
         if client.connection.subscriptions > subscriptions[tenant]:
             more = client.connection.subscriptions - subscriptions[tenant]
             out.append(Leak(f"client of {tenant}", f"{more} subscriptions more than before"))

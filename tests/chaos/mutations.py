@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 from kvproto.messages import Frame, Tokens
-from kvproto.request_driver import RequestDriver
-from kvproto.stream import Stream
-from kvproto.stream_assembly import StreamAssembly
+from kvproto.streams.request_driver import RequestDriver
+from kvproto.streams.stream import Stream
+from kvproto.streams.stream_assembly import StreamAssembly
 
 Mutation = Callable[[], AbstractContextManager[None]]
 

@@ -14,7 +14,7 @@ from tests.support.fake_fleet import FakeFleet
 @pytest.fixture(autouse=True)
 def _placement_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine too it is placement that places, where there is one: no ring instead of it."""
-    monkeypatch.setattr("kvproto.placing.PLACE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("kvproto.streams.placing.PLACE_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture

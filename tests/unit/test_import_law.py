@@ -30,9 +30,8 @@ IMPURE = {
 # Modules that stay pure whatever their docstring says: the decisions.
 PURE = {
     *(f"kvproto.{name}" for name in (
-        "ids", "messages", "codec", "codec_types", "subjects", "block_hash", "hash_ring", "errors", "affinity",
-        "fleet_view", "stream_assembly", "tenant_roots", "dataplane.block", "dataplane.wire",
-        "dataplane.handshake_bytes",
+        "ids", "messages", "codec", "subjects", "block_hash", "hash_ring", "errors", "fleet_view",
+        "streams.stream_assembly", "dataplane.block", "dataplane.wire", "dataplane.handshake_bytes",
     )),
     *(f"kvfleet.placement.{name}" for name in (
         "core", "actions", "events", "workers.fleet", "workers.bookings", "decide.decider", "record.ledger",

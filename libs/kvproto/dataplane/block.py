@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -60,11 +61,11 @@ class BlockHeader:
         return replace(self, checksum=self.checksum_of(payload))
 
     def checksum_of(self, payload: Any) -> int:
-        return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(self._fixed()))
+        return xxhash.xxh3_64_intdigest(payload, self._seed())
 
     def checking(self) -> Any:
         """For bytes that come in pieces: `update` with each, then compare `intdigest()` with the checksum."""
-        return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(self._fixed()))
+        return xxhash.xxh3_64(seed=self._seed())
 
     def matches(self, payload: Any) -> bool:
         """Whether these are the bytes that were sealed. Whole bytes are read: outside of event loops only."""
@@ -74,27 +75,16 @@ class BlockHeader:
         """Whether the hash is that of these tokens after this parent."""
         return child(self.parent, unpack_ids(self.ids)) == self.hash
 
-    def _fixed(self) -> bytes:
-        packed: bytes = msgpack.packb(self._fields())
-        return packed
-
-    def _fields(self) -> list[Any]:
-        return [
-            self.root,
-            self.hash,
-            self.parent,
-            self.ids,
-            self.format,
-            self.codec.value,
-            self.raw_bytes,
-            self.length,
-            self.lossy,
-            self.snr_db,
-        ]
-
     def packed(self) -> list[Any]:
         """For msgpack."""
-        return [*self._fields(), self.checksum]
+        return [*_CHECKED(self), self.checksum]
+
+    def _seed(self) -> int:
+        return xxhash.xxh3_64_intdigest(msgpack.packb(_CHECKED(self)))
+
+
+# Of a header all fields but the checksum, in their order.
+_CHECKED = attrgetter(*(each.name for each in fields(BlockHeader) if each.name != "checksum"))
 
 
 def unpack_header(packed: Any) -> BlockHeader:

@@ -6,10 +6,11 @@ in the answer, not an error.
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from kvproto.block_hash import HASH_BYTES
 from kvproto.dataplane import handshake
@@ -264,12 +265,18 @@ class DataPlaneClient:
 
     # ------------------------------------------------------------------ frames
 
-    def _operation(self, deadline: float) -> _Operation:
+    @contextlib.contextmanager
+    def _operation(self, deadline: float) -> Iterator[None]:
+        """What interrupts an operation, of this end or the other, closes the connection: its bytes are out of step."""
         if self.closed:
             raise PeerGone("this connection is closed")
         if deadline <= time.monotonic():
             raise PeerTimeout("the deadline has passed already")  # nothing was sent: the connection stays
-        return _Operation(self)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _readable(self, traceparent: str) -> str:
         return traceparent if self._version >= READS_TRACES else ""
@@ -289,20 +296,6 @@ def _expected(message: Message, kind: type[M]) -> M:
     if not isinstance(message, kind):
         raise ProtocolError(f"{type(message).__name__} in place of {kind.__name__}")
     return message
-
-
-class _Operation:
-    """Whatever interrupts an operation, of this end or the other, closes the connection: its bytes are out of step."""
-
-    def __init__(self, client: DataPlaneClient) -> None:
-        self._client = client
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
-            self._client.close()
 
 
 def _opened(

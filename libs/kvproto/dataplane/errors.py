@@ -12,38 +12,22 @@ from __future__ import annotations
 from kvproto.errors import KvfleetError
 
 
-class DataPlaneError(KvfleetError):
-    code = "data_plane"
-    http_status = 503
-    retryable = True
-
-
-class HandshakeRefused(DataPlaneError):
-    """`reason`: unknown_key, no_key, bad_proof, server_proof, identity, version, busy, malformed, tls, ..."""
-
-    code = "data_plane_refused"
-    http_status = 401
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class PeerTimeout(DataPlaneError):
-    code = "data_plane_timeout"
-    http_status = 504
-
-
-class PeerGone(DataPlaneError):
-    code = "data_plane_gone"
-
-
-class ProtocolError(DataPlaneError):
-    """`reason`: malformed, too_large, store, key_withdrawn."""
-
-    code = "data_plane_protocol"
-    http_status = 502
+class DataPlaneError(KvfleetError, code="data_plane", http_status=503, retryable=True):
+    """`reason` is a label: of a HandshakeRefused unknown_key, no_key, bad_proof, server_proof, identity, version, busy,
+    malformed, tls, ...; of a ProtocolError malformed, too_large, store, key_withdrawn."""
 
     def __init__(self, message: str, *, reason: str = "malformed") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class HandshakeRefused(DataPlaneError, code="data_plane_refused", http_status=401): ...
+
+
+class PeerTimeout(DataPlaneError, code="data_plane_timeout", http_status=504): ...
+
+
+class PeerGone(DataPlaneError, code="data_plane_gone"): ...
+
+
+class ProtocolError(DataPlaneError, code="data_plane_protocol", http_status=502): ...

@@ -14,12 +14,11 @@ import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision
+from kvproto.buckets import Bucket, BucketFollower, BucketWatch, Entry, StaleRevision
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.ids import new_process_id
 from kvproto.subjects import Subjects
-from kvproto.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -92,73 +91,19 @@ async def rotate_key(bucket: Bucket) -> str:
 
 async def _listed(bucket: Bucket) -> list[Entry]:
     """Oldest first. Raises Unavailable."""
-    watch = await bucket.watch(_PATTERN)
-    found = []
     try:
         async with asyncio.timeout(LIST_S):
-            async for entry in watch.entries():
-                if entry is None:
-                    break
-                if entry.value is not None:
-                    found.append(entry)
+            return sorted(await bucket.listed(_PATTERN), key=lambda entry: entry.revision)
     except TimeoutError:
         raise Unavailable(f"the bucket {bucket.name} could not be read in {LIST_S} s") from None
-    finally:
-        await watch.stop()
-    return sorted(found, key=lambda entry: entry.revision)
 
 
-class KeyWatch:
-    """Keeps a ring as the bucket is, on the loop that made it, over reconnects. `follow_keys` starts one."""
+async def follow_keys(
+    connection: Connection, subjects: Subjects, ring: KeyRing, *, timeout_s: float = 10.0
+) -> BucketFollower:
+    """Fill the ring now and keep it up to date, on this loop and over reconnects, until `stop`. Raises Unavailable."""
 
-    def __init__(self, connection: Connection, subjects: Subjects, ring: KeyRing) -> None:
-        self._connection = connection
-        self._bucket = subjects.keys_bucket
-        self._ring = ring
-        self._listed = asyncio.Event()
-        self._watch: BucketWatch | None = None
-        self._following: asyncio.Task[None] | None = None
-
-    async def start(self, timeout_s: float = 10.0) -> None:
-        """Returns when the keys of now are in the ring. Raises Unavailable."""
-        self._connection.on_reconnect.append(self._rewatch)
-        await self._rewatch()
-        try:
-            await asyncio.wait_for(self._listed.wait(), timeout_s)
-        except TimeoutError:
-            await self.stop()
-            raise Unavailable(f"the bucket {self._bucket} could not be read in {timeout_s} s") from None
-
-    async def stop(self) -> None:
-        with contextlib.suppress(ValueError):
-            self._connection.on_reconnect.remove(self._rewatch)
-        if self._following is not None:
-            await end([self._following])
-        if self._watch is not None:
-            await self._watch.stop()
-
-    async def _rewatch(self) -> None:
-        """After a reconnect the old watch is blind: list everything again."""
-        if self._following is not None:
-            self._following.cancel()
-        self._following = asyncio.create_task(self._follow(), name="keys-watch")
-
-    async def _follow(self) -> None:
-        while True:
-            try:
-                bucket = await Bucket.open(self._connection, self._bucket)
-                watch = self._watch = await bucket.watch(_PATTERN)
-                try:
-                    await self._read(watch)
-                finally:
-                    await watch.stop()
-            except Unavailable as error:
-                log.warning("data-plane keys: %s", error)
-            except Exception:  # a loop's top: without its keys a process would be shut out one day
-                log.exception("data-plane keys: the watch failed and begins again")
-            await asyncio.sleep(0.5)
-
-    async def _read(self, watch: BucketWatch) -> None:
+    async def read(watch: BucketWatch) -> None:
         """The ring keeps what it had until the list is complete: an outage shuts nobody out."""
         held: dict[str, tuple[int, bytes]] = {}
         listed = False
@@ -174,14 +119,9 @@ class KeyWatch:
                     log.warning("data-plane key %s has %d bytes, not %d", key_id, len(entry.value), KEY_BYTES)
             if listed:
                 oldest_first = sorted(held.items(), key=lambda item: item[1][0])
-                self._ring.update({key_id: secret for key_id, (_, secret) in oldest_first})
-                self._listed.set()
+                ring.update({key_id: secret for key_id, (_, secret) in oldest_first})
+                follower.listed.set()
 
-
-async def follow_keys(
-    connection: Connection, subjects: Subjects, ring: KeyRing, *, timeout_s: float = 10.0
-) -> KeyWatch:
-    """Fill the ring now and keep it up to date until `stop`. Raises Unavailable."""
-    watch = KeyWatch(connection, subjects, ring)
-    await watch.start(timeout_s)
-    return watch
+    follower = BucketFollower(connection, subjects.keys_bucket, _PATTERN, "data-plane keys", read)
+    await follower.start(timeout_s)
+    return follower

@@ -19,20 +19,21 @@ import ssl
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvproto.dataplane import addresses, handshake
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
 from kvproto.dataplane.handshake_bytes import IDENTITY_BYTES, Hello, padded
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.serving import BlockStore, OnTraced, Served, ServedConnection, ServingLimits
-from kvproto.dataplane.tally import DataPlaneCounters, Tally
+from kvproto.dataplane.serving import BlockStore, DataPlaneCounters, OnTraced, ServedConnection, ServingLimits, Tally
 from kvproto.dataplane.wire import Failure, frame
 
-__all__ = ["BlockStore", "DataPlaneCounters", "DataPlaneServer", "Served", "ServingLimits"]
+__all__ = ["DataPlaneCounters", "DataPlaneServer", "ServingLimits"]
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +42,7 @@ _LAST_WORD_S = 0.5
 _LINGER_S = 0.05  # a thread waits so long for the next request of its connection, unless others wait for a thread
 
 
-@dataclass(slots=True, eq=False)
-class _Client:
-    """A connection that has proven itself."""
-
-    link: Link
-    connection: ServedConnection
-    name: str
-    idle_until: float = 0.0
-
-
+@dataclass(eq=False)
 class DataPlaneServer:
     """Serves a store on TCP, a Unix socket, or both.
 
@@ -59,53 +51,44 @@ class DataPlaneServer:
     called from any thread.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        keyring: KeyRing,
-        identity: str,
-        *,
-        tcp: tuple[str, int] | None = None,
-        unix_path: Path | None = None,
-        tls: ssl.SSLContext | None = None,
-        limits: ServingLimits | None = None,
-        on_traced: OnTraced | None = None,
-    ) -> None:
-        padded("identity", identity, IDENTITY_BYTES)
-        self._store = store
-        self._keyring = keyring
-        self._identity = identity
-        self._tcp = tcp
-        self._unix_path = unix_path
-        self._tls = tls
-        self._limits = limits or ServingLimits()
-        self._on_traced = on_traced
+    store: BlockStore
+    keyring: KeyRing
+    identity: str
+    _: KW_ONLY
+    tcp: tuple[str, int] | None = None
+    unix_path: Path | None = None
+    tls: ssl.SSLContext | None = None
+    limits: ServingLimits = field(default_factory=ServingLimits)
+    on_traced: OnTraced | None = None
+
+    def __post_init__(self) -> None:
+        padded("identity", self.identity, IDENTITY_BYTES)
         self._tally = Tally()
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._addresses: tuple[addresses.Address, ...] = ()
         self._strangers: dict[threading.Thread, Link] = {}  # in their handshake, oldest first
         self._ending: dict[threading.Thread, Link] = {}  # strangers that made room for others
-        self._clients: dict[Link, _Client | None] = {}  # all that have proven themselves
-        self._parked: dict[int, _Client] = {}  # those of them that ask for nothing, by socket; idle longest first
-        self._ready: deque[_Client] = deque()  # those that wait for a thread
+        self._clients: set[Link] = set()  # of all that have proven themselves
+        self._parked: dict[int, ServedConnection] = {}  # that ask for nothing, by socket; idle longest first
+        self._ready: deque[ServedConnection] = deque()  # those that wait for a thread
         self._serving: set[threading.Thread] = set()
         self._epoll = select.epoll()
         self._closing = False
         self._wake: tuple[socket.socket, socket.socket] | None = None  # a byte in the first ends the accepting thread
-        self._accepting = threading.Thread(target=self._accept, name=f"dataplane-{identity}", daemon=True)
+        self._accepting = threading.Thread(target=self._accept, name=f"dataplane-{self.identity}", daemon=True)
         self._said_at = -_SAY_AGAIN_S
 
     def start(self) -> None:
         """Returns when clients can connect. Raises Unavailable naming the address that cannot be had."""
         bound: list[addresses.Address] = []
         try:
-            if self._unix_path is not None:
-                sock, unix = addresses.listening_unix(self._unix_path)
+            if self.unix_path is not None:
+                sock, unix = addresses.listening_unix(self.unix_path)
                 self._listeners.append(sock)
                 bound.append(unix)
-            if self._tcp is not None:
-                sock, tcp = addresses.listening_tcp(*self._tcp)
+            if self.tcp is not None:
+                sock, tcp = addresses.listening_tcp(*self.tcp)
                 self._listeners.append(sock)
                 bound.append(tcp)
         except BaseException:
@@ -198,7 +181,7 @@ class DataPlaneServer:
             self._epoll.unregister(client.link.fileno())
             self._tally.add(timeouts=1)
             self._end(client)
-        return min(1.0, self._limits.idle_s) if first is None else max(0.0, first.idle_until - now) + 0.001
+        return min(1.0, self.limits.idle_s) if first is None else max(0.0, first.idle_until - now) + 0.001
 
     def _take(self, listener: socket.socket) -> None:
         try:
@@ -210,23 +193,32 @@ class DataPlaneServer:
             return
         addresses.tune(sock)
         link = Link(sock)
-        thread = threading.Thread(target=self._run, args=(link,), name=f"dataplane-{self._identity}-c", daemon=True)
+        thread = self._thread(self._run, link)
         with self._lock:
             if self._closing:
                 sock.close()
                 return
-            if len(self._strangers) >= self._limits.handshakes:
+            if len(self._strangers) >= self.limits.handshakes:
                 # A genuine client needs a millisecond: strangers that sit here do not shut it out.
                 oldest = next(iter(self._strangers))
                 self._ending[oldest] = self._strangers.pop(oldest)
                 self._ending[oldest].abort()
             self._strangers[thread] = link
-            try:
-                thread.start()  # under the lock: a thread that finds it there may join it
-            except RuntimeError as error:
+            if not self._is_started(thread):
                 del self._strangers[thread]
                 sock.close()
-                self._say("cannot start a thread: %s", error)
+
+    def _thread(self, target: Callable[[Any], None], argument: object) -> threading.Thread:
+        return threading.Thread(target=target, args=(argument,), name=f"dataplane-{self.identity}-c", daemon=True)
+
+    def _is_started(self, thread: threading.Thread) -> bool:
+        """Under the lock: a thread that finds it in a table may join it."""
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._say("cannot start a thread: %s", error)
+            return False
+        return True
 
     # ------------------------------------------------------------------ one connection, on its thread
 
@@ -239,7 +231,16 @@ class DataPlaneServer:
                 self._forget(link)
                 link.close()
         if hello is not None:
-            client = self._client_of(link, hello)
+            key_id = hello.key_id
+            client = ServedConnection(
+                link,
+                hello.identity,
+                lambda: self.keyring.get(key_id) is not None,
+                self.store,
+                self._tally,
+                self.limits,
+                self.on_traced,
+            )
             with self._lock:
                 serves = not self._closing and self._may_serve(client, threading.current_thread())
                 closing = self._closing
@@ -248,24 +249,13 @@ class DataPlaneServer:
             elif serves:
                 self._serve_all(client)
 
-    def _client_of(self, link: Link, hello: Hello) -> _Client:
-        def still_trusted() -> bool:
-            return self._keyring.get(hello.key_id) is not None
-
-        connection = ServedConnection(link, self._store, self._tally, self._limits, still_trusted)
-        connection.on_traced, connection.client = self._on_traced, hello.identity
-        client = _Client(link, connection, hello.identity)
-        with self._lock:
-            self._clients[link] = client
-        return client
-
     def _authenticated(self, link: Link) -> Hello | None:
-        until = time.monotonic() + self._limits.handshake_s
+        until = time.monotonic() + self.limits.handshake_s
         try:
-            if self._tls is not None and not link.is_local:
-                link.start_tls(self._tls, until)
+            if self.tls is not None and not link.is_local:
+                link.start_tls(self.tls, until)
             admit = partial(self._admit, link)
-            return handshake.answer(link, self._keyring, identity=self._identity, admit=admit, deadline=until)
+            return handshake.answer(link, self.keyring, identity=self.identity, admit=admit, deadline=until)
         except HandshakeRefused as error:
             self._refuse(error.reason, str(error))
         except PeerTimeout:
@@ -277,10 +267,10 @@ class DataPlaneServer:
     def _admit(self, link: Link) -> bool:
         me = threading.current_thread()
         with self._lock:
-            if self._closing or len(self._clients) >= self._limits.connections or me not in self._strangers:
+            if self._closing or len(self._clients) >= self.limits.connections or me not in self._strangers:
                 return False
             del self._strangers[me]
-            self._clients[link] = None
+            self._clients.add(link)
         self._tally.add(connections=1)
         return True
 
@@ -289,21 +279,21 @@ class DataPlaneServer:
         with self._lock:
             known = self._strangers.pop(me, None) or self._ending.pop(me, None)
             known = link if link in self._clients else known
-            self._clients.pop(link, None)
+            self._clients.discard(link)
         if known is not None:
             self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
 
     # ------------------------------------------------------------------ those that have proven themselves
 
-    def _may_serve(self, client: _Client, thread: threading.Thread) -> bool:
+    def _may_serve(self, client: ServedConnection, thread: threading.Thread) -> bool:
         """Under the lock. Whether `thread` is to serve it; else it waits for another one to be done."""
-        if len(self._serving) >= self._limits.threads:
+        if len(self._serving) >= self.limits.threads:
             self._ready.append(client)
             return False
         self._serving.add(thread)
         return True
 
-    def _serve_all(self, client: _Client | None) -> None:
+    def _serve_all(self, client: ServedConnection | None) -> None:
         """This one until it asks nothing more, and then those that wait for a thread."""
         while client is not None:
             if self._serve(client):
@@ -315,29 +305,29 @@ class DataPlaneServer:
                 if client is None:
                     self._serving.discard(threading.current_thread())
 
-    def _serve(self, client: _Client) -> bool:
+    def _serve(self, client: ServedConnection) -> bool:
         """Whether it may ask for more. Its thread goes once it has asked nothing for a moment."""
         try:
             while client.link.has_arrived(0.0 if self._ready else _LINGER_S):
-                client.connection.serve_one()
+                client.serve_one()
             return True
         except ProtocolError as error:
             self._tally.add(malformed=error.reason != "key_withdrawn")
-            self._say("%s: %s", client.name, error)
+            self._say("%s: %s", client.client, error)
             self._last_word(client.link, error.reason, str(error))
         except PeerTimeout as error:
             self._tally.add(timeouts=1)
-            log.debug("%s: %s", client.name, error)
+            log.debug("%s: %s", client.client, error)
         except DataPlaneError as error:
-            log.debug("%s: %s", client.name, error)
+            log.debug("%s: %s", client.client, error)
         except Exception:  # a thread's top: a store's fault ends this connection, not the listener
             self._tally.add(store_failures=1)
-            log.exception("serving %s failed", client.name)
+            log.exception("serving %s failed", client.client)
             self._last_word(client.link, "store", "the store failed")
         return False
 
-    def _park(self, client: _Client) -> None:
-        client.idle_until = time.monotonic() + self._limits.idle_s
+    def _park(self, client: ServedConnection) -> None:
+        client.idle_until = time.monotonic() + self.limits.idle_s
         with self._lock:
             closing = self._closing
             if not closing:
@@ -353,20 +343,13 @@ class DataPlaneServer:
             if client is None or self._closing:
                 return
             self._epoll.unregister(number)
-            thread = threading.Thread(
-                target=self._serve_all, args=(client,), name=f"dataplane-{self._identity}-c", daemon=True
-            )
-            if not self._may_serve(client, thread):
+            thread = self._thread(self._serve_all, client)
+            if not self._may_serve(client, thread) or self._is_started(thread):
                 return
-            try:
-                thread.start()  # under the lock: a thread that finds it there may join it
-                return
-            except RuntimeError as error:
-                self._serving.discard(thread)
-                self._say("cannot start a thread: %s", error)
+            self._serving.discard(thread)
         self._end(client)
 
-    def _end(self, client: _Client) -> None:
+    def _end(self, client: ServedConnection) -> None:
         self._forget(client.link)
         client.link.close()
 
@@ -384,4 +367,4 @@ class DataPlaneServer:
         now = time.monotonic()
         if now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now
-            log.warning("data plane %s: " + text, self._identity, *values)  # noqa: G003
+            log.warning("data plane %s: " + text, self.identity, *values)  # noqa: G003

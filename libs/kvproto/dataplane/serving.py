@@ -1,19 +1,21 @@
-"""One authenticated connection, served: requests in turn, blocks in batches. Runs on the connection's own thread.
+"""One authenticated connection, served: requests in turn, blocks in batches. Runs on the connection's own thread. And
+what a listener counts.
 
 Memory is bounded by the batch: of a Get one batch of blocks is held at a time, of a Put one batch of reservations.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import ProtocolError
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.tally import Tally
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     Body,
@@ -25,15 +27,55 @@ from kvproto.dataplane.wire import (
     Get,
     Has,
     Held,
+    Lookup,
     Part,
     Put,
     PutStatus,
-    Request,
     Stop,
     Taken,
     Wanted,
     frame,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaneCounters:
+    """Since the start, apart from `open_connections`, which are those authenticated now."""
+
+    connections: int = 0  # authenticated
+    open_connections: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)  # handshakes, by reason
+    bytes_in: int = 0
+    bytes_out: int = 0
+    blocks_served: int = 0
+    blocks_stored: int = 0
+    checksum_failures: int = 0
+    malformed: int = 0  # connections ended for what came over them after authentication
+    timeouts: int = 0  # connections ended in the middle of a request
+    store_failures: int = 0  # exceptions of the store
+
+
+class Tally:
+    """Shared by a listener's threads: thread-safe. Readers take a frozen `DataPlaneCounters`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, **counts: int) -> None:
+        """By the names of `DataPlaneCounters`."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def refuse(self, reason: str) -> None:
+        with self._lock:
+            self._refused[reason] += 1
+
+    def read(self) -> DataPlaneCounters:
+        with self._lock:
+            return DataPlaneCounters(**self._counts, refused=dict(self._refused))
+
 
 _FIRST_BATCH_BLOCKS = 4  # of a Get, until it is known how large blocks are
 _MOST_BATCH_BLOCKS = 512
@@ -108,43 +150,43 @@ class ServingLimits:
     batch_bytes: int = 32 * 1024 * 1024  # held at once for one connection, or one block if that is larger
 
 
+@dataclass(eq=False, slots=True)
 class ServedConnection:
-    """Owned by the thread that serves it just now. Whatever ends it, the client's leaving too, is a DataPlaneError."""
+    """A connection that has proven itself. Owned by the thread that serves it just now. Whatever ends it, the client's
+    leaving too, is a DataPlaneError."""
 
-    def __init__(
-        self, link: Link, store: BlockStore, tally: Tally, limits: ServingLimits, still_trusted: Callable[[], bool]
-    ) -> None:
-        self._link = link
-        self._store = store
-        self._tally = tally
-        self._limits = limits
-        self._still_trusted = still_trusted
-        self.on_traced: OnTraced | None = None
-        self.client = ""
-        self._hits = self._nbytes = self._from_disk = 0  # of the present request
+    link: Link
+    client: str  # the asker's identity
+    still_trusted: Callable[[], bool]
+    store: BlockStore
+    tally: Tally
+    limits: ServingLimits
+    on_traced: OnTraced | None
+    idle_until: float = 0.0
+    _hits: int = 0  # of the present request, as the next two
+    _nbytes: int = 0
+    _from_disk: int = 0
 
     def serve_one(self) -> None:
         """The next request, of which something has arrived."""
-        head = self._link.receive_head(time.monotonic() + self._limits.request_s)
-        request, _ = self._link.receive_meta(head, time.monotonic() + self._limits.request_s)
-        if not self._still_trusted():
+        head = self.link.receive_head(time.monotonic() + self.limits.request_s)
+        request, _ = self.link.receive_meta(head, time.monotonic() + self.limits.request_s)
+        if not self.still_trusted():
             raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
         match request:
             case Stop():
                 pass  # of a Get that was over
             case Get() | Has() | Erase() | Put() | Echo():
-                allowed_s = min(request.timeout_ms / 1000, self._limits.request_s)
-                answer = self._answer_traced if self._is_traced(request) else self._answer
-                answer(request, time.monotonic() + allowed_s + _GRACE_S)
+                allowed_s = min(request.timeout_ms / 1000, self.limits.request_s)
+                deadline = time.monotonic() + allowed_s + _GRACE_S
+                if self.on_traced is not None and isinstance(request, Lookup) and request.traceparent:
+                    self._answer_traced(request, deadline, self.on_traced)
+                else:
+                    self._answer(request, deadline)
             case _:
                 raise ProtocolError(f"{head.kind.__name__} is no request")
 
-    def _is_traced(self, request: Request) -> bool:
-        return self.on_traced is not None and isinstance(request, Get | Has) and bool(request.traceparent)
-
-    def _answer_traced(self, request: Request, deadline: float) -> None:
-        assert isinstance(request, Get | Has)
-        assert self.on_traced is not None
+    def _answer_traced(self, request: Lookup, deadline: float, on_traced: OnTraced) -> None:
         self._hits = self._nbytes = self._from_disk = 0
         began, error = time.time_ns(), ""
         try:
@@ -153,7 +195,7 @@ class ServedConnection:
             error = type(failure).__name__
             raise
         finally:
-            self.on_traced(
+            on_traced(
                 TracedRequest(
                     "get" if isinstance(request, Get) else "has",
                     request.traceparent,
@@ -168,28 +210,28 @@ class ServedConnection:
                 )
             )
 
-    def _answer(self, request: Request, deadline: float) -> None:
+    def _answer(self, request: Lookup | Erase | Put | Echo, deadline: float) -> None:
         match request:
             case Get():
                 self._limit(len(request.hashes))
                 self._get(request, deadline)
             case Has(_, root, hashes, exact):
                 self._limit(len(hashes))
-                flags = tuple(map(bool, self._store.has(root, hashes, exact)))
+                flags = tuple(map(bool, self.store.has(root, hashes, exact)))
                 self._hits = sum(flags)
-                self._link.send([frame(Held(flags))], deadline)
+                self.link.send([frame(Held(flags))], deadline)
             case Erase(_, root, hashes):
                 self._limit(len(hashes))
-                self._link.send([frame(Erased(self._store.erase(root, hashes)))], deadline)
+                self.link.send([frame(Erased(self.store.erase(root, hashes)))], deadline)
             case Put():
                 self._limit(len(request.headers), sum(header.length for header in request.headers))
                 self._put(request.headers, deadline)
             case Echo(_, nbytes):
                 whole, rest = divmod(nbytes, len(_ECHO))
-                self._link.send([frame(Echoed(), nbytes), *([_ECHO] * whole), _ECHO[:rest]], deadline)
+                self.link.send([frame(Echoed(), nbytes), *([_ECHO] * whole), _ECHO[:rest]], deadline)
 
     def _limit(self, blocks: int, nbytes: int = 0) -> None:
-        most = self._limits
+        most = self.limits
         if blocks > most.request_blocks or nbytes > most.request_bytes:
             raise ProtocolError(
                 f"{blocks} blocks and {nbytes} bytes, at most {most.request_blocks} and {most.request_bytes}",
@@ -200,9 +242,9 @@ class ServedConnection:
 
     def _get(self, request: Get, deadline: float) -> None:
         at, sent, batch = 0, 0, _FIRST_BATCH_BLOCKS
-        while at < len(request.hashes) and sent < self._limits.request_bytes and not self._stopped(deadline):
+        while at < len(request.hashes) and sent < self.limits.request_bytes and not self._stopped(deadline):
             hashes = request.hashes[at : at + batch]
-            served = self._store.get(request.root, hashes, request.exact)
+            served = self.store.get(request.root, hashes, request.exact)
             try:
                 blocks = [
                     block if block is not None and _answers(block, request, asked) else None
@@ -211,23 +253,23 @@ class ServedConnection:
                 payloads = [block[1] for block in blocks if block is not None]
                 nbytes = sum(payload.nbytes for payload in payloads)
                 part = Part(tuple(block and block[0] for block in blocks))
-                self._link.send([frame(part, nbytes), *payloads], deadline)
+                self.link.send([frame(part, nbytes), *payloads], deadline)
             finally:
                 served.release()
-            self._tally.add(blocks_served=len(payloads))
+            self.tally.add(blocks_served=len(payloads))
             self._hits += len(payloads)
             self._nbytes += nbytes
             self._from_disk += getattr(served, "from_disk", 0)
             at += len(hashes)
             sent += nbytes
             if payloads:
-                batch = max(1, min(_MOST_BATCH_BLOCKS, self._limits.batch_bytes * len(payloads) // nbytes))
-        self._link.send([frame(End())], deadline)
+                batch = max(1, min(_MOST_BATCH_BLOCKS, self.limits.batch_bytes * len(payloads) // nbytes))
+        self.link.send([frame(End())], deadline)
 
     def _stopped(self, deadline: float) -> bool:
-        if not self._link.has_arrived():
+        if not self.link.has_arrived():
             return False
-        message, _ = self._link.receive_message(deadline)
+        message, _ = self.link.receive_message(deadline)
         if not isinstance(message, Stop):
             raise ProtocolError(f"{type(message).__name__} in the middle of a Get")
         return True
@@ -245,7 +287,7 @@ class ServedConnection:
         nbytes = 0
         for count, header in enumerate(headers[:_MOST_BATCH_BLOCKS]):
             nbytes += header.length
-            if nbytes > self._limits.batch_bytes and count:
+            if nbytes > self.limits.batch_bytes and count:
                 return headers[:count]
         return headers[:_MOST_BATCH_BLOCKS]
 
@@ -253,36 +295,36 @@ class ServedConnection:
         reserved: dict[int, memoryview] = {}  # not committed yet, by place in the batch
         try:
             statuses = self._reserve(headers, reserved)
-            self._link.send([frame(Wanted(tuple(statuses)))], deadline)
+            self.link.send([frame(Wanted(tuple(statuses)))], deadline)
             expected = sum(headers[at].length for at in reserved)
             if expected:
-                message, length = self._link.receive_message(deadline)
+                message, length = self.link.receive_message(deadline)
                 if not isinstance(message, Body) or length != expected:
                     raise ProtocolError(f"{type(message).__name__} of {length} bytes, {expected} were wanted")
                 for at in sorted(reserved):
-                    is_whole = self._link.receive_block(headers[at], reserved[at], deadline)
+                    is_whole = self.link.receive_block(headers[at], reserved[at], deadline)
                     statuses[at] = self._settle(headers[at], reserved.pop(at), is_whole)
             taken = tuple(status for status in statuses if status is not None)
-            self._link.send([frame(Taken(taken))], deadline)
+            self.link.send([frame(Taken(taken))], deadline)
         finally:
             for at, buffer in reserved.items():
-                self._store.abandon(headers[at], buffer)
+                self.store.abandon(headers[at], buffer)
 
     def _reserve(self, headers: Sequence[BlockHeader], reserved: dict[int, memoryview]) -> list[PutStatus | None]:
         """Of each None, with its room in `reserved`, or why it is not wanted."""
         statuses: list[PutStatus | None] = []
         for at, header in enumerate(headers):
             buffer = None
-            if any(self._store.has(header.root, [header.hash], not header.lossy)):
+            if any(self.store.has(header.root, [header.hash], not header.lossy)):
                 statuses.append(PutStatus.PRESENT)
                 continue
-            buffer = self._store.reserve(header)
+            buffer = self.store.reserve(header)
             if buffer is None:
                 statuses.append(PutStatus.REFUSED)
                 continue
             view = buffer.cast("B")
             if len(view) != header.length:
-                self._store.abandon(header, buffer)
+                self.store.abandon(header, buffer)
                 raise ValueError(f"the store reserved {len(view)} bytes for {header.length}")
             reserved[at] = view
             statuses.append(None)
@@ -290,12 +332,12 @@ class ServedConnection:
 
     def _settle(self, header: BlockHeader, buffer: memoryview, is_whole: bool) -> PutStatus:
         if not is_whole:
-            self._store.abandon(header, buffer)
-            self._tally.add(checksum_failures=1)
+            self.store.abandon(header, buffer)
+            self.tally.add(checksum_failures=1)
             return PutStatus.CORRUPT
-        if not self._store.commit(header, buffer):
+        if not self.store.commit(header, buffer):
             return PutStatus.REFUSED
-        self._tally.add(blocks_stored=1)
+        self.tally.add(blocks_stored=1)
         return PutStatus.STORED
 
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgpack
 
@@ -60,49 +60,139 @@ class PutStatus(StrEnum):
     CORRUPT = "corrupt"
 
 
-_PUT_STATUSES = tuple(PutStatus)
 _SEND = 255  # in `Wanted`: send this one
+_STATUS_OF: dict[int, PutStatus | None] = {**dict(enumerate(PutStatus)), _SEND: None}
+_CODE_OF = {status: code for code, status in _STATUS_OF.items()}
 
+
+# ---------------------------------------------------------------------- fields
+
+
+class _Form(NamedTuple):
+    """How a field lies in msgpack."""
+
+    read: Callable[[Any], Any]  # raises CodecError
+    write: Callable[[Any], Any] | None = None  # None: as it is
+
+
+def _checked(name: str, rule: str, is_right: Callable[[Any], bool]) -> _Form:
+    """A value that stands for itself. `rule`: what the error says."""
+
+    def read(value: Any) -> Any:
+        if not is_right(value):
+            raise CodecError(rule, field=name)
+        return value
+
+    return _Form(read)
+
+
+def _number(name: str, least: int, most: int) -> _Form:
+    return _checked(name, f"{least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _text(name: str, most: int) -> _Form:
+    def read(value: Any) -> str:
+        if not isinstance(value, str):
+            raise CodecError("a text", field=name)
+        return value[:most]
+
+    return _Form(read, lambda text: text[:most])
+
+
+def _read_hashes(joined: Any) -> tuple[bytes, ...]:
+    if not isinstance(joined, bytes) or len(joined) % HASH_BYTES or len(joined) > MAX_BLOCKS * HASH_BYTES:
+        raise CodecError(f"at most {MAX_BLOCKS} hashes of {HASH_BYTES} bytes", field="hashes")
+    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
+
+
+def _read_headers(packed: Any) -> tuple[BlockHeader | None, ...]:
+    if not isinstance(packed, list):
+        raise CodecError("a list", field="headers")
+    return tuple(None if one is None else unpack_header(one) for one in packed)
+
+
+def _read_wanted(codes: Any) -> tuple[PutStatus | None, ...]:
+    if not isinstance(codes, bytes):
+        raise CodecError("one byte per block", field="statuses")
+    if not _STATUS_OF.keys() >= set(codes):
+        raise CodecError("0 to 3", field="status")
+    return tuple(map(_STATUS_OF.get, codes))
+
+
+def _read_taken(codes: Any) -> tuple[PutStatus, ...]:
+    statuses = tuple(status for status in _read_wanted(codes) if status is not None)
+    if len(statuses) != len(codes):
+        raise CodecError("a status of each block", field="statuses")
+    return statuses
+
+
+def _read_flags(flags: Any) -> tuple[bool, ...]:
+    if not isinstance(flags, bytes) or any(flag > 1 for flag in flags):
+        raise CodecError("one byte per block, 0 or 1", field="flags")
+    return tuple(map(bool, flags))
+
+
+def _write_headers(headers: tuple[BlockHeader | None, ...]) -> list[Any]:
+    return [header and header.packed() for header in headers]
+
+
+def _write_statuses(statuses: tuple[PutStatus | None, ...]) -> bytes:
+    return bytes(map(_CODE_OF.__getitem__, statuses))
+
+
+# What a context means is for who traces to say: garbage in it fails no request.
+_TRACEPARENT = _checked(
+    "traceparent",
+    f"a text of at most {MAX_TRACEPARENT} characters",
+    lambda text: type(text) is str and len(text) <= MAX_TRACEPARENT,
+)
+_Timeout = Annotated[int, _number("timeout_ms", 1, MAX_TIMEOUT_MS)]
+_Root = Annotated[
+    bytes,
+    _checked("root", f"a root has {HASH_BYTES} bytes", lambda root: type(root) is bytes and len(root) == HASH_BYTES),
+]
+_Hashes = Annotated[tuple[bytes, ...], _Form(_read_hashes, b"".join)]
 
 # ---------------------------------------------------------------------- messages
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
-    timeout_ms: int
-    root: bytes
-    hashes: tuple[bytes, ...]
-    exact: bool
-    traceparent: str = ""  # for servers that read it
+class Lookup:
+    """A Get or a Has. `traceparent` is for servers that read it, and left out where there is none."""
+
+    timeout_ms: _Timeout
+    root: _Root
+    hashes: _Hashes
+    exact: Annotated[bool, _checked("exact", "true or false", lambda value: type(value) is bool)]
+    traceparent: Annotated[str, _TRACEPARENT] = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Has:
-    timeout_ms: int
-    root: bytes
-    hashes: tuple[bytes, ...]
-    exact: bool
-    traceparent: str = ""
+class Get(Lookup):
+    __slots__ = ()
+
+
+class Has(Lookup):
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    timeout_ms: int
-    root: bytes
-    hashes: tuple[bytes, ...]
+    timeout_ms: _Timeout
+    root: _Root
+    hashes: _Hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    timeout_ms: int
-    root: bytes
-    headers: tuple[BlockHeader, ...]
+    timeout_ms: _Timeout
+    root: _Root
+    headers: Annotated[tuple[BlockHeader, ...], _Form(_read_headers, _write_headers)]
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    timeout_ms: int
-    nbytes: int
+    timeout_ms: _Timeout
+    nbytes: Annotated[int, _number("nbytes", 0, MAX_ECHO_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +204,7 @@ class Stop:
 class Part:
     """The next blocks asked for; None: not there. The body has the others' bytes."""
 
-    headers: tuple[BlockHeader | None, ...]
+    headers: Annotated[tuple[BlockHeader | None, ...], _Form(_read_headers, _write_headers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +216,7 @@ class End:
 class Wanted:
     """Of the next blocks offered: None to send it, else why not."""
 
-    statuses: tuple[PutStatus | None, ...]
+    statuses: Annotated[tuple[PutStatus | None, ...], _Form(_read_wanted, _write_statuses)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +228,17 @@ class Body:
 class Taken:
     """What became of the batch's blocks, those included that were not wanted."""
 
-    statuses: tuple[PutStatus, ...]
+    statuses: Annotated[tuple[PutStatus, ...], _Form(_read_taken, _write_statuses)]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    flags: tuple[bool, ...]
+    flags: Annotated[tuple[bool, ...], _Form(_read_flags, bytes)]
 
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    count: int
+    count: Annotated[int, _number("count", 0, MAX_BLOCKS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +250,8 @@ class Echoed:
 class Failure:
     """Why the server ends the connection."""
 
-    reason: str
-    text: str
+    reason: Annotated[str, _text("reason", 40)]
+    text: Annotated[str, _text("text", 500)]
 
 
 Request = Get | Has | Erase | Put | Echo | Stop
@@ -187,6 +277,15 @@ _KINDS: dict[int, type[Message]] = {
 _CODES = {kind: code for code, kind in _KINDS.items()}
 _WITH_BODY = (Part, Body, Echoed)
 
+
+def _forms_of(kind: type[Any]) -> tuple[tuple[str, _Form], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((each.name, get_args(hints[each.name])[1]) for each in fields(kind))
+
+
+_FORMS = {kind: _forms_of(kind) for kind in _CODES}
+
+
 # ---------------------------------------------------------------------- frames
 
 _HEAD = struct.Struct("!BBHIQ")
@@ -203,7 +302,12 @@ class Head(NamedTuple):
 
 def frame(message: Message, body_length: int = 0) -> bytes:
     """Head and meta; the body's bytes follow on their own. Raises InvalidRequest if it is too large for one frame."""
-    meta = _meta(message)
+    forms = _FORMS[type(message)]
+    if isinstance(message, Lookup) and not message.traceparent:
+        forms = forms[:-1]
+    meta: bytes = msgpack.packb(
+        [write(getattr(message, name)) if write else getattr(message, name) for name, (_, write) in forms]
+    )
     if len(meta) > MAX_META_BYTES:
         raise InvalidRequest(f"{type(message).__name__} has {len(meta)} bytes, at most {MAX_META_BYTES} fit a frame")
     head = _HEAD.pack(VERSION, _CODES[type(message)], 0, len(meta), body_length)
@@ -231,138 +335,13 @@ def unpack(head: Head, meta: bytes | bytearray) -> Message:
     if crc != zlib.crc32(meta, zlib.crc32(head.packed[: _HEAD.size])):
         raise ProtocolError("a frame was damaged")
     try:
-        fields = msgpack.unpackb(meta, raw=False, max_array_len=MAX_BLOCKS, max_map_len=0, max_ext_len=0)
-        message: Message = _READERS[head.kind](*fields)
+        values = msgpack.unpackb(meta, raw=False, max_array_len=MAX_BLOCKS, max_map_len=0, max_ext_len=0)
+        forms = _FORMS[head.kind]
+        if issubclass(head.kind, Lookup) and len(values) < len(forms):
+            forms = forms[:-1]  # the trace context is left out
+        message = head.kind(*[form.read(value) for value, (_, form) in zip(values, forms, strict=True)])
+        if isinstance(message, Put) and not all(header and header.root == message.root for header in message.headers):
+            raise CodecError("a block of another root", field="headers")
         return message
     except (CodecError, ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise ProtocolError(f"{head.kind.__name__}: {str(error)[:120]}") from None
-
-
-def _meta(message: Message) -> bytes:
-    match message:
-        case Get(timeout_ms, root, hashes, exact, traceparent) | Has(timeout_ms, root, hashes, exact, traceparent):
-            fields: list[Any] = [timeout_ms, root, b"".join(hashes), exact]
-            fields += [traceparent] if traceparent else []
-        case Erase(timeout_ms, root, hashes):
-            fields = [timeout_ms, root, b"".join(hashes)]
-        case Put(timeout_ms, root, headers):
-            fields = [timeout_ms, root, [header.packed() for header in headers]]
-        case Echo(timeout_ms, nbytes):
-            fields = [timeout_ms, nbytes]
-        case Part(found):
-            fields = [[header and header.packed() for header in found]]
-        case Wanted(wanted):
-            fields = [bytes(_SEND if status is None else _PUT_STATUSES.index(status) for status in wanted)]
-        case Taken(taken):
-            fields = [bytes(map(_PUT_STATUSES.index, taken))]
-        case Held(flags):
-            fields = [bytes(flags)]
-        case Erased(count):
-            fields = [count]
-        case Failure(reason, text):
-            fields = [reason, text[:500]]
-        case _:
-            fields = []
-    packed: bytes = msgpack.packb(fields)
-    return packed
-
-
-def _hashes(joined: Any) -> tuple[bytes, ...]:
-    if not isinstance(joined, bytes) or len(joined) % HASH_BYTES or len(joined) > MAX_BLOCKS * HASH_BYTES:
-        raise CodecError(f"at most {MAX_BLOCKS} hashes of {HASH_BYTES} bytes", field="hashes")
-    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
-
-
-def _root(root: Any) -> bytes:
-    if not isinstance(root, bytes) or len(root) != HASH_BYTES:
-        raise CodecError(f"a root has {HASH_BYTES} bytes", field="root")
-    return root
-
-
-def _number(name: str, value: Any, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise CodecError(f"{least} to {most}", field=name)
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise CodecError("true or false", field="exact")
-    return value
-
-
-def _traceparent(value: Any) -> str:
-    """What it means is for who traces to say: garbage in it fails no request."""
-    if not isinstance(value, str) or len(value) > MAX_TRACEPARENT:
-        raise CodecError(f"a text of at most {MAX_TRACEPARENT} characters", field="traceparent")
-    return value
-
-
-def _timeout(value: Any) -> int:
-    return _number("timeout_ms", value, 1, MAX_TIMEOUT_MS)
-
-
-def _put(timeout_ms: Any, root: Any, headers: Any) -> Put:
-    of = _root(root)
-    read = tuple(map(unpack_header, _list(headers)))
-    if any(header.root != of for header in read):
-        raise CodecError("a block of another root", field="headers")
-    return Put(_timeout(timeout_ms), of, read)
-
-
-def _list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise CodecError("a list", field="headers")
-    return value
-
-
-def _statuses(codes: Any) -> tuple[PutStatus | None, ...]:
-    if not isinstance(codes, bytes):
-        raise CodecError("one byte per block", field="statuses")
-    return tuple(None if code == _SEND else _PUT_STATUSES[_number("status", code, 0, 3)] for code in codes)
-
-
-def _taken(codes: Any) -> Taken:
-    statuses = tuple(status for status in _statuses(codes) if status is not None)
-    if len(statuses) != len(codes):
-        raise CodecError("a status of each block", field="statuses")
-    return Taken(statuses)
-
-
-def _held(flags: Any) -> Held:
-    if not isinstance(flags, bytes) or any(flag > 1 for flag in flags):
-        raise CodecError("one byte per block, 0 or 1", field="flags")
-    return Held(tuple(map(bool, flags)))
-
-
-def _failure(reason: Any, text: Any) -> Failure:
-    if not isinstance(reason, str) or not isinstance(text, str):
-        raise CodecError("texts")
-    return Failure(reason[:40], text[:500])
-
-
-def _part(headers: Any) -> Part:
-    return Part(tuple(None if packed is None else unpack_header(packed) for packed in _list(headers)))
-
-
-_READERS: dict[type[Message], Any] = {
-    Get: lambda ms, root, hashes, exact, trace="": Get(
-        _timeout(ms), _root(root), _hashes(hashes), _flag(exact), _traceparent(trace)
-    ),
-    Has: lambda ms, root, hashes, exact, trace="": Has(
-        _timeout(ms), _root(root), _hashes(hashes), _flag(exact), _traceparent(trace)
-    ),
-    Erase: lambda ms, root, hashes: Erase(_timeout(ms), _root(root), _hashes(hashes)),
-    Put: _put,
-    Echo: lambda ms, nbytes: Echo(_timeout(ms), _number("nbytes", nbytes, 0, MAX_ECHO_BYTES)),
-    Stop: Stop,
-    Part: _part,
-    End: End,
-    Wanted: lambda codes: Wanted(_statuses(codes)),
-    Body: Body,
-    Taken: _taken,
-    Held: _held,
-    Erased: lambda count: Erased(_number("count", count, 0, MAX_BLOCKS)),
-    Echoed: Echoed,
-    Failure: _failure,
-}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from kvproto.codec_types import MaxLength
 from kvproto.messages.members import Heartbeat, WorkerRecord
-from kvproto.messages.vocabulary import AdminCommand, Count, File, Name, Text, Tokens32
+from kvproto.messages.vocabulary import AdminCommand, Count, File, MaxLength, Name, Text, Tokens32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ Strays = Annotated[tuple[Stray, ...], MaxLength(256)]
 class AdminRequest:
     """A command on a worker's admin subject, answered part by part. `inspect`, `read_kv` and `erase` name tenant and
     ids, `erase` also the strays beside them. Ids that are too many for one message are told before, under the name of
-    the `question`: see `kvproto.admin`.
+    the `question`: see `kvproto.questions`.
     """
 
     command: AdminCommand

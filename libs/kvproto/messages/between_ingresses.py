@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvproto.codec_types import MaxLength, Range
 from kvproto.messages.admin import Strays
-from kvproto.messages.vocabulary import Count, Name, Seconds
+from kvproto.messages.vocabulary import Count, MaxLength, Name, Range, Seconds
 
 
 @dataclass(frozen=True, slots=True)

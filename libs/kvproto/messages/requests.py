@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from kvproto.codec_types import Ids, MaxLength, Range
 from kvproto.messages.vocabulary import (
     Addresses,
     Count,
     Encoding,
     FinishReason,
+    Ids,
     LogitBias,
+    MaxLength,
     Name,
     Overflow,
+    Range,
     Seconds,
     Text,
     Tokens32,

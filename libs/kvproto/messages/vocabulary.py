@@ -1,11 +1,33 @@
-"""Types and words that messages share. Pure."""
+"""Types and words that messages share, and the bounds in annotations that the codec checks when it reads. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from kvproto.codec_types import Ids, MaxLength, Range
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Inclusive bounds of a number."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaxLength:
+    """Most characters, bytes or items."""
+
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Token ids: packed u32 little-endian on the wire, a plain list for producers and in JSON."""
+
+    max_items: int
+
 
 Tokens32 = Annotated[tuple[int, ...], Ids(max_items=4_194_304)]  # token ids, packed u32le on the wire
 MAX_NAME_CHARS = 256

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
-from kvproto.logprobs import floored
+from kvproto.codec import floored
 from kvproto.messages import TokenLogprobs
 
 

@@ -26,7 +26,6 @@ from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
-from kvproto.affinity import ring_key
 from kvproto.errors import (
     AuthenticationFailed,
     KvfleetError,
@@ -36,6 +35,7 @@ from kvproto.errors import (
     PermissionDenied,
     Unavailable,
 )
+from kvproto.hash_ring import ring_key
 from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
 from kvproto.regions import split
 

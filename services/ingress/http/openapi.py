@@ -25,7 +25,7 @@ from kvfleet.ingress.requests.native_schema import GENERATE
 from kvfleet.ingress.requests.openai_schema import CHAT, COMPLETION
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
-from kvproto.explanations import MAX_NEWEST
+from kvproto.questions import MAX_NEWEST
 
 VERSION = "3.1.0"
 

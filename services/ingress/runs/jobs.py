@@ -12,7 +12,7 @@ from kvfleet.ingress.runs.event_writer import Form
 from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.client import Generation
 from kvproto.messages import Continuation
-from kvproto.stream import Event
+from kvproto.streams.stream import Event
 
 PROMPT_TOKEN_BYTES = 48
 BIAS_BYTES = 96

@@ -12,7 +12,7 @@ from kvfleet.ingress.limits.run_memory import STREAMED, TokenCosts
 from kvfleet.ingress.runs.strays import beside
 from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, Stray, TokenLogprobs, Tokens
 from kvproto.regions import qualify, split
-from kvproto.stream import Event
+from kvproto.streams.stream import Event
 
 BASE_BYTES = 2048
 

@@ -19,9 +19,9 @@ from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.runs.jobs import Job, Prepare
 from kvfleet.ingress.runs.runs import Run
 from kvproto.errors import KvfleetError
-from kvproto.generation import Generation
 from kvproto.messages import Placement
-from kvproto.trail import Trail
+from kvproto.streams.generation import Generation
+from kvproto.trace_context import Trail
 from kvservice.tracing import Attributes, Span, Tracer, Value, unix_ns, work_for
 
 PATHS = {

@@ -33,8 +33,8 @@ from kvfleet.placement.workers.price_kernel import (
 )
 from kvfleet.placement.workers.prompts import NO_HASHES, PromptHasher
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats
-from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers
+from kvproto.hash_ring import ring_key
 from kvproto.messages import Booked, Placement, PlaceRequest, Refused, Tier
 
 LONGEST_S = 1e9  # that an answer can say

@@ -30,7 +30,7 @@ from kvfleet.placement.io.subscriptions import Guard
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.nats_message import Message, Subscription
-from kvproto.sealed_inbox import is_of_the_fleet
+from kvproto.subjects import is_of_the_fleet
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from kvfleet.placement.io import intake
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
-from kvproto.explanations import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 from kvproto.messages import (
     ExplainRequest,
     Explanation,
@@ -36,6 +35,7 @@ from kvproto.messages import (
     VictimRequest,
 )
 from kvproto.nats_message import Message
+from kvproto.questions import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ import numpy as np
 from kvfleet.placement.index.hash_kernel import chain as chain_kernel
 from kvfleet.placement.index.prefix_index import Hashes, pack
 from kvproto import block_hash
-from kvproto.block_hash import ForkedRoot, Root
+from kvproto.block_hash import ForkedRoot, Root, TenantRoots
 from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
-from kvproto.tenant_roots import TenantRoots
 
 CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet
 NO_HASHES: Hashes = np.empty((0, 2), dtype=np.uint64)

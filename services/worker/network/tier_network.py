@@ -22,10 +22,10 @@ from kvfleet.worker.tiers.lending import PeerStore
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress, vaults_of
 from kvfleet.worker.tiers.tiers import Tiers
-from kvproto.buckets import Bucket
+from kvproto.buckets import Bucket, BucketFollower
 from kvproto.connection import Connection
 from kvproto.dataplane.block import BlockCodec
-from kvproto.dataplane.keys import KeyRing, KeyWatch, follow_keys
+from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneCounters, DataPlaneServer
 from kvproto.errors import Unavailable
 from kvproto.members import Members
@@ -62,7 +62,7 @@ class TierNetwork:
         self._tracer = tracer
         self._tls = server_context(settings), client_context(settings)
         self._server: DataPlaneServer | None = None
-        self._keys: KeyWatch | None = None
+        self._keys: BucketFollower | None = None
         self._vaults: Members | None = None
         self._peers: Peers | None = None
         self._workers: Members | None = None  # watched from when this one goes

@@ -22,7 +22,7 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvproto import codec
-from kvproto.block_hash import Root, chain
+from kvproto.block_hash import Root, TenantRoots, chain
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PayloadTooLarge, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import (
@@ -37,7 +37,6 @@ from kvproto.messages import (
 )
 from kvproto.nats_message import Message
 from kvproto.subjects import is_inbox
-from kvproto.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 

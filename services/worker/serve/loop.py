@@ -25,12 +25,12 @@ from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
+from kvproto.block_hash import TenantRoots
 from kvproto.errors import DeadlineExceeded, KvfleetError
 from kvproto.messages import Frame, Heartbeat, Load, Rates, State
 from kvproto.nats_message import Subscription
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
-from kvproto.tenant_roots import TenantRoots
 
 log = logging.getLogger(__name__)
 

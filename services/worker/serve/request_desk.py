@@ -26,12 +26,11 @@ from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord, Reader
 from kvproto import codec
-from kvproto.block_hash import Root
+from kvproto.block_hash import Root, TenantRoots
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
 from kvproto.messages import Accepted, CancelRequest, Failed, GenerateRequest, PauseRequest, ResendRequest, State
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
-from kvproto.tenant_roots import TenantRoots
 from kvproto.trace_context import in_headers, sampled
 
 log = logging.getLogger(__name__)

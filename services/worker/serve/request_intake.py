@@ -13,8 +13,7 @@ from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from kvproto.messages import GenerateRequest, Load, Rates
-from kvproto.sealed_inbox import is_of_the_fleet
-from kvproto.subjects import PLACEMENT_INBOX, VAULT_INBOX, WORKER_INBOX, is_inbox
+from kvproto.subjects import PLACEMENT_INBOX, VAULT_INBOX, WORKER_INBOX, is_inbox, is_of_the_fleet
 
 NOT_FOR_FRAMES = (PLACEMENT_INBOX, WORKER_INBOX, VAULT_INBOX)  # what comes there would be taken for an answer
 

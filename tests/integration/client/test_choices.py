@@ -11,7 +11,7 @@ import pytest
 from kvproto.client import Client, Generation
 from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
-from kvproto.stream import Stream
+from kvproto.streams.stream import Stream
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
 

@@ -11,8 +11,8 @@ from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
 from kvproto.messages import Placement, PlaceRequest, Sampling
-from kvproto.placement_breaker import SILENT_ENOUGH
-from kvproto.placing import PLACE_TIMEOUT_S
+from kvproto.streams.placing import PLACE_TIMEOUT_S
+from kvproto.streams.silence import SILENT_ENOUGH
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
@@ -23,7 +23,7 @@ ONE = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def _promised_timeout(_placement_is_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the ring is to place, as soon as it does."""
-    monkeypatch.setattr("kvproto.placing.PLACE_TIMEOUT_S", PLACE_TIMEOUT_S)
+    monkeypatch.setattr("kvproto.streams.placing.PLACE_TIMEOUT_S", PLACE_TIMEOUT_S)
 
 
 class Deaf:

@@ -29,7 +29,7 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.nats_message import Message
-from kvproto.stream import Stream
+from kvproto.streams.stream import Stream
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvservice.membership import member_record
 from tests.support.fake_fleet import FakeFleet

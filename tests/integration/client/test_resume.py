@@ -11,7 +11,7 @@ import pytest
 
 from kvproto.client import Client, Generation
 from kvproto.messages import ChoiceFinished, Finished, Sampling, TokenLogprobs, Tokens
-from kvproto.stream import Stream
+from kvproto.streams.stream import Stream
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
 

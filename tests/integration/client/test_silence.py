@@ -15,7 +15,7 @@ from kvproto.client import Client, Generation
 from kvproto.connection import Connection
 from kvproto.ids import new_process_id
 from kvproto.messages import Role, Sampling, Tokens
-from kvproto.stream import Stream
+from kvproto.streams.stream import Stream
 from kvproto.subjects import PLACEMENT_INBOX, inbox_prefix
 from kvservice.membership import member_record
 from tests.support.fake_fleet import FakeFleet, FakeWorker

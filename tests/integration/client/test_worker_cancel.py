@@ -42,7 +42,7 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
     inbox = client.inbox.of("long", 0)
     body = GenerateRequest("long", 0, "demo", SAMPLING, inbox, prompt_ids=LONG)
     reader = Reader()
-    client.inbox.register("long", reader)
+    client.inbox.receivers["long"] = reader
     async with asyncio.timeout(LIMIT_S):
         while (view := client.members.view.workers.get("w0")) is None:
             await asyncio.sleep(0.02)
@@ -54,7 +54,7 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
         await client.connection.publish(client.subjects.worker_cancel("w0"), cancel)
         while not reader.frames or not isinstance(reader.frames[-1], Failed):
             await asyncio.sleep(0.01)
-    client.inbox.forget("long")
+    del client.inbox.receivers["long"]
     assert reader.frames[-1].code == "cancelled"
     assert any(isinstance(frame, Started) for frame in reader.frames), "it had begun"
     assert worker.thread.counters.steps_aborted_total == 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvproto import codec
-from kvproto.block_hash import chain
+from kvproto.block_hash import TenantRoots, chain
 from kvproto.client import Client
 from kvproto.messages import (
     AdminCommand,
@@ -29,7 +29,6 @@ from kvproto.messages import (
 )
 from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
-from kvproto.tenant_roots import TenantRoots
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

@@ -131,7 +131,7 @@ class Receiver:
     def __init__(self, client: Client, name: str = "r1") -> None:
         self.frames: list[Frame] = []
         self.no_responders = 0
-        client.inbox.register(name, self)
+        client.inbox.receivers[name] = self
 
     def on_frame(self, frame: Frame) -> None:
         self.frames.append(frame)

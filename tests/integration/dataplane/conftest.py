@@ -119,7 +119,7 @@ def start(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
             tcp=("127.0.0.1", 0) if link != "unix" else None,
             unix_path=socket_path if link == "unix" else None,
             tls=tls.server() if tls else None,
-            limits=limits,
+            limits=limits or ServingLimits(),
         )
         server.start()
         planes.append(Plane(store, ring, server, tls.client() if tls else None))

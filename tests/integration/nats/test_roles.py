@@ -27,11 +27,11 @@ S = Subjects(region="us")
 
 
 def kv(bucket: str, key: str) -> str:
-    return f"$KV.{S.bucket(bucket)}.{key}"
+    return f"$KV.{S.namespace}_{bucket}.{key}"
 
 
 def api(verb: str, bucket: str, rest: str = "") -> str:
-    return f"$JS.API.{verb}.KV_{S.bucket(bucket)}{rest}"
+    return f"$JS.API.{verb}.KV_{S.namespace}_{bucket}{rest}"
 
 
 # Besides those that somebody may.
@@ -169,7 +169,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         for subject in (
             api("CONSUMER.INFO", bucket, ".c"),
             api("CONSUMER.DELETE", bucket, ".c"),
-            f"$JS.FC.KV_{S.bucket(bucket)}.c.x",
+            f"$JS.FC.KV_{S.namespace}_{bucket}.c.x",
         )
     },
     # changing what deployment made, or looking around

@@ -15,9 +15,8 @@ from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import WorkerLost
 from kvproto.messages import PlaceRequest
-from kvproto.placement_answers import read_placement
-from kvproto.sealed_inbox import sealed_prefix
-from kvproto.subjects import Subjects
+from kvproto.subjects import Subjects, sealed_prefix
+from tests.support.placement_answers import read_placement
 from tests.support.waiting import LIMIT_S, until
 
 KEY = b"the fleet's"

@@ -14,8 +14,8 @@ from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.loop import PlacementLoop
 from kvproto.client import Client
 from kvproto.codec import encode, encode_events
-from kvproto.generation import Generation
 from kvproto.messages import Finished, KvEvents, Sampling, Started
+from kvproto.streams.generation import Generation
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S, until

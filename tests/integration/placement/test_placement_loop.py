@@ -17,14 +17,14 @@ from kvfleet.placement.events import Event, Tick
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.producers import in_flight
 from kvproto import codec
-from kvproto.affinity import ring_key
 from kvproto.buckets import Bucket
-from kvproto.client import read_placement
 from kvproto.connection import Connection
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NotFound, NoWorkers
+from kvproto.hash_ring import ring_key
 from kvproto.messages import Load, PlacementStats, PlaceRequest
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
+from tests.support.placement_answers import read_placement
 from tests.support.waiting import LIMIT_S, until
 
 

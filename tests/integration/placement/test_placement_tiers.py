@@ -17,12 +17,11 @@ from fake_fleet import MODEL, StartPlacement
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
-from kvproto.block_hash import chain, digest_term
+from kvproto.block_hash import TenantRoots, chain, digest_term
 from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError, WorkerLost
-from kvproto.generation import Generation
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -52,8 +51,8 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.nats_message import Message
+from kvproto.streams.generation import Generation
 from kvproto.subjects import VAULT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
-from kvproto.tenant_roots import TenantRoots
 from tests.support.waiting import LIMIT_S, until
 
 KEY = b"secret"

@@ -17,6 +17,7 @@ import pytest
 
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
+from kvproto.block_hash import TenantRoots
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
 from kvproto.ids import new_request_id
@@ -36,9 +37,7 @@ from kvproto.messages import (
     Tokens,
 )
 from kvproto.nats_message import Message
-from kvproto.sealed_inbox import sealed_prefix
-from kvproto.subjects import INGRESS_INBOX, Subjects
-from kvproto.tenant_roots import TenantRoots
+from kvproto.subjects import INGRESS_INBOX, Subjects, sealed_prefix
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, chain, hashes
 from tests.support.waiting import LIMIT_S, until

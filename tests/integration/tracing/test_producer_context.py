@@ -9,9 +9,9 @@ import pytest
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.connection import Connection
-from kvproto.generation import Generation
 from kvproto.messages import GenerateRequest, Sampling
 from kvproto.nats_message import Message
+from kvproto.streams.generation import Generation
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -16,9 +17,9 @@ from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvproto.dataplane import handshake_bytes, wire
+from kvproto.dataplane import handshake_bytes, link, wire
 from kvproto.dataplane.client import DataPlaneClient
-from kvproto.dataplane.errors import DataPlaneError
+from kvproto.dataplane.errors import DataPlaneError, ProtocolError
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.dataplane.serving import TracedRequest
 from kvproto.messages import Tier
@@ -130,11 +131,13 @@ def test_an_older_server_is_never_sent_a_context(
     tmp_path: Path, traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that refuses a field that it does not know: version 1 reads exactly four."""
-    readers = dict(wire._READERS)
-    for kind in (wire.Get, wire.Has):
-        monkeypatch.setitem(wire._READERS, kind, lambda ms, root, hashes, exact, kind=kind: readers[kind](
-            ms, root, hashes, exact
-        ))  # fmt: skip
+
+    def unpack(head: wire.Head, meta: bytes) -> wire.Message:
+        if issubclass(head.kind, wire.Lookup) and len(msgpack.unpackb(meta)) != 4:
+            raise ProtocolError("four fields")
+        return wire.unpack(head, meta)
+
+    monkeypatch.setattr(link, "unpack", unpack)
     monkeypatch.setattr(handshake_bytes, "NEWEST", 1)
     vault = Vault("v0", tmp_path)
     settings = RemoteSettings("me", rig.HOST, rig.FORMAT, rig.SHAPE, look_limit_s=LIMIT_S)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.silence import DEAF_S, LATE_S, LEAST_S, RARELY_S, UNMEASURED_S, Ear, Verdict, judge
+from kvproto.streams.silence import DEAF_S, LATE_S, LEAST_S, RARELY_S, UNMEASURED_S, Ear, Verdict, judge
 
 TICK_S = 0.05
 NEVER = 1e9

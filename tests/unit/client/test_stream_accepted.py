@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvproto.messages import Accepted, Failed, Frame, Progress, Started, Tokens
-from kvproto.stream import Stream
+from kvproto.streams.stream import Stream
 
 REQUEST = "r" * 26
 

@@ -19,7 +19,7 @@ from kvproto.messages import (
     TokenLogprobs,
     Tokens,
 )
-from kvproto.stream_assembly import StreamAssembly
+from kvproto.streams.stream_assembly import StreamAssembly
 
 
 def tokens(index: int, count: int = 1, attempt: int = 0) -> Tokens:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvproto.errors import DeadlineExceeded, InvalidRequest, NoWorkers, Unavailable, WorkerLost
-from kvproto.generation import Generation
 from kvproto.messages import Sampling
-from kvproto.trials import BEGUN_PATIENCE_S, Trials
+from kvproto.streams.generation import BEGUN_PATIENCE_S, Generation, Trials
 
 
 def trials(**changes: object) -> Trials:

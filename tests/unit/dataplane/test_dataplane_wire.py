@@ -16,7 +16,7 @@ from kvproto.dataplane import handshake_bytes, wire
 from kvproto.dataplane.block import MAX_BLOCK_BYTES, BlockCodec, BlockHeader
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
 from kvproto.dataplane.handshake_bytes import Hello, Reply
-from kvproto.dataplane.tally import DataPlaneCounters, Tally
+from kvproto.dataplane.serving import DataPlaneCounters, Tally
 from kvproto.dataplane.wire import (
     MAX_BLOCKS,
     MAX_ECHO_BYTES,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproto import block_hash
-from kvproto.affinity import PREFIX_TOKENS, ring_key
+from kvproto.hash_ring import PREFIX_TOKENS, ring_key
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 sizes = st.sampled_from([1, 2, 16])

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from kvproto import codec
 from kvproto import messages as m
-from kvproto.codec_types import Ids, Range
 from kvproto.errors import CodecError, InvalidRequest, UnknownEnumValue, VersionMismatch
+from kvproto.messages.vocabulary import Ids, Range
+from kvproto.schema import read_map
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 u32 = st.integers(0, 2**32 - 1)
@@ -116,8 +117,8 @@ def test_messages_are_frozen_and_slotted() -> None:
 def test_round_trip(kind: type, data: st.DataObject) -> None:
     message = data.draw(instances(kind))
     assert codec.decode(kind, codec.encode(message)) == message
-    assert codec.from_map(kind, codec.to_map(message)) == message
-    assert codec.from_map(kind, codec.to_map(message, packed=False)) == message
+    assert read_map(kind, codec.to_map(message)) == message
+    assert read_map(kind, codec.to_map(message, packed=False)) == message
 
 
 @given(st.lists(frames, max_size=8))
@@ -238,10 +239,10 @@ def test_unknown_fields_are_ignored(kind: type, data: st.DataObject) -> None:
 def test_missing_fields_are_named_or_take_their_default(kind: type) -> None:
     required = [field.name for field in dataclasses.fields(kind) if not has_default(field)]
     if not required:
-        assert codec.from_map(kind, {}) == kind()
+        assert read_map(kind, {}) == kind()
         return
     with pytest.raises(CodecError) as caught:
-        codec.from_map(kind, {})
+        read_map(kind, {})
     assert caught.value.field == required[0]
 
 
@@ -287,7 +288,7 @@ def test_common_version_is_the_lower_of_the_highest(low: int, high: int) -> None
 def test_unknown_enum_value_is_named_with_its_choices() -> None:
     plain = codec.to_map(m.Heartbeat("w", "e", m.State.READY)) | {"state": "asleep"}
     with pytest.raises(UnknownEnumValue, match=r"state: 'asleep' is none of starting, ready, draining, dead") as caught:
-        codec.from_map(m.Heartbeat, plain)
+        read_map(m.Heartbeat, plain)
     assert caught.value.field == "state"
 
 
@@ -408,10 +409,10 @@ def test_one_choice_is_written_as_it_always_was() -> None:
 def test_nested_fields_are_named_by_their_path() -> None:
     plain = codec.to_map(m.GenerateRequest("r", 0, "m", m.Sampling(1), "_ing.i.r"))
     with pytest.raises(CodecError) as caught:
-        codec.from_map(m.GenerateRequest, plain | {"sampling": {"max_tokens": 1, "top_p": 2.0}})
+        read_map(m.GenerateRequest, plain | {"sampling": {"max_tokens": 1, "top_p": 2.0}})
     assert str(caught.value).startswith("sampling.top_p: must be within")
     with pytest.raises(CodecError) as caught:
-        codec.from_map(m.GenerateRequest, plain | {"sampling": [1]})
+        read_map(m.GenerateRequest, plain | {"sampling": [1]})
     assert caught.value.field == "sampling"
 
 
@@ -420,7 +421,7 @@ def test_numbers_are_finite(value: float) -> None:
     required = {"request": "r", "worker": "w", "attempt": 0, "prompt_tokens": 1, "cached": {}}
     for kind, field in ((m.ProducerRequest, "temperature"), (m.Placement, "expected_ttft_s"), (m.Started, "queue_s")):
         with pytest.raises(CodecError) as caught:
-            codec.from_map(kind, required | {field: value})
+            read_map(kind, required | {field: value})
         assert caught.value.field == field
     for constant in (b"NaN", b"Infinity", b"-Infinity"):
         with pytest.raises(CodecError, match="is not JSON"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvproto.placement_breaker import ASK_AGAIN_S, SILENT_ENOUGH, PlacementBreaker
+from kvproto.streams.silence import ASK_AGAIN_S, SILENT_ENOUGH, PlacementBreaker
 
 
 def an_open_one(now: float = 0.0) -> PlacementBreaker:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvproto.sealed_inbox import is_of_the_fleet, sealed_prefix
 from kvproto.subjects import (
     INGRESS_INBOX,
     PLACEMENT_INBOX,
@@ -13,7 +12,9 @@ from kvproto.subjects import (
     batch_inbox,
     is_answer_inbox,
     is_inbox,
+    is_of_the_fleet,
     request_inbox,
+    sealed_prefix,
 )
 
 KEY = b"the fleet's"

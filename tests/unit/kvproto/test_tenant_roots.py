@@ -7,9 +7,8 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.block_hash import ForkedRoot, chain, child, parent_of
+from kvproto.block_hash import ForkedRoot, TenantRoots, chain, child, parent_of, public_prefix
 from kvproto.messages import PublicPrefix
-from kvproto.tenant_roots import TenantRoots, public_prefix
 
 SYSTEM = tuple(range(1, 9))  # two blocks of four
 

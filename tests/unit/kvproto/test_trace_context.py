@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.trace_context import HEADER_BYTES, TraceContext, headers_of, in_headers, parse, sampled
-from kvproto.trail import Trail
+from kvproto.trace_context import HEADER_BYTES, TraceContext, Trail, headers_of, in_headers, parse, sampled
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{SPAN}-01"

@@ -25,8 +25,8 @@ from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvfleet.ingress.sessions.turns import PlainTurn
 from kvproto.errors import KvfleetError, WorkerLost
-from kvproto.generation import Generation
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
+from kvproto.streams.generation import Generation
 
 HOSTILE = st.text() | st.sampled_from(['"}', "\\", "\n\ndata: [DONE]\n\n", "\x00text\x00", "\u2028", "🙂", "\r"])
 STARTED = Started("r", 0, "w1", 7, {"device": 5, "host": 1}, 0.25)

@@ -27,8 +27,8 @@ from kvproto.errors import (
     SessionBusy,
     Unavailable,
 )
-from kvproto.generation import Generation
 from kvproto.messages import Continuation, Finished, FinishReason, Sampling, Started, Tokens
+from kvproto.streams.generation import Generation
 
 STARTED = Started("r", 0, "w1", 1, {})
 TOTAL = 6

@@ -14,9 +14,8 @@ from kvfleet.placement.index.prefix_index import pack
 from kvfleet.placement.workers.heat import Heat, SharedPrefix
 from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto import codec
-from kvproto.block_hash import ForkedRoot, chain, root
+from kvproto.block_hash import ForkedRoot, TenantRoots, chain, public_prefix, root
 from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, State, Tier
-from kvproto.tenant_roots import TenantRoots, public_prefix
 
 RESTORE = {"peer": 2e9, "vault": 2e9}
 BLOCK = 16

@@ -10,10 +10,9 @@ from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import WorkerJoined, WorkerLeft, WorkerNewEpoch, WorkerUpdated
 from kvfleet.placement.policies import build_policies
-from kvproto.affinity import ring_key
 from kvproto.errors import InvalidRequest, ModelNotFound, NotFound, NoWorkers, Unavailable
 from kvproto.fleet_view import FleetView
-from kvproto.hash_ring import HashRing
+from kvproto.hash_ring import HashRing, ring_key
 from kvproto.messages import State
 
 ALL = list(build_policies(lambda: 0.0))

@@ -9,9 +9,8 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BlocksChanged, PlaceAsked
 from kvfleet.placement.index.changes import read_changes
 from kvproto import codec
-from kvproto.block_hash import chain
+from kvproto.block_hash import TenantRoots, chain
 from kvproto.messages import BlockRun, Decision, KvEvents, Milestone, Milestones, Passed, Tier, TierEvents
-from kvproto.tenant_roots import TenantRoots
 
 PROMPT = tuple(range(100))
 

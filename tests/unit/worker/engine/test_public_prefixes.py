@@ -17,10 +17,9 @@ from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
-from kvproto.block_hash import ForkedRoot, chain
+from kvproto.block_hash import ForkedRoot, TenantRoots, chain, public_prefix
 from kvproto.errors import InvalidRequest
 from kvproto.messages import PublicPrefix, Sampling, WorkerRecord
-from kvproto.tenant_roots import TenantRoots, public_prefix
 
 SYSTEM = tuple(range(1, 9))  # two blocks of four
 TEXT = "Thou art a gentle and a courteous knight, and all the court doth love thee well, my lord of Gloucester."

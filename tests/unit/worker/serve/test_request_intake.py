@@ -10,8 +10,7 @@ import pytest
 from kvfleet.worker.serve.request_intake import check_capacity, check_request, of_its_asker, sequences_of
 from kvproto.errors import InvalidRequest, Overloaded, Unavailable
 from kvproto.messages import Continuation, FinishReason, GenerateRequest, Load, PriorityLoad, Rates, Sampling
-from kvproto.sealed_inbox import sealed_prefix
-from kvproto.subjects import may_read
+from kvproto.subjects import may_read, sealed_prefix
 
 
 def check(

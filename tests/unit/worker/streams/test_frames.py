@@ -38,7 +38,7 @@ from kvproto.messages import (
     TokenLogprobs,
     Tokens,
 )
-from kvproto.stream_assembly import StreamAssembly
+from kvproto.streams.stream_assembly import StreamAssembly
 
 
 def make_book() -> FrameBook:

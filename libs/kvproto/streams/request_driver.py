@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvproto import codec
 from kvproto.connection import Connection
@@ -29,8 +29,6 @@ from kvproto.errors import (
     WorkerLost,
     from_code,
 )
-from kvproto.generation import ClientCounters, Generation
-from kvproto.inbox import Inbox
 from kvproto.members import Members
 from kvproto.messages import (
     CancelRequest,
@@ -42,12 +40,12 @@ from kvproto.messages import (
     Placement,
     ResendRequest,
 )
-from kvproto.placing import Placer, retry_wait
 from kvproto.regions import split
-from kvproto.stream import Mover, Signal, Stream
+from kvproto.streams.generation import ClientCounters, Generation, Trials
+from kvproto.streams.placing import Placer, retry_wait
+from kvproto.streams.stream import Inbox, Mover, Signal, Stream
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
-from kvproto.trials import Trials
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +54,18 @@ MOVED_WAIT_S = 0.3  # for the last tokens of an attempt that has moved; they are
 RELEASE_POLL_S = 0.25  # the first tokens of a successor wake nobody
 
 
+@dataclass(eq=False)
 class RequestDriver:
     """What all requests of a client share: where to publish, whom to ask, what is counted."""
 
-    def __init__(
-        self, connection: Connection, subjects: Subjects, members: Members, inbox: Inbox, counters: ClientCounters
-    ) -> None:
-        self.connection = connection
-        self.subjects = subjects
-        self.members = members
-        self.inbox = inbox
-        self.counters = counters
-        self._placer = Placer(connection, subjects, members, counters)
+    connection: Connection
+    subjects: Subjects
+    members: Members
+    inbox: Inbox
+    counters: ClientCounters
+
+    def __post_init__(self) -> None:
+        self.placer = Placer(self.connection, self.subjects, self.members, self.counters)
 
     @staticmethod
     def now() -> float:
@@ -86,21 +84,18 @@ class RequestDriver:
             stream.fail(Cancelled("the client is closing"))
             raise
         except Exception as error:  # the task's top: the reader must learn of it
-            log.exception(
-                "request %s: the driver failed",
-                stream.request,
-                extra={"request": stream.request},
-            )
+            log.exception("request %s: the driver failed", stream.request, extra={"request": stream.request})
             stream.fail(KvfleetError(f"{type(error).__name__}: {error}"))
         finally:
-            self.inbox.forget(stream.request)
+            self.inbox.receivers.pop(stream.request, None)
             stream.trail.closed(stream.error)
             await self._release_mover(stream)
 
     async def _try(self, stream: Stream, generation: Generation, trials: Trials) -> None:
         """Attempt after attempt, until the stream is closed. Raises what ended the last one."""
+        about = {"request": stream.request}
         while not stream.closed:
-            placement = stream.placement = await self._placer.place(stream, generation, trials)
+            placement = stream.placement = await self.placer.place(stream, generation, trials)
             worker = placement.worker
             try:
                 moved = await self._attempt(stream, generation, placement, trials.deadline)
@@ -108,7 +103,9 @@ class RequestDriver:
                 stream.trusts_clocks = stream.trusts_clocks and error.field != EXPIRES
                 stream.trusts_versions = stream.trusts_versions and not isinstance(error, VersionMismatch)
                 stream.trail.attempt_ended(error, moved=False)
-                await self._leave(worker, stream)
+                if stream.assembly.terminal is None:  # it did not end by itself
+                    received = stream.received or stream.assembly.next_indices
+                    await self._cancel(worker, stream, stream.assembly.attempt, received)
                 if isinstance(error, WorkerLost) and not stream.closed:
                     self.counters.lost_total += 1
                 log.info(
@@ -117,20 +114,15 @@ class RequestDriver:
                     stream.attempts,
                     worker,
                     error,
-                    extra={"request": stream.request},
+                    extra=about,
                 )
                 wait = trials.failed(worker, error, self.now(), accepted=stream.accepted)
             else:
                 stream.trail.attempt_ended(None, moved=moved)
                 if not moved:
                     return
-                log.info(
-                    "request %s: %s hands attempt %d over",
-                    stream.request,
-                    worker,
-                    stream.assembly.attempt,
-                    extra={"request": stream.request},
-                )
+                moved_from = stream.assembly.attempt
+                log.info("request %s: %s hands attempt %d over", stream.request, worker, moved_from, extra=about)
                 await self._follow(stream, worker)
                 wait = trials.moved(worker, self.now())
             if wait:
@@ -192,7 +184,8 @@ class RequestDriver:
                 source_addresses=placement.source_addresses,
                 source_seal=placement.source_seal,
             )
-        data = codec.encode(body, self._version_of(placement.worker) if stream.trusts_versions else None)
+        view = self.members.view.workers.get(placement.worker) if stream.trusts_versions else None
+        data = codec.encode(body, codec.common_version(view.record.versions) if view else None)
         if len(data) > self.connection.max_payload:
             raise PayloadTooLarge(
                 f"{len(data)} bytes on the wire, NATS takes at most {self.connection.max_payload}", field="prompt"
@@ -226,11 +219,11 @@ class RequestDriver:
                 if (
                     self.connection.is_connected
                     and not self.connection.is_silent
-                    and self.now() - max(published_at, self._connected_at()) > ACK_TIMEOUT_S
+                    and min(self.now() - published_at, self.connection.connected_for_s) > ACK_TIMEOUT_S
                 ):
                     raise WorkerLost(f"worker {worker} did not accept within {ACK_TIMEOUT_S} s")
             elif signal is Signal.NO_RESPONDERS:
-                if not stream.accepted or not self._placer.in_grace():
+                if not stream.accepted or not self.placer.in_grace():
                     raise WorkerLost(f"worker {worker} is not there")
             elif signal is Signal.WORKER_LOST:
                 raise WorkerLost(f"worker {worker} {stream.lost_why or 'is gone'}")
@@ -254,14 +247,6 @@ class RequestDriver:
             return ""
         return own if region or self.members.view.is_alive(own) else ""
 
-    def _version_of(self, worker: str) -> int | None:
-        """None: that of all who are not known better."""
-        view = self.members.view.workers.get(worker)
-        return codec.common_version(view.record.versions) if view else None
-
-    def _connected_at(self) -> float:
-        return self.now() - self.connection.connected_for_s
-
     # ------------------------------------------------------------------ what a worker is told
 
     async def _ask_again(self, stream: Stream, worker: str) -> None:
@@ -274,12 +259,6 @@ class RequestDriver:
         await self.connection.publish(
             self.subjects.worker_resend(worker, stream.tenant), codec.encode(question), reply=inbox
         )
-
-    async def _leave(self, worker: str, stream: Stream) -> None:
-        """Tell a worker that this reader leaves an attempt, if it did not end by itself. Never raises."""
-        if stream.assembly.terminal is None:
-            received = stream.received or stream.assembly.next_indices
-            await self._cancel(worker, stream, stream.assembly.attempt, received)
 
     async def _follow(self, stream: Stream, worker: str) -> None:
         """An attempt has moved: who moved it has its blocks, unless that one never began what it was to go on with."""

@@ -1,4 +1,5 @@
-"""When a stream that says nothing is in trouble, and when its worker is lost. Pure: times and what was heard come in.
+"""When a stream that says nothing is in trouble, when its worker is lost, and whether to ask a placement that has not
+answered lately. Pure: times and what was heard come in.
 
     tokens ──nothing for a few steps──▶ ask ──answered: it works on──▶ ask again, ever more rarely
                                          │
@@ -8,6 +9,13 @@
 Steps are the worker's own, as its heartbeats measure them, so a slow worker is not a silent one; one that queues or
 prefills answers. One that answers that it has been in one step for far longer than steps take hangs. What this process
 could not hear, because it stood still itself or NATS was away, is held against nobody.
+
+    closed ──5 questions in a row unanswered──▶ open ──a quarter of a second──▶ one asks ──unanswered──▶ open
+       ▲                                          │                                 │
+       └──────────────────────────────────an answer in time─────────────────────────┘
+
+While a `PlacementBreaker` is open, requests go by the ring at once, instead of each waiting for 50 ms first; and a
+placement that is behind with its work is asked nothing that would come late too.
 """
 
 from __future__ import annotations
@@ -88,3 +96,36 @@ def judge(
     eager = unanswered or beat_late or step_age_s > LEAST_S
     pause_s = least if eager else min(least * 2.0 ** min(answers, 16), max(least, RARELY_S))
     return Verdict.ASK if now - probed_at >= pause_s else Verdict.WAIT
+
+
+SILENT_ENOUGH = 5
+ASK_AGAIN_S = 0.25
+
+
+class PlacementBreaker:
+    """One client's; `now` never goes back."""
+
+    def __init__(self) -> None:
+        self._unanswered = 0  # in a row
+        self._ask_at: float | None = None  # when the next one may, while open
+
+    @property
+    def is_open(self) -> bool:
+        return self._ask_at is not None
+
+    def may_ask(self, now: float) -> bool:
+        """A request that is let through while it is open is the only one for a while, whatever becomes of it."""
+        if self._ask_at is None:
+            return True
+        if now < self._ask_at:
+            return False
+        self._ask_at = now + ASK_AGAIN_S
+        return True
+
+    def answered(self) -> None:
+        self._unanswered, self._ask_at = 0, None
+
+    def unanswered(self, now: float) -> None:
+        self._unanswered += 1
+        if self._unanswered >= SILENT_ENOUGH and self._ask_at is None:
+            self._ask_at = now + ASK_AGAIN_S

@@ -1,18 +1,21 @@
-"""Loop: one request's stream as its reader sees it, and the signals its driver acts on.
+"""Loop: one request's stream as its reader sees it, the signals its driver acts on, and the one inbox of all streams.
 
-Owned by the client's event loop. The inbox feeds it, the reader takes everything that is there with one await (so a
-busy ingress writes many tokens per send), the driver sleeps until something other than tokens happens.
+Owned by the client's event loop. The inbox feeds a stream, the reader takes everything that is there with one await (so
+a busy ingress writes many tokens per send), the driver sleeps until something other than tokens happens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvproto.errors import Cancelled, KvfleetError
+from kvproto import codec
+from kvproto.connection import Connection
+from kvproto.errors import Cancelled, CodecError, KvfleetError
 from kvproto.messages import (
     Accepted,
     ChoiceFinished,
@@ -25,9 +28,13 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
+from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.regions import split
-from kvproto.stream_assembly import StreamAssembly
-from kvproto.trail import Trail
+from kvproto.streams.stream_assembly import StreamAssembly
+from kvproto.subjects import batch_inbox, request_inbox, request_inboxes
+from kvproto.trace_context import Trail
+
+log = logging.getLogger(__name__)
 
 Event = Started | Tokens | ChoiceFinished | Finished
 
@@ -175,7 +182,11 @@ class Stream:
                 self.signal(Signal.ACCEPTED)
         elif isinstance(frame, Progress):
             self.accepted = True
-            self._answered(frame)
+            tokens = self.assembly.tokens
+            if frame.next_index > tokens and self.gap_since is None:
+                self.gap_since = self.last_frame_at
+            self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
+            self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
         else:
             if not isinstance(frame, Failed):  # that may be a refusal
                 self.accepted = True
@@ -184,13 +195,6 @@ class Stream:
                 self.signal(Signal.STARTED)
             elif isinstance(frame, Moved) and self.assembly.is_moving:
                 self.signal(Signal.MOVING)
-
-    def _answered(self, frame: Progress) -> None:
-        tokens = self.assembly.tokens
-        if frame.next_index > tokens and self.gap_since is None:
-            self.gap_since = self.last_frame_at
-        self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
-        self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
 
     @property
     def step_age_s(self) -> float:
@@ -239,20 +243,11 @@ class Stream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def has_gap(self, now: float, seconds: float) -> bool:
-        """Whether something has been missing for so long."""
-        return self.gap_since is not None and now - self.gap_since > seconds
-
     def asks(self) -> None:
         """Its worker is being asked whether it is there, and for what is missing."""
         self.last_probe_at = self._clock()
         if self.asked_at <= self.last_frame_at:
             self.asked_at = self.last_probe_at
-
-    def lose(self, why: str) -> None:
-        """Its worker is given up."""
-        self.lost_why = why
-        self.signal(Signal.WORKER_LOST)
 
     async def next_signal(self, timeout_s: float | None = None) -> Signal | None:
         """The next signal, or None when none comes within the timeout."""
@@ -291,3 +286,53 @@ class Stream:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+class Inbox:
+    """The one wildcard inbox of a client process. Frames for nobody are counted and dropped.
+
+    A subscription for all requests costs a seventh of one each, has no race between subscribe and request, and is one
+    line to replay on a reconnect. Frames arrive on `<prefix>.r.<request>.<attempt>`, or many sequences at once on
+    `<prefix>.b`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.receivers: dict[str, Stream] = {}  # by request; what they do with a frame must not block
+        self.batch = batch_inbox(connection.inbox_prefix)
+        self._connection = connection
+        self._subscriptions: list[Subscription] = []
+        self.orphan_frames_total = 0
+        self.malformed_total = 0
+
+    async def start(self) -> None:
+        for subject in (request_inboxes(self._connection.inbox_prefix), self.batch):
+            self._subscriptions.append(await self._connection.subscribe(subject, self._receive))
+
+    async def stop(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+
+    def of(self, request: str, attempt: int) -> str:
+        """Reply subject of one attempt: a no-responders notice carries nothing else to tell it by."""
+        return request_inbox(self._connection.inbox_prefix, request, attempt)
+
+    async def _receive(self, message: Message) -> None:
+        if is_no_responders(message):
+            *_, request, attempt = message.subject.split(".")
+            receiver = self.receivers.get(request)
+            if receiver is not None and attempt.isdigit():
+                receiver.on_no_responders(int(attempt))
+            return
+        try:
+            frames = codec.decode_frames(message.data)
+        except CodecError as error:
+            self.malformed_total += 1
+            log.warning("inbox: a frame on %s is unreadable: %s", message.subject, error)
+            return
+        receivers = self.receivers
+        for frame in frames:
+            receiver = receivers.get(frame.request)
+            if receiver is None:
+                self.orphan_frames_total += 1
+            else:
+                receiver.on_frame(frame)
