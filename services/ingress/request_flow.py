@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
+from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body, cached_tokens
+from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay

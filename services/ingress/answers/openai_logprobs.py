@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from kvfleet.ingress.http.answer_types import Described, Natural
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
 from kvproto.logprobs import floored
 from kvproto.messages import TokenLogprobs
 
 
-def chat_logprobs(spelling: TokenSpelling, ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
-    """`{"content": [{token, logprob, bytes, top_logprobs: [{token, logprob, bytes}]}], "refusal": null}`."""
+class RankedToken(Described):
+    token: str
+    logprob: float
+    bytes: list[Natural]
+
+
+class ScoredToken(RankedToken):
+    top_logprobs: list[RankedToken]
+
+
+class ChatLogprobs(Described):
+    content: list[ScoredToken]
+    refusal: None
+
+
+class CompletionLogprobs(Described):
+    """`top_logprobs` has the token itself beside the asked alternatives where it is none of them; `text_offset` counts
+    the characters of the choice's text before each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Natural]
+
+
+def chat_logprobs(spelling: TokenSpelling, ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> ChatLogprobs:
+    text_of, bytes_of = spelling.text_of, spelling.bytes_of
     content = []
     for token, scores in zip(ids, map(floored, logprobs), strict=True):
         tops = zip(scores.top_ids, scores.top_logprobs, strict=True)
-        top = [_scored(spelling, one, value) for one, value in tops]
-        content.append({**_scored(spelling, token, scores.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-def _scored(spelling: TokenSpelling, token: int, logprob: float) -> dict[str, Any]:
-    return {"token": spelling.text_of(token), "logprob": logprob, "bytes": list(spelling.bytes_of(token))}
+        top = [RankedToken(text_of(one), value, list(bytes_of(one))) for one, value in tops]
+        content.append(ScoredToken(text_of(token), scores.logprob, list(bytes_of(token)), top))
+    return ChatLogprobs(content, None)
 
 
 def completion_logprobs(
@@ -30,12 +51,8 @@ def completion_logprobs(
     pieces: Sequence[str],
     logprobs: Iterable[TokenLogprobs],
     offset: int = 0,
-) -> dict[str, Any]:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}`.
-
-    `top_logprobs` has the token itself beside the asked alternatives where it is none of them; `text_offset` counts the
-    characters of the choice's text before each token, from `offset` on.
-    """
+) -> CompletionLogprobs:
+    """`offset`: characters of the choice's text before these."""
     tokens, values, tops, offsets = [], [], [], []
     for token, piece, scores in zip(ids, pieces, map(floored, logprobs), strict=True):
         tokens.append(spelling.text_of(token))
@@ -44,12 +61,4 @@ def completion_logprobs(
         tops.append({spelling.text_of(one): value for one, value in ranked} | {tokens[-1]: scores.logprob})
         offsets.append(offset)
         offset += len(piece)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-def native_logprobs(spelling: TokenSpelling, scores: TokenLogprobs) -> dict[str, Any]:
-    """`{logprob, top_logprobs: [{token, token_id, logprob}]}`, for an event of /generate."""
-    scores = floored(scores)
-    ranked = zip(scores.top_ids, scores.top_logprobs, strict=True)
-    top = [{"token": spelling.text_of(one), "token_id": one, "logprob": value} for one, value in ranked]
-    return {"logprob": scores.logprob, "top_logprobs": top}
+    return CompletionLogprobs(tokens, values, tops, offsets)

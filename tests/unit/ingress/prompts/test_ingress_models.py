@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 from ingress_build import demo_bundle
 
-from kvfleet.ingress.fleet.report import models_report, stats_report, workers_report
+from kvfleet.ingress.fleet.report import IngressCounts, models_report, stats_report, workers_report
 from kvfleet.ingress.prompts.models import KEPT_UNNAMED, Models
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, Heartbeat, Rates, State, WorkerRecord
+
+COUNTS = IngressCounts("i0", *[0] * 9)
 
 
 class Source:
@@ -118,18 +120,18 @@ def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) ->
 
 
 def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
-    assert stats_report(FleetView())["hit_rate"] == 0.0
+    assert stats_report(FleetView(), COUNTS).hit_rate == 0.0
     assert workers_report(FleetView(), str) == {}
     view = view_of(record("a"), record("b"))
     view.on_worker_gone("b", 1.0, expired=False)
-    assert {worker: one["state"] for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
-    stats = stats_report(view)
-    assert (stats["workers"], stats["ready"], stats["load"]["running"]) == (1, 1, 0)
-    assert models_report(view.models().values())["data"][0]["id"] == "m"
+    assert {worker: one.state for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
+    stats = stats_report(view, COUNTS)
+    assert (stats.workers, stats.ready, stats.load["running"]) == (1, 1, 0)
+    assert models_report(view.models().values()).data[0].id == "m"
 
 
 def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
-    assert stats_report(FleetView())["rates"]["restore_bytes_per_s"] == {}
+    assert stats_report(FleetView(), COUNTS).rates["restore_bytes_per_s"] == {}
     view = view_of(record("a"), record("b"), record("c"))
     for worker, rates in (
         ("a", Rates(10.0, 2.0, 4.0, {"host": 3.0, "vault": 1.0})),
@@ -137,7 +139,7 @@ def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
     ):
         view.on_heartbeat(Heartbeat(worker, "e", State.READY, rates=rates), 1.0)
     view.on_heartbeat(Heartbeat("c", "e", State.READY, rates=Rates(restore_bytes_per_s={"host": 4.0}, step_s=0.5)), 1.0)
-    assert stats_report(view)["rates"] == {
+    assert stats_report(view, COUNTS).rates == {
         "prefill_tokens_per_s": 15.0,
         "decode_steps_per_s": 3.0,
         "decode_tokens_per_s": 5.0,
