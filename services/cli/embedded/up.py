@@ -12,9 +12,8 @@ import shutil
 import signal
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -37,32 +36,16 @@ DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
 
 
-class LoadFormat(StrEnum):
-    auto = "auto"
-    dummy = "dummy"
-
-
-class DType(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Runner(StrEnum):
-    torch = "torch"
-    fake = "fake"
+DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def up(
     model: Annotated[list[str] | None, typer.Option(help="demo, a model folder or a hub id; may be repeated")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="name for clients, one per --model")] = None,
-    load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights from config.json")] = LoadFormat.auto,
+    load_format: Annotated[
+        Literal["auto", "dummy"], typer.Option(help="dummy: random weights from config.json")
+    ] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="workers of each model")] = 2,
     autoscale: Annotated[
         str | None, typer.Option(metavar="MIN:MAX", help="as many workers of each model as there is work for, instead")
@@ -79,9 +62,11 @@ def up(
     api_keys_file: Annotated[Path | None, typer.Option(help="who may use the HTTP endpoint (README)")] = None,
     policy: Annotated[str, typer.Option(help="placement policy")] = "cost",
     state_dir: Annotated[Path | None, typer.Option(help="keep NATS's files here; default: a temporary folder")] = None,
-    dtype: Annotated[DType, typer.Option()] = DType.auto,
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    runner: Annotated[Runner, typer.Option(help="fake: deterministic and without torch, for tests")] = Runner.torch,
+    dtype: Annotated[DType, typer.Option()] = "auto",
+    device: Annotated[Device, typer.Option()] = "auto",
+    runner: Annotated[
+        Literal["torch", "fake"], typer.Option(help="fake: deterministic and without torch, for tests")
+    ] = "torch",
     fake_tokens_per_s: Annotated[float, typer.Option(min=0, help="speed of the fake runner; 0: unlimited")] = 0.0,
     blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of each worker")] = None,
     namespace: Annotated[str, typer.Option(help="first token of every subject")] = "kvf",
@@ -133,8 +118,8 @@ def up(
             for i in range(placements):
                 own = [*deciding, *targets.flags("placement", f"p{i}")]
                 fleet.placements.append(_service("placement", f"p{i}", own, key | system))
-            flags = [f"--load-format={load_format.value}", f"--dtype={dtype.value}", f"--device={device.value}"]
-            flags += [f"--runner={runner.value}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
+            flags = [f"--load-format={load_format}", f"--dtype={dtype}", f"--device={device}"]
+            flags += [f"--runner={runner}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
             flags += [f"--blocks={blocks}"] if blocks else []
             total = (limits.minimum if limits else workers) * len(models)
             most = (limits.maximum if limits else workers) * len(models)
@@ -145,9 +130,7 @@ def up(
                 own = [f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                return _service(
-                    "worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner is Runner.torch
-                )
+                return _service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner == "torch")
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
             front = [*common, f"--host={host}", f"--port={port}", f"--listen-fd={listener.fileno()}"]

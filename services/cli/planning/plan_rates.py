@@ -81,7 +81,8 @@ def of_file(path: Path, model: str | None) -> Measured:
 def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Measured:
     """Pure. Raises NoRates."""
     if "prefill_tokens_per_s" in said:
-        return _one(said, source)
+        step = _mean([said.get("decode_steps_per_s")])
+        return Measured(_mean([said["prefill_tokens_per_s"]]), 1 / step if step else None, source=source)
     workers = [one for one in said.values() if isinstance(one, dict) and isinstance(one.get("rates"), dict)]
     if not workers:
         raise NoRates(f"{source} has no rates of workers")
@@ -105,11 +106,6 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
         hit / prompt if prompt else None,
         f"{source}, {len(workers)} workers",
     )
-
-
-def _one(said: Mapping[str, Any], source: str) -> Measured:
-    steps = _mean([said.get("decode_steps_per_s")])
-    return Measured(_mean([said["prefill_tokens_per_s"]]), 1 / steps if steps else None, source=source)
 
 
 def _mean(values: Iterable[Any]) -> float | None:
