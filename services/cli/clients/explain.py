@@ -11,15 +11,13 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 from rich import box
 from rich.table import Table
 
-from kvfleet.cli.clients import sse
-from kvfleet.cli.clients.answers import asking, json_of
-from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url, headers
-from kvfleet.cli.console import Terminal, fail, out, printable
+from kvfleet.cli.clients.answers import asking, client, get
+from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url
+from kvfleet.cli.console import Terminal, out, printable
 from kvproto.messages import Tier
 
 UNKNOWN = "-"
@@ -34,12 +32,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of tables")] = False,
 ) -> None:
     """Why a request was placed where it was: who was considered, at what cost, and what really happened."""
-    with asking(url):
-        with httpx.Client(timeout=10.0, trust_env=False, headers=headers(api_key)) as http:
-            answer = http.get(f"{url}/v1/placements/{quote(request, safe='')}")
-        if answer.status_code != 200:
-            fail(sse.error_text(answer))
-        found = json_of(answer)
+    with asking(url), client(api_key) as http:
+        found = get(http, f"{url}/v1/placements/{quote(request, safe='')}")
         if as_json:
             typer.echo(json.dumps(found))
             return

@@ -16,7 +16,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvfleet.cli.clients.generate import Key, headers, known_url
+from kvfleet.cli.clients.generate import Key, known_url
 from kvfleet.cli.console import err, fail, out, printable
 from kvfleet.cli.embedded.up import DType
 from kvfleet.cli.planning import planning
@@ -141,7 +141,7 @@ def _measured(path: Path | None, url: str | None, model: str | None, api_key: st
         raise NoRates("--rates and --from-fleet: one of them")
     if path is not None:
         return of_file(path, model)
-    return of_fleet(url, model, headers(api_key)) if url is not None else Measured()
+    return of_fleet(url, model, api_key) if url is not None else Measured()
 
 
 def _show(found: dict[str, Any], vault_minutes: float) -> None:
