@@ -25,10 +25,10 @@ from kvfleet.cli.embedded import forks as forking
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.fleet_state import fleet_key, folders
-from kvfleet.cli.embedded.metrics_targets import MetricsTargets
-from kvfleet.cli.embedded.ports import PortTaken, claim, listen
+from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, child, spawn
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvproto.errors import KvfleetError
 from kvservice import launch
 
@@ -101,10 +101,13 @@ def up(
         fleet = EmbeddedFleet(listener)
         autoscaler: LocalAutoscaler | None = None
         try:
-            url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
+            login, system = _start_nats(fleet, state, nats_url, nats_user, nats_password)
+            for line in asyncio.run(create_buckets(login, namespace)):
+                err.print(line, markup=False)
+            url = login.url
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
-            every = login | {"TMPDIR": str(own_folder)}  # of a process that was killed nothing stays behind
+            every = login.variables() | {"TMPDIR": str(own_folder)}  # of a process that was killed nothing stays behind
             key = every | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or fleet_key(state)}
             room = [f"--max-bytes={vault_max_bytes}"] if vault_max_bytes else [f"--vaults-on-host={vaults}"]
             for i in range(vaults):
@@ -162,7 +165,7 @@ def up(
                     return child
 
                 if limits is not None:
-                    autoscaler = LocalAutoscaler(url, login, namespace, served, grow)
+                    autoscaler = LocalAutoscaler(login, namespace, served, grow)
                     autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
                 fleet.watch(stopping, autoscaler, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
@@ -177,23 +180,14 @@ def _name(model: str) -> str:
 
 
 def _start_nats(
-    fleet: EmbeddedFleet, state: Path, nats_url: str | None, namespace: str, user: str | None, password: str | None
-) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Its URL, and the variables with which the fleet's processes, and placement's second connection, log in."""
-    login: dict[str, str] = {}
-    system: dict[str, str] = {}
-    if nats_url is None:
-        server = embedded_nats.start(state, state / "nats-server.log")
-        fleet.nats.append(server.child)
-        nats_url, login, system = server.url, server.credentials, server.system
-    elif user is not None:
-        login = {"KVFLEET_NATS_USER": user, "KVFLEET_NATS_PASSWORD": password or ""}
-    created = create_buckets(
-        nats_url, namespace, user=login.get("KVFLEET_NATS_USER"), password=login.get("KVFLEET_NATS_PASSWORD")
-    )
-    for line in asyncio.run(created):
-        err.print(line, markup=False)
-    return nats_url, login, system
+    fleet: EmbeddedFleet, state: Path, url: str | None, user: str | None, password: str | None
+) -> tuple[Login, dict[str, str]]:
+    """How the fleet's processes log in, and the variables with which placement's second connection does."""
+    if url is not None:
+        return Login(url, user, password), {}
+    server = embedded_nats.start(state, state / "nats-server.log")
+    fleet.nats.append(server.child)
+    return server.login, server.system
 
 
 def _service(
@@ -225,7 +219,7 @@ def _wait_ready(
     end = time.monotonic() + START_TIMEOUT_S
     shown = ""
     with Status("starting", console=err) as status, httpx.Client(base_url=base, timeout=2.0, trust_env=False) as http:
-        while not stopping.is_set():
+        while not stopping.is_set:
             for child in fleet:
                 if not child.running:
                     raise StartFailed(child.name, f"it ended with code {child.process.returncode}; see its line above")
