@@ -10,7 +10,7 @@ import orjson
 
 from kvfleet.ingress.answers.openai_answers import Usage, usage_of
 from kvfleet.ingress.http.answer_types import Described, Natural
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError

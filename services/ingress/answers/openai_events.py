@@ -13,10 +13,17 @@ from typing import Any
 
 import orjson
 
-from kvfleet.ingress.answers.openai_answers import AnswerHead, fleet_note, usage_of
-from kvfleet.ingress.answers.openai_logprobs import ChatLogprobs, CompletionLogprobs, chat_logprobs, completion_logprobs
+from kvfleet.ingress.answers.openai_answers import (
+    AnswerHead,
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+    fleet_note,
+    usage_of,
+)
 from kvfleet.ingress.http.error_bodies import error_body
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError

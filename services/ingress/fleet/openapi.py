@@ -16,9 +16,8 @@ from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.placement_report import NewestPlacementsAnswer, PlacementsAnswer
 from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
+from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
 from kvfleet.ingress.requests.fields import BodyForm, Schema
-from kvfleet.ingress.requests.native_schema import GENERATE
-from kvfleet.ingress.requests.openai_schema import CHAT, COMPLETION
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from kvproto.explanations import MAX_NEWEST

@@ -18,13 +18,13 @@ from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.fleet.other_regions import OtherRegions
 from kvfleet.ingress.fleet.placement_report import newest_report, placements_report, read_request_id
 from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.parts import IngressParts
+from kvfleet.ingress.prompts.other_regions import OtherRegions
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
 from kvproto.affinity import ring_key
@@ -67,7 +67,7 @@ class FleetRoutes:
 
     async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}. Without a name, after a slash, all of them."""
-        name = exchange.path_value("model")
+        name = exchange.path_params["model"]
         if not name:
             await self.models(exchange)
             return
@@ -110,7 +110,7 @@ class FleetRoutes:
         Those of other tenants are not found, so that no tenant learns which ids exist; an admin key finds all.
         """
         caller = await identify(self.parts.tenancy, exchange)
-        request = read_request_id(exchange.path_value("id"))
+        request = read_request_id(exchange.path_params["id"])
         try:
             decisions = await self.parts.client.explain(request, None if caller.admin else caller.tenant)
         except NotFound:
@@ -136,7 +136,7 @@ class FleetRoutes:
         is the NATS subject on which it takes requests of this tenant; `region` is null for one of this region, and one
         of another region is reached by no subject here."""
         caller = await self._metered(exchange)
-        session = await self.parts.books.sessions.read(caller.tenant, exchange.path_value("seq_id"))
+        session = await self.parts.books.sessions.read(caller.tenant, exchange.path_params["seq_id"])
         await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
@@ -147,7 +147,7 @@ class FleetRoutes:
         Workers of another `region` are not asked.
         """
         caller = await self._metered(exchange)
-        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_value("seq_id"))
+        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         head = session.head
         assert head is not None
         found = await self.blocks.find(caller.tenant, head.model, session.ids)
@@ -173,7 +173,7 @@ class FleetRoutes:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
         caller = await self._metered(exchange)
         require_admin(caller)
-        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_value("seq_id"))
+        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         question = AdminRequest(
             AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
         )
@@ -187,7 +187,7 @@ class FleetRoutes:
         """DELETE /sessions/{seq_id}: its history, and of its requests' blocks those that no other request
         shares. 409 while a turn runs. Other regions where it ran are told in the background."""
         caller = await self._metered(exchange)
-        seq_id = exchange.path_value("seq_id")
+        seq_id = exchange.path_params["seq_id"]
         session = await self.parts.books.sessions.erase(caller.tenant, seq_id)
         await self.blocks.erase(session)
         await _json(exchange, report.DeletedAnswer(seq_id, True))

@@ -13,9 +13,8 @@ from kvfleet.cli.clients import explain
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
 from kvfleet.ingress.fleet.placement_report import placements_report, read_request_id
 from kvfleet.ingress.limits.callers import OPEN, Caller, require_policy
-from kvfleet.ingress.requests.native_schema import read_generate
-from kvfleet.ingress.requests.openai_schema import read_chat, read_completion
-from kvfleet.ingress.requests.placement_ask import ANYWHERE, PlacementAsk
+from kvfleet.ingress.requests.asks import ANYWHERE, PlacementAsk
+from kvfleet.ingress.requests.bodies import read_chat, read_completion, read_generate
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.messages import Actual, Candidate, Decision
 

@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry
 from kvfleet.ingress.app import create_app
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.fleet.placement_report import newest_report, placements_report
+from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE, read_chat, read_completion, read_generate
 from kvfleet.ingress.requests.fields import BodyForm
-from kvfleet.ingress.requests.native_schema import GENERATE, read_generate
-from kvfleet.ingress.requests.openai_schema import CHAT, COMPLETION, read_chat, read_completion
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Actual, Candidate, Decision

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from ingress_build import demo_bundle, demo_tokenizer, sent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvfleet.ingress.answers.openai_logprobs import chat_logprobs, completion_logprobs
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling, byte_of_character
-from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
+from kvfleet.ingress.answers.openai_answers import chat_logprobs, completion_logprobs
+from kvfleet.ingress.prompts.tokenizer import ModelTokenizer, TokenSpelling, byte_of_character
 from kvproto.messages import TokenLogprobs
 
 
