@@ -95,7 +95,7 @@ def _ask() -> str | None:
         else:
             line = sys.stdin.readline().rstrip("\n")
             if line:
-                out.print(f"you {line}", markup=False)
+                out.print(f"you {line}")
     except (EOFError, KeyboardInterrupt):
         out.print()
         return None
@@ -108,7 +108,7 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     first: float | None = None
     text = ""
     usage: dict[str, Any] = {}
-    out.print(printable(body["model"]), style="bold green", markup=False, end=" ")
+    out.print(printable(body["model"]), style="bold green", end=" ")
     try:
         with (
             shaped_as_an_ingress_says(url),
@@ -126,7 +126,7 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
                     if piece:
                         first = first or time.monotonic()
                         text += piece
-                        out.print(piece, end="", markup=False)
+                        out.print(piece, end="")
             if event is None:
                 raise Unreadable(f"{url}: no answer came: is an ingress there?")
     except AnswerRefused as error:
@@ -137,7 +137,7 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
         _trouble(told(url, error))
         return None
     except KeyboardInterrupt:
-        err.print("\n[dim]stopped[/dim]")
+        err.print("\nstopped", style="dim")
         return text or None
     out.print()
     prompt = usage.get("prompt_tokens", 0)
@@ -149,8 +149,8 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
 
 
 def _note(line: str) -> None:
-    err.print(printable(line), style="dim", markup=False)
+    err.print(printable(line), style="dim")
 
 
 def _trouble(line: str) -> None:
-    err.print(printable(line), style="red", markup=False)
+    err.print(printable(line), style="red")

@@ -110,7 +110,7 @@ def generate(
                 seq_id, request = event["seq_id"], event["request_id"]
             elif event["type"] == "token":
                 first = first or time.monotonic()
-                out.print(event["token"], end="", markup=False)
+                out.print(event["token"], end="")
                 scored += [event] if "logprob" in event else []
             elif event["type"] == "error":
                 fail(f"{event['code']}: {event['error']}")
@@ -120,11 +120,10 @@ def generate(
             raise Unreadable(f"{url}: the answer has no end: is an ingress there?")
         out.print()
         for one in scored:
-            err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
+            err.print(logprob_line(one))
         ttft = 1000 * ((first or time.monotonic()) - began)
         err.print(
             f"seq_id {seq_id} · {ended['tokens_generated']} tokens · {cached} cached · "
             f"TTFT {ttft:.0f} ms · {ended['finish_reason']} · request {request}",
             style="dim",
-            markup=False,
         )

@@ -151,12 +151,12 @@ class LocalAutoscaler:
             try:
                 child = self.spawn(model)
             except OSError as error:  # the machine has no room: the workers that are there go on
-                err.print(f"kvfleet: no worker of {model} was started: {error}", markup=False)
+                err.print(f"kvfleet: no worker of {model} was started: {error}")
                 self.paused_until = time.monotonic() + PAUSE_S
                 with self.lock:
                     self.asked[model] -= 1
                 continue
-            err.print(f"kvfleet: starting {child.name} of {model}", markup=False)
+            err.print(f"kvfleet: starting {child.name} of {model}")
             workers.append(child)
             with self.lock:
                 self.workers[child.name] = KnownWorkers(model)
@@ -168,7 +168,7 @@ class LocalAutoscaler:
         try:
             asyncio.run(self._watch())
         except KvfleetError as error:
-            err.print(f"kvfleet: no autoscaling any more: {error}", markup=False)
+            err.print(f"kvfleet: no autoscaling any more: {error}")
 
     async def _watch(self) -> None:
         connection = await self.login.open("kvfleet-autoscaler")
@@ -180,7 +180,7 @@ class LocalAutoscaler:
                 except (KvfleetError, TimeoutError) as error:  # an outage: the fleet stays as it is
                     if self.stopping.is_set():
                         return
-                    err.print(f"kvfleet: not scaled: {error or 'no answer'}", markup=False)
+                    err.print(f"kvfleet: not scaled: {error or 'no answer'}")
         finally:
             await connection.close()
 
@@ -220,7 +220,6 @@ class LocalAutoscaler:
         err.print(
             f"kvfleet: draining {cheapest.worker} of {model}: {cheapest.seconds:.2f} s to compute again, "
             f"{cheapest.requests} requests",
-            markup=False,
         )
 
     def _mark(self, worker: str, *, draining: bool) -> None:

@@ -103,7 +103,7 @@ def up(
         try:
             login, system = _start_nats(fleet, state, nats_url, nats_user, nats_password)
             for line in asyncio.run(create_buckets(login, namespace)):
-                err.print(line, markup=False)
+                err.print(line)
             url = login.url
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
@@ -144,7 +144,7 @@ def up(
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, vaults, stopping):
                 if (listed := targets.write(state)) is not None:
-                    err.print(f"metrics: Prometheus finds every process by {listed}", markup=False)
+                    err.print(f"metrics: Prometheus finds every process by {listed}")
                 sys.stdout.write(f"ready {base}\n")
                 sys.stdout.flush()
                 _hint(base, url, names[0] if names else _name(models[0]), chats=_chats(models[0]))
@@ -153,7 +153,7 @@ def up(
                     try:
                         targets.write(state)
                     except OSError as error:  # the fleet goes on without
-                        err.print(f"kvfleet: what Prometheus reads was not written: {error}", markup=False)
+                        err.print(f"kvfleet: what Prometheus reads was not written: {error}")
 
                 def forget(worker: Child) -> None:
                     targets.forget("worker", worker.name)
@@ -184,7 +184,7 @@ def _start_nats(
 ) -> tuple[Login, dict[str, str]]:
     """How the fleet's processes log in, and the variables with which placement's second connection does."""
     if url is not None:
-        return Login(url, user, password), {}
+        return Login(url, user, (password or "") if user is not None else None), {}
     server = embedded_nats.start(state, state / "nats-server.log")
     fleet.nats.append(server.child)
     return server.login, server.system
@@ -230,7 +230,7 @@ def _wait_ready(
             line = f"loading: {ready} of {workers} workers ready"
             status.update(line)
             if line != shown and not err.is_terminal:
-                err.print(line, markup=False)
+                err.print(line)
             shown = line
             others = health.get("placements", 0) >= placements and health.get("vaults", 0) >= vaults
             if ready >= workers and others and health.get("status") == "ok":
@@ -262,11 +262,11 @@ def _hint(base: str, nats_url: str, model: str, *, chats: bool) -> None:
     if chats:
         route, ask = "/v1/chat/completions", '"messages": [{"role": "user", "content": "Who goes there?"}]'
     body = f'{{"model": "{model}", "stream": true, {ask}}}'
-    err.print(f"\nTry:\n  curl -N {base}{route} -H 'Content-Type: application/json' \\", markup=False)
-    err.print(f"    -d '{body}'", markup=False)
+    err.print(f"\nTry:\n  curl -N {base}{route} -H 'Content-Type: application/json' \\")
+    err.print(f"    -d '{body}'")
     if chats:
-        err.print(f"  {_own_command()} chat --url {base}", markup=False)
-    err.print(f"NATS is at {nats_url}. Ctrl-C stops everything.\n", markup=False)
+        err.print(f"  {_own_command()} chat --url {base}")
+    err.print(f"NATS is at {nats_url}. Ctrl-C stops everything.\n")
 
 
 def _own_command() -> str:

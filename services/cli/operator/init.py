@@ -56,5 +56,5 @@ def init(
     except KvfleetError as error:
         fail(str(error))
     for line in differences:
-        err.print(line, markup=False)
-    err.print(f"buckets of namespace {namespace} are ready", markup=False)
+        err.print(line)
+    err.print(f"buckets of namespace {namespace} are ready")

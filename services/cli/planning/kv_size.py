@@ -12,10 +12,9 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
-from kvfleet.cli.console import fail, out
+from kvfleet.cli.console import fail, figures, out
 from kvfleet.cli.embedded.up import Device, DType
 from kvservice import launch
 from kvservice.byte_size import parse_bytes
@@ -63,7 +62,7 @@ def kv_size(
     found = json.loads(said)
     window = f", window {found['window']:,}" if found["window"] else ""
     line = f"{found['model']}: {found['formula']} a token ({found['auto']}), context {found['context_length']:,}"
-    out.print(line + window, markup=False)
+    out.print(line + window)
     out.print(_table(found))
 
 
@@ -77,13 +76,9 @@ def report(model: str, flags: Sequence[str]) -> str:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """Lines on a terminal, bare columns where the output is piped."""
-    table = Table(box=box.SIMPLE_HEAD if out.is_terminal else None)
     sizes = found["sizes"]
-    table.add_column("")
-    for size in sizes:
-        own = " (auto)" if size["kv_dtype"] == found["auto"] else ""
-        table.add_column(size["kv_dtype"] + own, justify="right", no_wrap=True)
+    kinds = [size["kv_dtype"] + (" (auto)" if size["kv_dtype"] == found["auto"] else "") for size in sizes]
+    table = figures(out, "", *kinds, pad_edge=True)
     table.add_row("a token", *(readable(size["bytes_per_token"]) for size in sizes))
     table.add_row(f"a block of {found['block_size']}", *(readable(size["bytes_per_block"]) for size in sizes))
     sequences = list(zip(*(size["sequences"] for size in sizes), strict=True))

@@ -129,10 +129,10 @@ def plan(
 
 
 def _measure_first(why: str, how: list[str]) -> NoReturn:
-    err.print(f"kvfleet: {printable(why)}: measure it:", markup=False)
+    err.print(f"kvfleet: {printable(why)}: measure it:")
     for line in how:
-        err.print(f"  {line}", markup=False)
-    err.print("or say --prefill-tokens-per-s and --decode-ms", markup=False)
+        err.print(f"  {line}")
+    err.print("or say --prefill-tokens-per-s and --decode-ms")
     raise typer.Exit(1)
 
 
@@ -172,5 +172,4 @@ def _show(found: dict[str, Any], vault_minutes: float) -> None:
         f"{demand['hit_rate']:.0%} cached), {demand['output_tokens']:,.0f} out, workers that feed "
         f"{worker['prefill_tokens_per_s']:,.0f} tokens/s and take {worker['decode_s'] * 1e3:.1f} ms a step "
         f"({found['rates_from']}). What it leaves out: docs/capacity.md",
-        markup=False,
     )
