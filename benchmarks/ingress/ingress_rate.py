@@ -31,6 +31,7 @@ from benchmarks.harness.yardsticks import tokens_per_s
 from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.embedded.processes import Process
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvproto.testing.free_ports import free_port
 from kvservice import launch
 
@@ -65,7 +66,7 @@ def main() -> None:
         nats = embedded_nats.start(Path(folder), Path(folder) / "nats.log")
         children: list[Process] = [nats.child.process]
         try:
-            asyncio.run(create_buckets(nats.url, "kvf"))
+            asyncio.run(create_buckets(Login(nats.url), "kvf"))
             port = free_port()
             flags = [f"--nats-url={nats.url}", f"--port={port}", "--log-level=warning"]
             ingress = subprocess.Popen(launch.command("kvfleet.ingress.main", *flags))

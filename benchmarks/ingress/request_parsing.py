@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.report import finish, parse_quick, progress, spread
+from kvfleet.ingress.requests.bodies import read_chat, read_completion
 from kvfleet.ingress.requests.fields import parse_body
-from kvfleet.ingress.requests.openai_schema import read_chat, read_completion
 
 NAME, UNIT = "request_parsing", "the least share over its floor"
 FLOOR = 1.0

@@ -38,6 +38,7 @@ from benchmarks.harness.yardsticks import messages_per_s
 from benchmarks.ingress.ingress_rate import MARK, wait_ready
 from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvproto.testing.free_ports import free_port
 from kvservice import launch
 
@@ -86,7 +87,7 @@ def running() -> Iterator[Processes]:
         nats = embedded_nats.start(Path(folder), Path(folder) / "nats.log")
         processes = Processes(nats.url, nats.child.process.pid)
         try:
-            asyncio.run(create_buckets(nats.url, "kvf"))
+            asyncio.run(create_buckets(Login(nats.url), "kvf"))
             yield processes
         finally:
             processes.end()

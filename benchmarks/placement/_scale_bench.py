@@ -22,6 +22,7 @@ from benchmarks.placement import _fleet_prompts as prompts
 from benchmarks.placement._requester import Requester
 from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.members import Members
@@ -222,7 +223,7 @@ async def scale_bench(workers: int, blocks: int) -> AsyncIterator[ScaleBench]:
         nats = embedded_nats.start(Path(folder), Path(folder) / "nats.log")
         bench = ScaleBench(nats.url, nats.child.process.pid, workers, blocks, Path(folder))
         try:
-            await create_buckets(nats.url, "kvf")
+            await create_buckets(Login(nats.url), "kvf")
             yield bench
         finally:
             for name in list(bench.processes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvfleet.ingress.http.openapi import openapi_document
+from kvfleet.ingress.fleet.openapi import openapi_document
 from scripts.reference.json_schema import words
 from scripts.reference.markdown import code, head, table, written
 

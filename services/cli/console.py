@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 INSTEAD = "\N{REPLACEMENT CHARACTER}"
@@ -34,8 +36,17 @@ class Terminal(Console):
                 yield segment
 
 
-out = Terminal(highlight=False, soft_wrap=True)
-err = Terminal(stderr=True, highlight=False, soft_wrap=True)
+out = Terminal(markup=False, highlight=False, soft_wrap=True)
+err = Terminal(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+
+def figures(console: Console, first: str, *columns: str, pad_edge: bool = False) -> Table:
+    """A table of names and their figures: lines on a terminal, bare columns where the output is piped."""
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=pad_edge)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def printable(text: str) -> str:
@@ -45,5 +56,5 @@ def printable(text: str) -> str:
 
 def fail(line: str, code: int = 1) -> NoReturn:
     """One clear line on stderr, then exit."""
-    err.print(f"kvfleet: {printable(' '.join(line.splitlines()))}", markup=False)
+    err.print(f"kvfleet: {printable(' '.join(line.splitlines()))}")
     raise typer.Exit(code)

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.config import IngressConfig
-from kvfleet.ingress.fleet.other_regions import OtherRegions
 from kvfleet.ingress.fleet.routes import FleetRoutes
 from kvfleet.ingress.http.body_reader import BodyReader
 from kvfleet.ingress.http.web_guard import WebGuard
@@ -24,6 +23,7 @@ from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.chat_splice import SpliceIndex
 from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.prompts.other_regions import OtherRegions
 from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.request_flow import RequestFlow
 from kvfleet.ingress.request_reader import RequestReader

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body, cached_tokens
+from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body, cached_tokens
+from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
@@ -31,10 +32,17 @@ from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
-from kvfleet.ingress.requests.native_schema import DEFAULT_MAX_TOKENS, GenerateAsk, read_generate
-from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
+from kvfleet.ingress.requests.bodies import (
+    DEFAULT_MAX_TOKENS,
+    ChatAsk,
+    CompletionAsk,
+    GenerateAsk,
+    read_chat,
+    read_completion,
+    read_generate,
+)
 from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
 from kvfleet.ingress.runs.jobs import Job, Prepare

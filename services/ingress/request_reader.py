@@ -20,9 +20,8 @@ from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
 from kvfleet.ingress.parts import IngressParts
+from kvfleet.ingress.requests.bodies import ChatAsk, CompletionAsk, GenerateAsk
 from kvfleet.ingress.requests.fields import Body
-from kvfleet.ingress.requests.native_schema import GenerateAsk
-from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START
 from kvfleet.ingress.runs.repeats import RequestName, key_secret, name_request
 from kvfleet.ingress.runs.runs import Run, Runs

@@ -10,10 +10,20 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli.clients import sse
-from kvfleet.cli.clients.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.clients.answers import (
+    TROUBLES,
+    AnswerRefused,
+    Unreadable,
+    asking,
+    client,
+    events,
+    get,
+    shaped_as_an_ingress_says,
+    told,
+)
 from kvfleet.cli.clients.generate import (
     DEFAULT_URL,
+    STREAMING,
     ContextOverflow,
     Key,
     MinP,
@@ -22,7 +32,6 @@ from kvfleet.cli.clients.generate import (
     Url,
     Worker,
     given,
-    headers,
 )
 from kvfleet.cli.console import err, fail, out, printable
 
@@ -56,7 +65,7 @@ def chat(
         policy=policy,
         worker=worker,
     )
-    with httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False, headers=headers(api_key)) as http:
+    with client(api_key, timeout=STREAMING) as http:
         model = model or _first_model(http, url)
         _note(f"{model} at {url} · an empty line ends, /new starts over")
         while (said := _ask()) is not None:
@@ -73,10 +82,7 @@ def chat(
 
 def _first_model(http: httpx.Client, url: str) -> str:
     with asking(url):
-        listed = http.get(f"{url}/v1/models")
-        if listed.status_code != 200:
-            fail(sse.error_text(listed))
-        models = json_of(listed)["data"]
+        models = get(http, f"{url}/v1/models")["data"]
         if not models:
             fail("the fleet serves no model yet")
         return str(models[0]["id"])
@@ -89,7 +95,7 @@ def _ask() -> str | None:
         else:
             line = sys.stdin.readline().rstrip("\n")
             if line:
-                out.print(f"you {line}", markup=False)
+                out.print(f"you {line}")
     except (EOFError, KeyboardInterrupt):
         out.print()
         return None
@@ -102,17 +108,14 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     first: float | None = None
     text = ""
     usage: dict[str, Any] = {}
-    out.print(printable(body["model"]), style="bold green", markup=False, end=" ")
+    out.print(printable(body["model"]), style="bold green", end=" ")
     try:
         with (
             shaped_as_an_ingress_says(url),
             http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
         ):
-            if response.status_code != 200:
-                _trouble(sse.error_text(response))
-                return None
             event: dict[str, Any] | None = None
-            for event in sse.events(response):
+            for event in events(response):
                 if "error" in event:
                     err.print()
                     _trouble(str(event["error"].get("message")))
@@ -123,15 +126,18 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
                     if piece:
                         first = first or time.monotonic()
                         text += piece
-                        out.print(piece, end="", markup=False)
+                        out.print(piece, end="")
             if event is None:
                 raise Unreadable(f"{url}: no answer came: is an ingress there?")
-    except (httpx.HTTPError, Unreadable) as error:
+    except AnswerRefused as error:
+        _trouble(str(error))
+        return None
+    except TROUBLES as error:
         err.print()
-        _trouble(str(error) if isinstance(error, Unreadable) else f"{url}: {error or type(error).__name__}")
+        _trouble(told(url, error))
         return None
     except KeyboardInterrupt:
-        err.print("\n[dim]stopped[/dim]")
+        err.print("\nstopped", style="dim")
         return text or None
     out.print()
     prompt = usage.get("prompt_tokens", 0)
@@ -143,8 +149,8 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
 
 
 def _note(line: str) -> None:
-    err.print(printable(line), style="dim", markup=False)
+    err.print(printable(line), style="dim")
 
 
 def _trouble(line: str) -> None:
-    err.print(printable(line), style="red", markup=False)
+    err.print(printable(line), style="red")

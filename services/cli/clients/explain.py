@@ -11,15 +11,12 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
-from rich import box
 from rich.table import Table
 
-from kvfleet.cli.clients import sse
-from kvfleet.cli.clients.answers import asking, json_of
-from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url, headers
-from kvfleet.cli.console import Terminal, fail, out, printable
+from kvfleet.cli.clients.answers import asking, client, get
+from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url
+from kvfleet.cli.console import Terminal, figures, out, printable
 from kvproto.messages import Tier
 
 UNKNOWN = "-"
@@ -34,12 +31,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of tables")] = False,
 ) -> None:
     """Why a request was placed where it was: who was considered, at what cost, and what really happened."""
-    with asking(url):
-        with httpx.Client(timeout=10.0, trust_env=False, headers=headers(api_key)) as http:
-            answer = http.get(f"{url}/v1/placements/{quote(request, safe='')}")
-        if answer.status_code != 200:
-            fail(sse.error_text(answer))
-        found = json_of(answer)
+    with asking(url), client(api_key) as http:
+        found = get(http, f"{url}/v1/placements/{quote(request, safe='')}")
         if as_json:
             typer.echo(json.dumps(found))
             return
@@ -56,26 +49,20 @@ def _show(request: str, attempt: dict[str, Any]) -> None:
     )
     _say(attempt["why"])
     if attempt.get("source_worker_id"):
-        _say(
-            f"may pull from {attempt['source_worker_id']}, which has {attempt['source_tokens']:,} tokens of the prompt"
-        )
+        source = attempt["source_worker_id"]
+        _say(f"may pull from {source}, which has {attempt['source_tokens']:,} tokens of the prompt")
     out.print()
     tables.print(_candidates(attempt))
     left_out = attempt["candidates_total"] - len(attempt["candidates"])
     if left_out > 0:
-        out.print(f"and {left_out:,} further candidates", markup=False)
+        out.print(f"and {left_out:,} further candidates")
     out.print()
     tables.print(_outcome(attempt))
     out.print()
 
 
 def _say(line: str) -> None:
-    out.print(printable(line), markup=False)
-
-
-def _table() -> Table:
-    """Lines on a terminal, bare columns where the output is piped."""
-    return Table(box=box.SIMPLE_HEAD if out.is_terminal else None, pad_edge=False)
+    out.print(printable(line))
 
 
 def _candidates(attempt: dict[str, Any]) -> Table:
@@ -83,10 +70,8 @@ def _candidates(attempt: dict[str, Any]) -> Table:
     candidates = attempt["candidates"]
     terms = _names(one["terms_ms"] for one in candidates)
     tiers = _tiers(one["matched_tokens"] for one in candidates)
-    table = _table()
-    table.add_column("  worker", no_wrap=True)
-    for column in ([*terms, "cost ms"] if terms else []) + [f"{tier} tokens" for tier in tiers]:
-        table.add_column(column, justify="right", no_wrap=True)
+    costly = [*terms, "cost ms"] if terms else []
+    table = figures(out, "  worker", *costly, *(f"{tier} tokens" for tier in tiers))
     for one in candidates:
         costs = [*(one["terms_ms"].get(term) for term in terms), one["cost_ms"]] if terms else []
         held = [one["matched_tokens"].get(tier, 0) for tier in tiers]
@@ -103,10 +88,7 @@ def _outcome(attempt: dict[str, Any]) -> Table:
     """What was expected against what happened; a hyphen for what was not known, or not yet."""
     expected, actual = attempt["expected_hit_tokens"], attempt["actual"]
     found = actual["cached_tokens"]
-    table = _table()
-    table.add_column("")
-    for column in ("expected", "actual"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = figures(out, "", "expected", "actual")
     for tier in _tiers([expected, found or {}]) or [Tier.DEVICE]:
         table.add_row(
             f"cached tokens, {tier}",

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli.clients import sse
-from kvfleet.cli.clients.answers import Unreadable, asking
+from kvfleet.cli.clients.answers import Unreadable, asking, client, events
 from kvfleet.cli.console import err, fail, out
 
 
@@ -32,6 +31,7 @@ def known_key(api_key: str | None) -> str | None:
 
 Url = Annotated[str, typer.Option(envvar="KVFLEET_URL", help="the ingress", callback=known_url)]
 Key = Annotated[str | None, typer.Option(envvar="KVFLEET_API_KEY", callback=known_key)]
+STREAMING = httpx.Timeout(10.0, read=300.0)
 DEFAULT_URL = "http://127.0.0.1:8080"
 MinP = Annotated[float | None, typer.Option(min=0, max=1, help="least probability, as a share of the best token's")]
 RepetitionPenalty = Annotated[float | None, typer.Option(min=0.001, help="above 1: say less of what was said")]
@@ -52,10 +52,6 @@ def logprob_line(event: dict[str, Any]) -> str:
     """A token, its log probability, and the alternatives with theirs."""
     top = "  ".join(f"{one['token']!r} {one['logprob']:.3f}" for one in event["top_logprobs"])
     return f"{event['token']!r} {event['logprob']:.3f}" + (f"   of {top}" if top else "")
-
-
-def headers(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def generate(
@@ -104,19 +100,17 @@ def generate(
     ended: dict[str, Any] | None = None
     with (
         asking(url),
-        httpx.Client(timeout=httpx.Timeout(10.0, read=300.0), trust_env=False) as http,
-        http.stream("POST", f"{url}/generate", json=body, headers=headers(api_key)) as response,
+        client(api_key, timeout=STREAMING) as http,
+        http.stream("POST", f"{url}/generate", json=body) as response,
     ):
-        if response.status_code != 200:
-            fail(sse.error_text(response))
         cached, request = 0, ""
-        for event in sse.events(response):
+        for event in events(response):
             if event["type"] == "start":
                 cached = event["cached_tokens"]
                 seq_id, request = event["seq_id"], event["request_id"]
             elif event["type"] == "token":
                 first = first or time.monotonic()
-                out.print(event["token"], end="", markup=False)
+                out.print(event["token"], end="")
                 scored += [event] if "logprob" in event else []
             elif event["type"] == "error":
                 fail(f"{event['code']}: {event['error']}")
@@ -126,11 +120,10 @@ def generate(
             raise Unreadable(f"{url}: the answer has no end: is an ingress there?")
         out.print()
         for one in scored:
-            err.print(logprob_line(one), markup=False, highlight=False, soft_wrap=True)
+            err.print(logprob_line(one))
         ttft = 1000 * ((first or time.monotonic()) - began)
         err.print(
             f"seq_id {seq_id} · {ended['tokens_generated']} tokens · {cached} cached · "
             f"TTFT {ttft:.0f} ms · {ended['finish_reason']} · request {request}",
             style="dim",
-            markup=False,
         )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import httpx
 import typer
 from rich.live import Live
 
-from kvfleet.cli.clients import sse
-from kvfleet.cli.clients.answers import Unreadable, asking, json_of, shaped_as_an_ingress_says
-from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url, headers
+from kvfleet.cli.clients.answers import TROUBLES, AnswerRefused, asking, client, get, shaped_as_an_ingress_says, told
+from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url
 from kvfleet.cli.clients.keyboard import Keyboard, Pressed
 from kvfleet.cli.clients.top_rates import FleetRates
 from kvfleet.cli.clients.top_view import TopSnapshot, page, screen
@@ -26,17 +26,6 @@ plain = Terminal(highlight=False, width=1000, no_color=True)
 wide = Terminal(highlight=False)
 
 
-class TopRefused(Exception):
-    """The ingress answered, and not with what was asked for."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-TROUBLES = (httpx.HTTPError, TopRefused, Unreadable)
-
-
 def top(
     url: Url = DEFAULT_URL,
     api_key: Key = None,
@@ -45,12 +34,12 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="the same as one line of JSON")] = False,
 ) -> None:
     """What the fleet does now: workers, tiers, live hit rate, and its last decisions. q or Ctrl-C ends."""
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, headers=headers(api_key)) as http:
+    with client(api_key, timeout=TIMEOUT_S) as http:
         fleet = WatchedFleet(http, url)
         try:
             first = fleet.look()
         except TROUBLES as error:
-            fail(_told(url, error))
+            fail(told(url, error))
         try:
             if out.is_terminal and not out.is_dumb_terminal and not (once or as_json):
                 _watch(fleet, first, interval)
@@ -60,7 +49,7 @@ def top(
         except KeyboardInterrupt:
             return  # as q: the user has seen enough
         except TROUBLES as error:
-            fail(_told(url, error))
+            fail(told(url, error))
         if as_json:
             typer.echo(json.dumps(second.as_map()))
         else:
@@ -68,41 +57,41 @@ def top(
                 plain.print(page(second, ONCE_LINES))
 
 
+@dataclass(eq=False, slots=True)
 class WatchedFleet:
     """One ingress that is asked again and again, and what it said before."""
 
-    def __init__(self, http: httpx.Client, url: str) -> None:
-        self._http = http
-        self.url = url
-        self._rates = FleetRates()
-        self._may_see_all = True
+    http: httpx.Client
+    url: str
+    rates: FleetRates = field(default_factory=FleetRates)
+    may_see_all: bool = True
 
     def look(self) -> TopSnapshot:
-        """Raises Refused, Unreadable, or httpx's errors where nothing answers."""
+        """Raises one of the TROUBLES."""
         with shaped_as_an_ingress_says(self.url):
             return self._look()
 
     def _look(self) -> TopSnapshot:
         stats = workers = health = placements = None
         notes: list[str] = []
-        if self._may_see_all:
+        if self.may_see_all:
             try:
                 stats, workers = self._get("/stats"), self._get("/workers")
-                self._rates.add(workers, time.monotonic())
-            except TopRefused as error:
+                self.rates.add(workers, time.monotonic())
+            except AnswerRefused as error:
                 if error.status != 403:
                     raise
-                self._may_see_all = False
-        if not self._may_see_all:
-            health = self._get("/health")
+                self.may_see_all = False
+        if not self.may_see_all:
+            health = self._get("/health", 503)
             notes.append("workers and tiers need an admin key; the ledger is that of this key's own tenant")
         try:
             placements = self._get(f"/v1/placements?limit={LEDGER_LINES}")["placements"]
-        except TopRefused as error:
+        except AnswerRefused as error:
             if error.status not in (429, 503):
                 raise
             notes.append(f"no ledger: {error}")
-        rates = self._rates
+        rates = self.rates
         return TopSnapshot(
             self.url,
             time.time(),
@@ -116,17 +105,8 @@ class WatchedFleet:
             tuple(notes),
         )
 
-    def _get(self, path: str) -> Any:
-        answer = self._http.get(path)
-        if answer.status_code == 200 or (path == "/health" and answer.status_code == 503):
-            return json_of(answer)
-        raise TopRefused(answer.status_code, sse.error_text(answer))
-
-
-def _told(url: str, error: Exception) -> str:
-    if isinstance(error, TopRefused | Unreadable):
-        return str(error)
-    return f"{url}: {error or type(error).__name__}"
+    def _get(self, path: str, *good: int) -> Any:
+        return get(self.http, f"{self.url}{path}", *good)
 
 
 def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
@@ -149,4 +129,4 @@ def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
                 snapshot, trouble, since = fleet.look(), "", ""
             except TROUBLES as error:
                 since = since or time.strftime("%H:%M:%S")
-                trouble = f"since {since}: {_told(fleet.url, error)}; trying again"
+                trouble = f"since {since}: {told(fleet.url, error)}; trying again"

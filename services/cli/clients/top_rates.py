@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 HIT_WINDOW_S = 60.0
 TOKENS_WINDOW_S = 5.0
 COUNTERS = ("prompt_tokens_total", "hit_tokens_total", "generated_tokens_total")
 
-Counts = tuple[int, int, int]  # as COUNTERS
+Counts = list[int]  # as COUNTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,55 +27,41 @@ class Step:
     grown: Mapping[str, Counts]
 
 
+@dataclass(eq=False, slots=True)
 class FleetRates:
     """Of the last minute. Fed with what /workers says."""
 
-    def __init__(self) -> None:
-        self._before: dict[tuple[str, str], Counts] = {}
-        self._at_s: float | None = None
-        self._steps: deque[Step] = deque()
+    before: dict[tuple[str, str], Counts] = field(default_factory=dict)
+    at_s: float | None = None
+    steps: deque[Step] = field(default_factory=deque)
 
     def add(self, workers: Mapping[str, Mapping[str, Any]], at_s: float) -> None:
-        now = {(worker, one["epoch"]): _counts(one["load"]) for worker, one in workers.items()}
-        if self._at_s is not None and at_s > self._at_s:
-            grown = {key[0]: _growth(self._before[key], counts) for key, counts in now.items() if key in self._before}
-            self._steps.append(Step(at_s, at_s - self._at_s, grown))
-        self._before, self._at_s = now, at_s
-        while self._steps and self._steps[0].at_s <= at_s - HIT_WINDOW_S:
-            self._steps.popleft()
+        now = {(worker, one["epoch"]): [int(one["load"][name]) for name in COUNTERS] for worker, one in workers.items()}
+        if self.at_s is not None and at_s > self.at_s:
+            grown = {}
+            for life in now.keys() & self.before.keys():
+                pairs = zip(self.before[life], now[life], strict=True)
+                grown[life[0]] = [max(new - old, 0) for old, new in pairs]
+            self.steps.append(Step(at_s, at_s - self.at_s, grown))
+        self.before, self.at_s = now, at_s
+        while self.steps and self.steps[0].at_s <= at_s - HIT_WINDOW_S:
+            self.steps.popleft()
 
     def hit_rate(self, worker: str | None = None) -> float | None:
         """The share of prompt tokens that were found in a cache; None: there were none, or no two samples yet."""
-        prompt, hit, _ = self._grown(HIT_WINDOW_S, worker)
+        prompt, hit, _ = self._grown(self._within(HIT_WINDOW_S), worker)
         return min(hit / prompt, 1.0) if prompt else None
 
     def tokens_per_s(self, worker: str | None = None) -> float | None:
         """Generated ones, of the last seconds; None: no two samples yet."""
-        seconds = sum(step.seconds for step in self._within(TOKENS_WINDOW_S))
-        return self._grown(TOKENS_WINDOW_S, worker)[2] / seconds if seconds else None
+        steps = self._within(TOKENS_WINDOW_S)
+        seconds = sum(step.seconds for step in steps)
+        return self._grown(steps, worker)[2] / seconds if seconds else None
 
     def _within(self, window_s: float) -> list[Step]:
         """The last one always: samples may be further apart than the window is long."""
-        if not self._steps:
-            return []
-        last = self._steps[-1]
-        return [step for step in self._steps if step is last or step.at_s > last.at_s - window_s]
+        return [step for step in self.steps if step is self.steps[-1] or step.at_s > self.steps[-1].at_s - window_s]
 
-    def _grown(self, window_s: float, worker: str | None) -> Counts:
-        rows = [
-            counts
-            for step in self._within(window_s)
-            for name, counts in step.grown.items()
-            if worker is None or name == worker
-        ]
-        return sum(row[0] for row in rows), sum(row[1] for row in rows), sum(row[2] for row in rows)
-
-
-def _counts(load: Mapping[str, Any]) -> Counts:
-    prompt, hit, generated = (int(load[name]) for name in COUNTERS)
-    return prompt, hit, generated
-
-
-def _growth(before: Counts, now: Counts) -> Counts:
-    prompt, hit, generated = (max(new - old, 0) for old, new in zip(before, now, strict=True))
-    return prompt, hit, generated
+    def _grown(self, steps: list[Step], worker: str | None) -> Counts:
+        rows = [row for step in steps for name, row in step.grown.items() if worker in (None, name)]
+        return [sum(column) for column in zip(*rows, strict=True)] or [0] * len(COUNTERS)

@@ -123,61 +123,62 @@ def _name(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def _table(plain: bool) -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 1), header_style="" if plain else "dim")
+Row = Mapping[str, str | Text]
 
 
-def _columns(table: Table, names: Iterable[str], left: Iterable[str]) -> None:
-    left = set(left)
+def _table(widths: Mapping[str, int], left: Iterable[str], rows: Iterable[Row], width: int, *, plain: bool) -> Table:
+    """Of the columns for which the terminal is wide enough."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="" if plain else "dim")
+    names = [name for name, at_least in widths.items() if width >= at_least]
     for name in names:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(row.get(name, NONE) for name in names))
+    return table
 
 
 def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> Table:
-    table = _table(plain)
-    all_columns = {
+    widths = {
         "worker": 0, "state": 0, "model": MEDIUM, "host": MEDIUM, "running": 0, "queued": SMALL, "blocks used": NARROW,
         "cached": NARROW, "hit rate": 0, "tokens/s": 0, "oldest wait": NARROW,
     }  # fmt: skip
-    names = [name for name, at_least in all_columns.items() if width >= at_least]
-    _columns(table, names, ("worker", "state", "model", "host"))
     assert snapshot.workers is not None
+    rows: list[Row] = []
     for worker, one in list(snapshot.workers.items())[:shown]:
         load, state = one["load"], one["state"]
         hits, tokens = snapshot.by_worker.get(worker, (None, None))
-        alive = state != "dead"
-        cells: dict[str, str | Text] = {
+        row: dict[str, str | Text] = {
             "worker": _name(worker),
             "state": _name(state, "" if plain else STATE_STYLES.get(state, "")),
             "model": _name(one["model"]),
             "host": _name(one["host"]),
-            "running": f"{load['running']:,}" if alive else NONE,
-            "queued": f"{load['waiting']:,}" if alive else NONE,
-            "blocks used": f"{load['blocks_used']:,} of {load['blocks_total']:,}" if alive else NONE,
-            "cached": f"{load['blocks_cached']:,}" if alive else NONE,
-            "hit rate": share(hits) if alive else NONE,
-            "tokens/s": rate(tokens) if alive else NONE,
-            "oldest wait": milliseconds(load["oldest_wait_s"] * 1000 or None) if alive else NONE,
         }
-        table.add_row(*(cells[name] for name in names))
-    return table
+        if state != "dead":
+            row |= {
+                "running": f"{load['running']:,}",
+                "queued": f"{load['waiting']:,}",
+                "blocks used": f"{load['blocks_used']:,} of {load['blocks_total']:,}",
+                "cached": f"{load['blocks_cached']:,}",
+                "hit rate": share(hits),
+                "tokens/s": rate(tokens),
+                "oldest wait": milliseconds(load["oldest_wait_s"] * 1000 or None),
+            }
+        rows.append(row)
+    return _table(widths, ("worker", "state", "model", "host"), rows, width, plain=plain)
 
 
 def _tiers(snapshot: TopSnapshot, width: int, *, plain: bool) -> Table | None:
     if snapshot.stats is None:
         return None
-    load = snapshot.stats["load"]
-    below: Mapping[str, Mapping[str, Any]] = load["tiers"]
-    table = _table(plain)
-    all_columns = {
+    widths = {
         "tier": 0, "blocks": 0, "held": SMALL, "hit tokens": 0, "restored": MEDIUM, "offloaded": MEDIUM,
         "evicted": NARROW, "failures": NARROW,
     }  # fmt: skip
-    names = [name for name, at_least in all_columns.items() if width >= at_least]
-    _columns(table, names, ("tier", "failures"))
+    load = snapshot.stats["load"]
+    below: Mapping[str, Mapping[str, Any]] = load["tiers"]
     used = load["blocks_used"] + load["blocks_cached"]
     hits = load["hit_tokens_total"] - sum(tier["hit_tokens_total"] for tier in below.values())
-    rows: list[dict[str, str | Text]] = [
+    rows: list[Row] = [
         {
             "tier": "device",
             "blocks": f"{used:,} of {load['blocks_total']:,}",
@@ -201,37 +202,35 @@ def _tiers(snapshot: TopSnapshot, width: int, *, plain: bool) -> Table | None:
                 "failures": _name(failures or "none"),
             }
         )
-    for row in rows:
-        table.add_row(*(row.get(column, NONE) for column in names))
-    return table
+    return _table(widths, ("tier", "failures"), rows, width, plain=plain)
 
 
 def _ledger(placements: list[Mapping[str, Any]], width: int, *, plain: bool) -> Table:
-    table = _table(plain)
-    all_columns = {
+    widths = {
         "time": 0, "request": MEDIUM, "tenant": NARROW, "model": MEDIUM, "worker": 0, "policy": NARROW, "prompt": SMALL,
         "expected": NARROW, "actual": 0, "TTFT": 0, "end": 0,
     }  # fmt: skip
-    names = [name for name, at_least in all_columns.items() if width >= at_least]
-    _columns(table, names, ("time", "request", "tenant", "model", "worker", "policy", "end"))
+    rows: list[Row] = []
     for one in placements:
         actual = one["actual"]
         found = actual["cached_tokens"]
-        cells: dict[str, str | Text] = {
-            "time": datetime.fromtimestamp(one["decided_unix_ms"] / 1000).strftime("%H:%M:%S"),
-            "request": _name(one["request_id"]),
-            "tenant": _name(one["tenant"]),
-            "model": _name(one["model"]),
-            "worker": _name(one["worker_id"]),
-            "policy": _name(one["policy"]),
-            "prompt": f"{one['prompt_tokens']:,}",
-            "expected": f"{sum(one['expected_hit_tokens'].values()):,}",
-            "actual": NONE if found is None else f"{sum(found.values()):,}",
-            "TTFT": milliseconds(actual["ttft_ms"]),
-            "end": _name(ending(actual)),
-        }
-        table.add_row(*(cells[name] for name in names))
-    return table
+        rows.append(
+            {
+                "time": datetime.fromtimestamp(one["decided_unix_ms"] / 1000).strftime("%H:%M:%S"),
+                "request": _name(one["request_id"]),
+                "tenant": _name(one["tenant"]),
+                "model": _name(one["model"]),
+                "worker": _name(one["worker_id"]),
+                "policy": _name(one["policy"]),
+                "prompt": f"{one['prompt_tokens']:,}",
+                "expected": f"{sum(one['expected_hit_tokens'].values()):,}",
+                "actual": NONE if found is None else f"{sum(found.values()):,}",
+                "TTFT": milliseconds(actual["ttft_ms"]),
+                "end": _name(ending(actual)),
+            }
+        )
+    left = ("time", "request", "tenant", "model", "worker", "policy", "end")
+    return _table(widths, left, rows, width, plain=plain)
 
 
 # ---------------------------------------------------------------------------------------------- text

@@ -16,14 +16,16 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import typer
 
 from kvfleet.cli.console import err
 from kvfleet.cli.embedded.processes import Child
 from kvfleet.cli.operator.drain import costs, tell
+from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
@@ -31,7 +33,7 @@ from kvproto.errors import CodecError, KvfleetError
 from kvproto.ids import new_process_id
 from kvproto.messages import PlacementStats, Role
 from kvproto.nats_message import Message, is_no_responders
-from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
+from kvproto.subjects import Subjects
 
 POLL_S = 1.0
 ANSWERS_S = 0.3  # for all replicas to answer
@@ -96,47 +98,44 @@ class KnownWorkers:
     draining: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class LocalAutoscaler:
-    """`start`, `tend` again and again on the thread that owns the processes, `stop`, `join`. `spawn(model)` starts a
-    worker."""
+    """`start`, `maintain` again and again on the thread that owns the processes, `stop`, `join`. `spawn(model)` starts
+    a worker."""
 
-    def __init__(
-        self,
-        url: str,
-        login: Mapping[str, str],
-        namespace: str,
-        models: Sequence[str],
-        spawn: Callable[[str], Child],
-    ) -> None:
-        self._url, self._login, self._namespace = url, login, namespace
-        self._models = models
-        self._spawn = spawn
-        self._lock = threading.Lock()
-        self._workers: dict[str, KnownWorkers] = {}
-        self._wanted: queue.SimpleQueue[str] = queue.SimpleQueue()  # models of workers to start
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
-        self._paused_until = 0.0
-        self._asked = dict.fromkeys(models, 0)  # to be started, and not there yet
+    login: Login
+    namespace: str
+    models: Sequence[str]
+    spawn: Callable[[str], Child]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    workers: dict[str, KnownWorkers] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)  # by model, to be started, and not there yet
+    wanted: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)  # models of workers to start
+    stopping: threading.Event = field(default_factory=threading.Event)
+    paused_until: float = 0.0
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
 
     def start(self, workers: Iterable[tuple[Child, str]]) -> None:
         """With these already there, and their models."""
-        self._workers = {child.name: KnownWorkers(model) for child, model in workers}
-        self._thread.start()
+        self.workers = {child.name: KnownWorkers(model) for child, model in workers}
+        self.thread.start()
 
     def stop(self) -> None:
         """Returns at once: what is asked for just now may still be waited for."""
-        self._stopping.set()
+        self.stopping.set()
 
     def join(self) -> None:
         """Wait a moment for the thread. It ends with the process in any case."""
-        if self._thread.is_alive():
-            self._thread.join(JOIN_S)
+        if self.thread.is_alive():
+            self.thread.join(JOIN_S)
 
     def drains(self, worker: Child) -> bool:
         """Whether it was told to."""
-        with self._lock:
-            known = self._workers.get(worker.name)
+        with self.lock:
+            known = self.workers.get(worker.name)
             return known is not None and known.draining
 
     def maintain(self, workers: list[Child]) -> None:
@@ -144,24 +143,24 @@ class LocalAutoscaler:
         for gone in [child for child in workers if child.given_up]:
             workers.remove(gone)
             if gone.process.returncode and not self.drains(gone):
-                self._paused_until = time.monotonic() + PAUSE_S
-            with self._lock:
-                self._workers.pop(gone.name, None)
-        while not self._wanted.empty():
-            model = self._wanted.get()
+                self.paused_until = time.monotonic() + PAUSE_S
+            with self.lock:
+                self.workers.pop(gone.name, None)
+        while not self.wanted.empty():
+            model = self.wanted.get()
             try:
-                child = self._spawn(model)
+                child = self.spawn(model)
             except OSError as error:  # the machine has no room: the workers that are there go on
-                err.print(f"kvfleet: no worker of {model} was started: {error}", markup=False)
-                self._paused_until = time.monotonic() + PAUSE_S
-                with self._lock:
-                    self._asked[model] -= 1
+                err.print(f"kvfleet: no worker of {model} was started: {error}")
+                self.paused_until = time.monotonic() + PAUSE_S
+                with self.lock:
+                    self.asked[model] -= 1
                 continue
-            err.print(f"kvfleet: starting {child.name} of {model}", markup=False)
+            err.print(f"kvfleet: starting {child.name} of {model}")
             workers.append(child)
-            with self._lock:
-                self._workers[child.name] = KnownWorkers(model)
-                self._asked[model] -= 1
+            with self.lock:
+                self.workers[child.name] = KnownWorkers(model)
+                self.asked[model] -= 1
 
     # ------------------------------------------------------------------ the asking thread
 
@@ -169,49 +168,43 @@ class LocalAutoscaler:
         try:
             asyncio.run(self._watch())
         except KvfleetError as error:
-            err.print(f"kvfleet: no autoscaling any more: {error}", markup=False)
+            err.print(f"kvfleet: no autoscaling any more: {error}")
 
     async def _watch(self) -> None:
-        connection = await Connection.open(
-            [part.strip() for part in self._url.split(",")],
-            name="kvfleet-autoscaler",
-            inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
-            user=self._login.get("KVFLEET_NATS_USER"),
-            password=self._login.get("KVFLEET_NATS_PASSWORD"),
-        )
-        subjects = Subjects(self._namespace)
+        connection = await self.login.open("kvfleet-autoscaler")
+        subjects = Subjects(self.namespace)
         try:
-            while not await asyncio.to_thread(self._stopping.wait, POLL_S):
+            while not await asyncio.to_thread(self.stopping.wait, POLL_S):
                 try:
                     await self._look(connection, subjects)
                 except (KvfleetError, TimeoutError) as error:  # an outage: the fleet stays as it is
-                    if self._stopping.is_set():
+                    if self.stopping.is_set():
                         return
-                    err.print(f"kvfleet: not scaled: {error or 'no answer'}", markup=False)
+                    err.print(f"kvfleet: not scaled: {error or 'no answer'}")
         finally:
             await connection.close()
 
     async def _look(self, connection: Connection, subjects: Subjects) -> None:
         answers = await ask_all(connection, subjects, ANSWERS_S)
         wanted = merged(answers)
-        for model in self._models:
+        for model in self.models:
             if model not in wanted:
                 continue
-            with self._lock:
-                known = [(name, one) for name, one in self._workers.items() if one.model == model]
-                asked = self._asked[model]
+            with self.lock:
+                known = [(name, one) for name, one in self.workers.items() if one.model == model]
+                asked = self.asked[model]
             draining = sum(one.draining for _, one in known)
             step = steps(wanted[model], len(known) - draining + asked, draining)
-            if step > 0 and time.monotonic() >= self._paused_until:
+            if step > 0 and time.monotonic() >= self.paused_until:
                 self._start(model, step)
             elif step < 0 and await registered(connection, subjects) <= {one.placement for one in answers}:
                 await self._drain(connection, subjects, model, {name for name, one in known if not one.draining})
 
     def _start(self, model: str, count: int) -> None:
-        with self._lock:
-            self._asked[model] += count
+        with self.lock:
+            self.asked[model] += count
         for _ in range(count):
-            self._wanted.put(model)
+            self.wanted.put(model)
 
     async def _drain(self, connection: Connection, subjects: Subjects, model: str, own: set[str]) -> None:
         """The cheapest of ours. Raises KvfleetError."""
@@ -227,13 +220,12 @@ class LocalAutoscaler:
         err.print(
             f"kvfleet: draining {cheapest.worker} of {model}: {cheapest.seconds:.2f} s to compute again, "
             f"{cheapest.requests} requests",
-            markup=False,
         )
 
     def _mark(self, worker: str, *, draining: bool) -> None:
-        with self._lock:
-            if worker in self._workers:
-                self._workers[worker].draining = draining
+        with self.lock:
+            if worker in self.workers:
+                self.workers[worker].draining = draining
 
 
 async def registered(connection: Connection, subjects: Subjects) -> set[str]:

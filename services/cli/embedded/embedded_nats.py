@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfleet.cli.embedded.processes import Child, StartFailed, spawn
+from kvfleet.cli.operator.operator_login import Login
 
 DEFAULT_PORT = 4222
 
@@ -24,9 +25,12 @@ DEFAULT_PORT = 4222
 @dataclass(frozen=True, slots=True)
 class EmbeddedNats:
     child: Child
-    url: str
-    credentials: dict[str, str]  # of the fleet's processes, as KVFLEET_* variables
-    system: dict[str, str]  # of placement's second connection
+    login: Login  # of the fleet's processes
+    system: dict[str, str]  # of placement's second connection, as KVFLEET_* variables
+
+    @property
+    def url(self) -> str:
+        return self.login.url
 
 
 def binary() -> Path:
@@ -95,12 +99,8 @@ no_auth_user: local
             except (ValueError, KeyError, IndexError):
                 continue  # still being written
             config.write_text(text(int(url.rsplit(":", 1)[1])))  # started again, it must be found where it was
-            return EmbeddedNats(
-                child,
-                url,
-                {"KVFLEET_NATS_USER": "fleet", "KVFLEET_NATS_PASSWORD": own},
-                {"KVFLEET_SYSTEM_USER": "sys", "KVFLEET_SYSTEM_PASSWORD": system},
-            )
+            variables = {"KVFLEET_SYSTEM_USER": "sys", "KVFLEET_SYSTEM_PASSWORD": system}
+            return EmbeddedNats(child, Login(url, "fleet", own), variables)
         time.sleep(0.02)
     child.kill()
     raise StartFailed("nats-server", "did not listen within 15 s")

@@ -53,14 +53,14 @@ class EmbeddedFleet:
                 if child in self.workers and (code == 0 or told):  # it ends with 0 when it was drained
                     child.given_up = True
                     how = f"ended with code {code} while it drained" if code else "was drained"
-                    err.print(f"kvfleet: {child.name} {how}", markup=False)
+                    err.print(f"kvfleet: {child.name} {how}")
                     forget(child)
                 elif child.start_again(time.monotonic()):
-                    err.print(f"kvfleet: {child.name} ended with code {code}; starting it again", markup=False)
+                    err.print(f"kvfleet: {child.name} ended with code {code}; starting it again")
                 elif child in self.nats or child in self.ingresses:
                     raise FleetEnded(f"{child.name} ended again and again, last with code {code}")
                 else:
-                    err.print(f"kvfleet: {child.name} ended again and again, given up", markup=False)
+                    err.print(f"kvfleet: {child.name} ended again and again, given up")
                     if autoscaler is not None and child in self.workers:
                         forget(child)
             if autoscaler is not None:

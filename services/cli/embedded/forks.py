@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 
@@ -47,16 +48,16 @@ def begin(flags: Sequence[str]) -> None:
         atexit.register(of_workers().close)
 
 
+@dataclass(eq=False, slots=True)
 class Forked:
     """One of them. Before it is forked it has no pid, and ends with the server."""
 
-    def __init__(self, forks: Forks) -> None:
-        self._forks = forks
-        self.pid = 0
-        self.returncode: int | None = None
+    forks: Forks
+    pid: int = 0
+    returncode: int | None = None
 
     def poll(self) -> int | None:
-        self._forks.hear()
+        self.forks.hear()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -74,9 +75,10 @@ class Forked:
         if self.pid:
             os.kill(self.pid, number)
         else:
-            self._forks.send_signal(number)
+            self.forks.send_signal(number)
 
 
+@dataclass(eq=False, slots=True)
 class Forks:
     """Owns a fork server and knows what became of each process of its. Used by one thread.
 
@@ -84,20 +86,20 @@ class Forks:
     own. A server that ended takes its processes with it; the next process is of a new one.
     """
 
-    def __init__(self, begin: Callable[[int], Process], env: Mapping[str, str] | None = None) -> None:
-        self._begin, self._env = begin, env or {}
-        self._server: Process | None = None
-        self._channel: socket.socket | None = None
-        self._unborn: list[Forked] = []
-        self._living: dict[int, Forked] = {}
+    begin: Callable[[int], Process]
+    env: Mapping[str, str] = field(default_factory=dict)
+    server: Process | None = None
+    channel: socket.socket | None = None
+    unborn: list[Forked] = field(default_factory=list)
+    living: dict[int, Forked] = field(default_factory=dict)
 
     def start(self, module: str, argv: Sequence[str], env: Mapping[str, str], fd: int | None = None) -> Forked:
         """Asked for at once; it begins when the server has imported what it is to share. It has the socket `fd` under
         the same number."""
         channel = self.prepare()
         forked = Forked(self)
-        self._unborn.append(forked)
-        variables = {**os.environ, **self._env, **env}
+        self.unborn.append(forked)
+        variables = {**os.environ, **self.env, **env}
         wanted = {"module": module, "argv": list(argv), "env": variables, "socket": fd}
         with contextlib.suppress(OSError):  # it just ended: the next look says so
             socket.send_fds(channel, [json.dumps(wanted).encode()], [] if fd is None else [fd])
@@ -106,18 +108,18 @@ class Forks:
     def prepare(self) -> socket.socket:
         """Have a server import what it is to share, before anything is asked of it."""
         self.hear()
-        if self._channel is None:
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if self.channel is None:
+            self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._server = self._begin(theirs.fileno())
-            self._channel.setblocking(False)
-        return self._channel
+                self.server = self.begin(theirs.fileno())
+            self.channel.setblocking(False)
+        return self.channel
 
     def hear(self) -> None:
         """Take what the server has said."""
-        while self._channel is not None:
+        while self.channel is not None:
             try:
-                said = self._channel.recv(LARGEST_MESSAGE)
+                said = self.channel.recv(LARGEST_MESSAGE)
             except BlockingIOError:
                 return
             except OSError:
@@ -127,28 +129,28 @@ class Forks:
                 return
             message = json.loads(said)
             if "pid" in message:
-                forked = self._unborn.pop(0)
+                forked = self.unborn.pop(0)
                 forked.pid = message["pid"]
-                self._living[forked.pid] = forked
+                self.living[forked.pid] = forked
             else:
-                self._living.pop(message["ended"]).returncode = message["code"]
+                self.living.pop(message["ended"]).returncode = message["code"]
 
     def send_signal(self, number: int) -> None:
         """To the server."""
-        if self._server is not None:
-            self._server.send_signal(number)
+        if self.server is not None:
+            self.server.send_signal(number)
 
     def close(self) -> None:
-        if self._channel is not None:
+        if self.channel is not None:
             self.send_signal(signal.SIGTERM)
             self._server_ended()
 
     def _server_ended(self) -> None:
-        assert self._server is not None
-        assert self._channel is not None
-        self._channel.close()
-        code = self._server.wait()
-        for forked in (*self._unborn, *self._living.values()):
+        assert self.server is not None
+        assert self.channel is not None
+        self.channel.close()
+        code = self.server.wait()
+        for forked in (*self.unborn, *self.living.values()):
             forked.returncode = code or -signal.SIGTERM
-        self._unborn, self._living = [], {}
-        self._server = self._channel = None
+        self.unborn, self.living = [], {}
+        self.server = self.channel = None

@@ -1,10 +1,19 @@
-"""Ports of this machine: listened at for a process, or tried before one is started that would fail over it."""
+"""Ports of this machine: listened at for a process, or tried before one is started that would fail over it; and the
+ports of the fleet's metrics."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 BACKLOG = 2048
+FOLDER = "targets"
+FILE = "kvfleet.json"
 
 
 class PortTaken(OSError):
@@ -45,3 +54,53 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _taken(host: str, port: int, error: OSError) -> PortTaken:
     return PortTaken(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+@dataclass(eq=False, slots=True)
+class MetricsTargets:
+    """Where Prometheus finds the fleet's processes: a port of its own for each, and a file that lists them in the form
+    of `file_sd_configs`.
+
+    `base`: the first of consecutive ports; 0: any free ones; None: nobody has one. `claim` checks a port, or chooses
+    one for 0; it raises PortTaken."""
+
+    base: int | None
+    claim: Callable[[int], int]
+    addresses: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+
+    def flags(self, service: str, member: str, host: str = "127.0.0.1", *, or_any: bool = False) -> list[str]:
+        """What the process is started with: the first port that is nobody's here. It keeps it when it is started again.
+        Raises PortTaken if a stranger has it; with `or_any` a free one is taken instead."""
+        if self.base is None:
+            return []
+        taken = {port for _, port in self.addresses.values()}
+        wanted = next(port for port in itertools.count(self.base) if port not in taken) if self.base else 0
+        try:
+            port = self.claim(wanted)
+        except PortTaken:
+            if not or_any:
+                raise
+            port = self.claim(0)
+        while port in taken:  # a free one, that nobody listens at yet
+            port = self.claim(0)
+        self.addresses[service, member] = host, port
+        return [f"--metrics-port={port}"]
+
+    def forget(self, service: str, member: str) -> None:
+        """Of a process that is gone and does not come back. Its port is free for another one."""
+        self.addresses.pop((service, member), None)
+
+    def write(self, state: Path) -> Path | None:
+        """Returns the file, if there is anything to list."""
+        if self.base is None:
+            return None
+        folder = state / FOLDER
+        folder.mkdir(exist_ok=True)
+        listed = [
+            {"targets": [f"{host}:{port}"], "labels": {"service": service, "member": member}}
+            for (service, member), (host, port) in self.addresses.items()
+        ]
+        fresh = folder / f".{FILE}"
+        fresh.write_text(json.dumps(listed, indent=2) + "\n")
+        os.replace(fresh, folder / FILE)  # who reads it meanwhile sees the old or the new one
+        return folder / FILE

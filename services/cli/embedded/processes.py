@@ -29,26 +29,23 @@ class FleetEnded(Exception):
     """The fleet cannot go on; says why."""
 
 
+@dataclass(slots=True)
 class StopRequest:
     """Whether the fleet is to stop, for a signal's handler to say.
 
     A threading.Event is not for that: its lock may be held by the code that the signal interrupts, for ever then.
     """
 
-    def __init__(self) -> None:
-        self._is_set = False
+    is_set: bool = False
 
     def set(self) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        return self._is_set
+        self.is_set = True
 
     def wait(self, seconds: float) -> bool:
         """After as long, or at once if it is set."""
-        if not self._is_set:
+        if not self.is_set:
             time.sleep(seconds)
-        return self._is_set
+        return self.is_set
 
 
 class Process(Protocol):

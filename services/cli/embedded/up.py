@@ -12,9 +12,8 @@ import shutil
 import signal
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -26,10 +25,10 @@ from kvfleet.cli.embedded import forks as forking
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.fleet_state import fleet_key, folders
-from kvfleet.cli.embedded.metrics_targets import MetricsTargets
-from kvfleet.cli.embedded.ports import PortTaken, claim, listen
+from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, child, spawn
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvproto.errors import KvfleetError
 from kvservice import launch
 
@@ -37,32 +36,16 @@ DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
 
 
-class LoadFormat(StrEnum):
-    auto = "auto"
-    dummy = "dummy"
-
-
-class DType(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Runner(StrEnum):
-    torch = "torch"
-    fake = "fake"
+DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def up(
     model: Annotated[list[str] | None, typer.Option(help="demo, a model folder or a hub id; may be repeated")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="name for clients, one per --model")] = None,
-    load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights from config.json")] = LoadFormat.auto,
+    load_format: Annotated[
+        Literal["auto", "dummy"], typer.Option(help="dummy: random weights from config.json")
+    ] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="workers of each model")] = 2,
     autoscale: Annotated[
         str | None, typer.Option(metavar="MIN:MAX", help="as many workers of each model as there is work for, instead")
@@ -79,9 +62,11 @@ def up(
     api_keys_file: Annotated[Path | None, typer.Option(help="who may use the HTTP endpoint (README)")] = None,
     policy: Annotated[str, typer.Option(help="placement policy")] = "cost",
     state_dir: Annotated[Path | None, typer.Option(help="keep NATS's files here; default: a temporary folder")] = None,
-    dtype: Annotated[DType, typer.Option()] = DType.auto,
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    runner: Annotated[Runner, typer.Option(help="fake: deterministic and without torch, for tests")] = Runner.torch,
+    dtype: Annotated[DType, typer.Option()] = "auto",
+    device: Annotated[Device, typer.Option()] = "auto",
+    runner: Annotated[
+        Literal["torch", "fake"], typer.Option(help="fake: deterministic and without torch, for tests")
+    ] = "torch",
     fake_tokens_per_s: Annotated[float, typer.Option(min=0, help="speed of the fake runner; 0: unlimited")] = 0.0,
     blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of each worker")] = None,
     namespace: Annotated[str, typer.Option(help="first token of every subject")] = "kvf",
@@ -116,10 +101,13 @@ def up(
         fleet = EmbeddedFleet(listener)
         autoscaler: LocalAutoscaler | None = None
         try:
-            url, login, system = _start_nats(fleet, state, nats_url, namespace, nats_user, nats_password)
+            login, system = _start_nats(fleet, state, nats_url, nats_user, nats_password)
+            for line in asyncio.run(create_buckets(login, namespace)):
+                err.print(line)
+            url = login.url
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
-            every = login | {"TMPDIR": str(own_folder)}  # of a process that was killed nothing stays behind
+            every = login.variables() | {"TMPDIR": str(own_folder)}  # of a process that was killed nothing stays behind
             key = every | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or fleet_key(state)}
             room = [f"--max-bytes={vault_max_bytes}"] if vault_max_bytes else [f"--vaults-on-host={vaults}"]
             for i in range(vaults):
@@ -133,8 +121,8 @@ def up(
             for i in range(placements):
                 own = [*deciding, *targets.flags("placement", f"p{i}")]
                 fleet.placements.append(_service("placement", f"p{i}", own, key | system))
-            flags = [f"--load-format={load_format.value}", f"--dtype={dtype.value}", f"--device={device.value}"]
-            flags += [f"--runner={runner.value}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
+            flags = [f"--load-format={load_format}", f"--dtype={dtype}", f"--device={device}"]
+            flags += [f"--runner={runner}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
             flags += [f"--blocks={blocks}"] if blocks else []
             total = (limits.minimum if limits else workers) * len(models)
             most = (limits.maximum if limits else workers) * len(models)
@@ -145,9 +133,7 @@ def up(
                 own = [f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                return _service(
-                    "worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner is Runner.torch
-                )
+                return _service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner == "torch")
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
             front = [*common, f"--host={host}", f"--port={port}", f"--listen-fd={listener.fileno()}"]
@@ -158,7 +144,7 @@ def up(
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if _wait_ready(fleet, base, total, placements, vaults, stopping):
                 if (listed := targets.write(state)) is not None:
-                    err.print(f"metrics: Prometheus finds every process by {listed}", markup=False)
+                    err.print(f"metrics: Prometheus finds every process by {listed}")
                 sys.stdout.write(f"ready {base}\n")
                 sys.stdout.flush()
                 _hint(base, url, names[0] if names else _name(models[0]), chats=_chats(models[0]))
@@ -167,7 +153,7 @@ def up(
                     try:
                         targets.write(state)
                     except OSError as error:  # the fleet goes on without
-                        err.print(f"kvfleet: what Prometheus reads was not written: {error}", markup=False)
+                        err.print(f"kvfleet: what Prometheus reads was not written: {error}")
 
                 def forget(worker: Child) -> None:
                     targets.forget("worker", worker.name)
@@ -179,7 +165,7 @@ def up(
                     return child
 
                 if limits is not None:
-                    autoscaler = LocalAutoscaler(url, login, namespace, served, grow)
+                    autoscaler = LocalAutoscaler(login, namespace, served, grow)
                     autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
                 fleet.watch(stopping, autoscaler, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
@@ -194,23 +180,14 @@ def _name(model: str) -> str:
 
 
 def _start_nats(
-    fleet: EmbeddedFleet, state: Path, nats_url: str | None, namespace: str, user: str | None, password: str | None
-) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Its URL, and the variables with which the fleet's processes, and placement's second connection, log in."""
-    login: dict[str, str] = {}
-    system: dict[str, str] = {}
-    if nats_url is None:
-        server = embedded_nats.start(state, state / "nats-server.log")
-        fleet.nats.append(server.child)
-        nats_url, login, system = server.url, server.credentials, server.system
-    elif user is not None:
-        login = {"KVFLEET_NATS_USER": user, "KVFLEET_NATS_PASSWORD": password or ""}
-    created = create_buckets(
-        nats_url, namespace, user=login.get("KVFLEET_NATS_USER"), password=login.get("KVFLEET_NATS_PASSWORD")
-    )
-    for line in asyncio.run(created):
-        err.print(line, markup=False)
-    return nats_url, login, system
+    fleet: EmbeddedFleet, state: Path, url: str | None, user: str | None, password: str | None
+) -> tuple[Login, dict[str, str]]:
+    """How the fleet's processes log in, and the variables with which placement's second connection does."""
+    if url is not None:
+        return Login(url, user, (password or "") if user is not None else None), {}
+    server = embedded_nats.start(state, state / "nats-server.log")
+    fleet.nats.append(server.child)
+    return server.login, server.system
 
 
 def _service(
@@ -242,7 +219,7 @@ def _wait_ready(
     end = time.monotonic() + START_TIMEOUT_S
     shown = ""
     with Status("starting", console=err) as status, httpx.Client(base_url=base, timeout=2.0, trust_env=False) as http:
-        while not stopping.is_set():
+        while not stopping.is_set:
             for child in fleet:
                 if not child.running:
                     raise StartFailed(child.name, f"it ended with code {child.process.returncode}; see its line above")
@@ -253,7 +230,7 @@ def _wait_ready(
             line = f"loading: {ready} of {workers} workers ready"
             status.update(line)
             if line != shown and not err.is_terminal:
-                err.print(line, markup=False)
+                err.print(line)
             shown = line
             others = health.get("placements", 0) >= placements and health.get("vaults", 0) >= vaults
             if ready >= workers and others and health.get("status") == "ok":
@@ -285,11 +262,11 @@ def _hint(base: str, nats_url: str, model: str, *, chats: bool) -> None:
     if chats:
         route, ask = "/v1/chat/completions", '"messages": [{"role": "user", "content": "Who goes there?"}]'
     body = f'{{"model": "{model}", "stream": true, {ask}}}'
-    err.print(f"\nTry:\n  curl -N {base}{route} -H 'Content-Type: application/json' \\", markup=False)
-    err.print(f"    -d '{body}'", markup=False)
+    err.print(f"\nTry:\n  curl -N {base}{route} -H 'Content-Type: application/json' \\")
+    err.print(f"    -d '{body}'")
     if chats:
-        err.print(f"  {_own_command()} chat --url {base}", markup=False)
-    err.print(f"NATS is at {nats_url}. Ctrl-C stops everything.\n", markup=False)
+        err.print(f"  {_own_command()} chat --url {base}")
+    err.print(f"NATS is at {nats_url}. Ctrl-C stops everything.\n")
 
 
 def _own_command() -> str:

@@ -14,10 +14,9 @@ import time
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from kvfleet.cli.console import err, fail, out
+from kvfleet.cli.console import err, fail, figures, out
 from kvfleet.cli.operator.operator_login import Ca, Cert, Key, Login, SeedFile
 from kvproto import codec
 from kvproto.connection import Connection
@@ -67,7 +66,7 @@ def drain(
         drained = asyncio.run(_drain(login, Subjects(namespace), worker, model or "", wait, dry_run=dry_run))
     except (KvfleetError, TimeoutError) as error:
         fail(str(error) or type(error).__name__)
-    out.print(drained, markup=False)
+    out.print(drained)
 
 
 def _signal(pid: int, wait_s: float) -> None:
@@ -90,13 +89,7 @@ def _signal(pid: int, wait_s: float) -> None:
 
 
 async def _drain(
-    login: Login,
-    subjects: Subjects,
-    worker: str | None,
-    model: str,
-    wait_s: float,
-    *,
-    dry_run: bool,
+    login: Login, subjects: Subjects, worker: str | None, model: str, wait_s: float, *, dry_run: bool
 ) -> str:
     """Returns who was drained, or would have been. Raises KvfleetError."""
     connection = await login.open("kvfleet-drain")
@@ -104,7 +97,7 @@ async def _drain(
         chosen = await _choose(connection, subjects, worker, model)
         if not dry_run:
             await tell(connection, subjects, chosen)
-            err.print(f"{chosen} is draining", markup=False)
+            err.print(f"{chosen} is draining")
             if wait_s:
                 await _gone(connection, subjects, chosen, wait_s)
         return chosen
@@ -119,23 +112,20 @@ async def _choose(connection: Connection, subjects: Subjects, worker: str | None
     except Unavailable as error:
         if worker is None:
             raise
-        err.print(f"what is lost with {worker} is not known: {error}", markup=False)
+        err.print(f"what is lost with {worker} is not known: {error}")
         return worker
-    chosen = worker if worker is not None else _cheapest(found, model)
+    if worker is None:
+        of = f" of {model}" if model else ""
+        if not found and model:
+            raise NotFound(f"no worker{of} is ready")
+        if not found:
+            raise NotFound("no model has two ready workers, and the last one of a model is drained by name only")
+        if len(found) == 1:
+            raise Unavailable(f"{found[0].worker} is the only ready worker{of}: name it to drain it all the same")
+    chosen = worker or found[0].worker
     if found:
         err.print(_table(found, chosen))
     return chosen
-
-
-def _cheapest(found: tuple[VictimCost, ...], model: str) -> str:
-    of = f" of {model}" if model else ""
-    if not found and model:
-        raise NotFound(f"no worker{of} is ready")
-    if not found:
-        raise NotFound("no model has two ready workers, and the last one of a model is drained by name only")
-    if len(found) == 1:
-        raise Unavailable(f"{found[0].worker} is the only ready worker{of}: name it to drain it all the same")
-    return found[0].worker
 
 
 async def costs(connection: Connection, subjects: Subjects, model: str) -> tuple[VictimCost, ...]:
@@ -183,10 +173,8 @@ async def _gone(connection: Connection, subjects: Subjects, worker: str, wait_s:
 
 def _table(found: tuple[VictimCost, ...], chosen: str) -> Table:
     """Cheapest first, the chosen one marked."""
-    table = Table(box=box.SIMPLE_HEAD if err.is_terminal else None, pad_edge=False)
-    table.add_column("  worker", no_wrap=True)
-    for column in ("s to compute again", "blocks nobody else has", "of them in demand", "requests"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lost = ("s to compute again", "blocks nobody else has", "of them in demand", "requests")
+    table = figures(err, "  worker", *lost)
     for one in found:
         is_chosen = one.worker == chosen
         table.add_row(

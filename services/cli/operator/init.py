@@ -17,22 +17,12 @@ from kvproto.subjects import Subjects
 PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
 
 
-async def create_buckets(
-    url: str,
-    namespace: str,
-    *,
-    replicas: int = 1,
-    user: str | None = None,
-    password: str | None = None,
-    rotate: bool = False,
-    login: Login | None = None,
-) -> list[str]:
+async def create_buckets(login: Login, namespace: str, *, replicas: int = 1, rotate: bool = False) -> list[str]:
     """Create what is missing, the data plane's first key included; `rotate`: a further key.
 
-    One line for each bucket whose configuration differs. `login`: instead of url, user and password. Raises
-    KvfleetError.
+    One line for each bucket whose configuration differs. Raises KvfleetError.
     """
-    connection = await (login or Login(url, user, password)).open("kvfleet-init")
+    connection = await login.open("kvfleet-init")
     try:
         subjects = Subjects(namespace)
         differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S)
@@ -60,18 +50,11 @@ def init(
     ] = False,
 ) -> None:
     """Create the fleet's buckets and data-plane key; says in one line what differs from an existing configuration."""
+    login = Login(nats_url, nats_user, nats_password, nats_nkey_seed_file, nats_ca, nats_cert, nats_key)
     try:
-        differences = asyncio.run(
-            create_buckets(
-                nats_url,
-                namespace,
-                replicas=replicas,
-                rotate=rotate_data_plane_key,
-                login=Login(nats_url, nats_user, nats_password, nats_nkey_seed_file, nats_ca, nats_cert, nats_key),
-            )
-        )
+        differences = asyncio.run(create_buckets(login, namespace, replicas=replicas, rotate=rotate_data_plane_key))
     except KvfleetError as error:
         fail(str(error))
     for line in differences:
-        err.print(line, markup=False)
-    err.print(f"buckets of namespace {namespace} are ready", markup=False)
+        err.print(line)
+    err.print(f"buckets of namespace {namespace} are ready")

@@ -48,6 +48,12 @@ class Login:
             tls=self._tls(seed),
         )
 
+    def variables(self) -> dict[str, str]:
+        """The same for a process of the fleet."""
+        if self.user is None:
+            return {}
+        return {"KVFLEET_NATS_USER": self.user, "KVFLEET_NATS_PASSWORD": self.password or ""}
+
     def _tls(self, seed: str | None) -> SSLContext | None:
         """And whether the seed is one. Raises KvfleetError."""
         ca, cert, key = (None if path is None else str(path) for path in (self.ca, self.cert, self.key))

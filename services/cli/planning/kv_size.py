@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
-from kvfleet.cli.console import fail, out
+from kvfleet.cli.console import fail, figures, out
 from kvfleet.cli.embedded.up import Device, DType
 from kvservice import launch
 from kvservice.byte_size import parse_bytes
@@ -41,8 +41,8 @@ def kv_size(
     model: Annotated[str, typer.Argument(help="demo, a model folder or a hub id; only its config.json is read")],
     block_size: Annotated[int, typer.Option(min=1, max=256, help="tokens in a block")] = 16,
     kv_dtype: Annotated[list[KvDType] | None, typer.Option(help="only this one; may be repeated")] = None,
-    dtype: Annotated[DType, typer.Option(help="what `auto` is")] = DType.auto,
-    device: Annotated[Device, typer.Option(help="whose free memory counts")] = Device.auto,
+    dtype: Annotated[DType, typer.Option(help="what `auto` is")] = "auto",
+    device: Annotated[Device, typer.Option(help="whose free memory counts")] = "auto",
     memory: Annotated[
         str | None, typer.Option(help="such as 8GiB; default: what a worker would take here", callback=known_size)
     ] = None,
@@ -51,48 +51,43 @@ def kv_size(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
 ) -> None:
     """How much memory keys and values take: per token, per sequence, and how many sequences fit."""
-    flags = [f"--block-size={block_size}", f"--dtype={dtype.value}", f"--device={device.value}"]
+    flags = [f"--block-size={block_size}", f"--dtype={dtype}", f"--device={device}"]
     flags += [f"--kv-memory-fraction={kv_memory_fraction}", f"--workers-on-host={workers_on_host}"]
     flags += [f"--kv-dtype={one.value}" for one in kv_dtype or []]
     flags += [] if memory is None else [f"--memory={memory}"]
+    said = report(model, flags)
+    if as_json:
+        typer.echo(said, nl=False)
+        return
+    found = json.loads(said)
+    window = f", window {found['window']:,}" if found["window"] else ""
+    line = f"{found['model']}: {found['formula']} a token ({found['auto']}), context {found['context_length']:,}"
+    out.print(line + window)
+    out.print(_table(found))
+
+
+def report(model: str, flags: Sequence[str]) -> str:
+    """What the worker's code says, as JSON; ends this process as that one ended."""
     command = launch.command("kvfleet.worker.model.kv_size_report", *flags, "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)
-    if as_json:
-        typer.echo(done.stdout, nl=False)
-        return
-    found = json.loads(done.stdout)
-    out.print(_headline(found), markup=False)
-    out.print(_table(found))
-
-
-def _headline(found: dict[str, Any]) -> str:
-    window = f", window {found['window']:,}" if found["window"] else ""
-    return (
-        f"{found['model']}: {found['formula']} a token ({found['auto']}), context {found['context_length']:,}{window}"
-    )
+    return done.stdout
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """Lines on a terminal, bare columns where the output is piped."""
-    table = Table(box=box.SIMPLE_HEAD if out.is_terminal else None)
     sizes = found["sizes"]
-    table.add_column("")
-    for size in sizes:
-        own = " (auto)" if size["kv_dtype"] == found["auto"] else ""
-        table.add_column(size["kv_dtype"] + own, justify="right", no_wrap=True)
+    kinds = [size["kv_dtype"] + (" (auto)" if size["kv_dtype"] == found["auto"] else "") for size in sizes]
+    table = figures(out, "", *kinds, pad_edge=True)
     table.add_row("a token", *(readable(size["bytes_per_token"]) for size in sizes))
     table.add_row(f"a block of {found['block_size']}", *(readable(size["bytes_per_block"]) for size in sizes))
-    rows = range(len(sizes[0]["sequences"]))
-    for at in rows:
-        each = [size["sequences"][at] for size in sizes]
+    sequences = list(zip(*(size["sequences"] for size in sizes), strict=True))
+    for each in sequences:
         table.add_row(f"a sequence of {each[0]['tokens']:,}", *(readable(one["bytes"]) for one in each))
     free = "" if found["free"] is None else f" ({found['memory'] / found['free']:.0%} of what is free)"
     table.add_row(f"in {readable(found['memory'])}{free}:", *("" for _ in sizes))
     table.add_row("blocks", *(f"{size['blocks']:,}" for size in sizes))
-    for at in rows:
-        each = [size["sequences"][at] for size in sizes]
+    for each in sequences:
         table.add_row(f"sequences of {each[0]['tokens']:,}", *(f"{one['fit']:,}" for one in each))
     return table
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,13 +16,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvfleet.cli.clients.generate import Key, headers, known_url
+from kvfleet.cli.clients.generate import Key, known_url
 from kvfleet.cli.console import err, fail, out, printable
-from kvfleet.cli.embedded.up import Device, DType
+from kvfleet.cli.embedded.up import DType
 from kvfleet.cli.planning import planning
-from kvfleet.cli.planning.kv_size import KvDType, known_size, readable
+from kvfleet.cli.planning.kv_size import KvDType, known_size, readable, report
 from kvfleet.cli.planning.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
-from kvservice import launch
 from kvservice.byte_size import parse_bytes
 
 
@@ -39,7 +38,7 @@ def plan(
         float | None,
         typer.Option(min=0, max=0.999, help="share of prompt tokens found in a cache; default: measured, or 0"),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="of the model")] = DType.auto,
+    dtype: Annotated[DType, typer.Option(help="of the model")] = "auto",
     kv_dtype: Annotated[KvDType, typer.Option(help="of keys and values")] = KvDType.auto,
     worker_memory: Annotated[
         str | None, typer.Option(help="of a worker for keys and values, such as 24GiB", callback=known_size)
@@ -79,18 +78,18 @@ def plan(
         load = f"--requests-per-second {requests_per_second:g} --ttft {ttft:g}"
         load += f" --input-tokens {input_tokens:g} --output-tokens {output_tokens:g}"
         _measure_first(why, how_to_measure(model, load, input_tokens, output_tokens, from_fleet))
-    sizes = _kv_size(model, dtype, kv_dtype, worker_memory or "1GiB")
-    token_bytes = sizes["sizes"][0]["bytes_per_token"]
-    kv_tokens = measured.kv_tokens
-    if worker_memory is not None:
-        kv_tokens = sizes["sizes"][0]["blocks"] * sizes["block_size"]
+    flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype}", "--device=cpu"]
+    reported = json.loads(report(model, [*flags, f"--memory={worker_memory or '1GiB'}"]))
+    size, context = reported["sizes"][0], reported["context_length"]
+    token_bytes = size["bytes_per_token"]
+    kv_tokens = measured.kv_tokens if worker_memory is None else size["blocks"] * reported["block_size"]
     hits = hit_rate if hit_rate is not None else measured.hit_rate or 0.0
-    demand = planning.Demand(requests_per_second, ttft, input_tokens, output_tokens, hits, input_cv, ttft_share)
+    demand = planning.Demand(requests_per_second, ttft, ttft_share, input_tokens, input_cv, output_tokens, hits)
     worker = planning.PlannedWorker(
         prefill, decode_s, decode_each_ms / 1e3, chunk_tokens, slots or measured.slots or 256, kv_tokens
     )
-    if input_tokens + output_tokens > sizes["context_length"]:
-        fail(f"{input_tokens + output_tokens:,.0f} tokens do not fit a context of {sizes['context_length']:,}")
+    if input_tokens + output_tokens > context:
+        fail(f"{input_tokens + output_tokens:,.0f} tokens do not fit a context of {context:,}")
     try:
         fleet, lacking = planning.plan(demand, worker, None if itl_ms is None else itl_ms / 1e3)
     except ValueError as error:
@@ -98,6 +97,9 @@ def plan(
         fail(f"{error}, at {prefill:,.0f} prompt tokens/s and {decode_s * 1e3:,.1f} ms a decode step ({source})")
     vault_bytes = vault_minutes * 60 * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
     vaults = math.ceil(vault_bytes / parse_bytes(vault_memory)) if vault_bytes else 0
+    cost = None
+    if price_per_worker_hour is not None:
+        cost = fleet.workers * price_per_worker_hour + vaults * price_per_vault_hour
     found = {
         "model": model,
         "workers": fleet.workers,
@@ -108,24 +110,18 @@ def plan(
         "itl_s": fleet.itl_s,
         "sequences_per_worker": fleet.sequences,
         "most_sequences_per_worker": fleet.most_sequences,
-        "kv_dtype": sizes["sizes"][0]["kv_dtype"],
+        "kv_dtype": size["kv_dtype"],
         "kv_bytes_per_token": token_bytes,
         "kv_bytes_per_worker": fleet.kv_tokens * token_bytes / planning.MOST_USED,
         "kv_bytes_given": None if kv_tokens is None else kv_tokens * token_bytes,
         "vault_bytes": vault_bytes,
         "vaults": vaults,
-        "cost_per_hour": _cost(fleet.workers, vaults, price_per_worker_hour, price_per_vault_hour),
-        "demand": {
-            "requests_per_s": requests_per_second, "ttft_s": ttft, "ttft_share": ttft_share,
-            "input_tokens": input_tokens, "input_cv": input_cv, "output_tokens": output_tokens, "hit_rate": hits,
-        },
-        "worker": {
-            "prefill_tokens_per_s": prefill, "decode_s": decode_s, "decode_each_s": decode_each_ms / 1e3,
-            "chunk_tokens": chunk_tokens, "slots": worker.slots, "kv_tokens": kv_tokens,
-        },
+        "cost_per_hour": cost,
+        "demand": asdict(demand),
+        "worker": asdict(worker),
         "rates_from": measured.source or "given",
         "autoscale": {"max_replicas": fleet.workers + max(1, fleet.workers // 4), "target_ttft_s": ttft},
-    }  # fmt: skip
+    }
     if as_json:
         typer.echo(json.dumps(found, allow_nan=False))
         return
@@ -133,10 +129,10 @@ def plan(
 
 
 def _measure_first(why: str, how: list[str]) -> NoReturn:
-    err.print(f"kvfleet: {printable(why)}: measure it:", markup=False)
+    err.print(f"kvfleet: {printable(why)}: measure it:")
     for line in how:
-        err.print(f"  {line}", markup=False)
-    err.print("or say --prefill-tokens-per-s and --decode-ms", markup=False)
+        err.print(f"  {line}")
+    err.print("or say --prefill-tokens-per-s and --decode-ms")
     raise typer.Exit(1)
 
 
@@ -145,21 +141,7 @@ def _measured(path: Path | None, url: str | None, model: str | None, api_key: st
         raise NoRates("--rates and --from-fleet: one of them")
     if path is not None:
         return of_file(path, model)
-    return of_fleet(url, model, headers(api_key)) if url is not None else Measured()
-
-
-def _kv_size(model: str, dtype: DType, kv_dtype: KvDType, memory: str) -> dict[str, Any]:
-    flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype.value}", f"--device={Device.cpu.value}"]
-    command = launch.command("kvfleet.worker.model.kv_size_report", *flags, f"--memory={memory}", "--", model)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise typer.Exit(done.returncode)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def _cost(workers: int, vaults: int, worker: float | None, vault: float) -> float | None:
-    return None if worker is None else workers * worker + vaults * vault
+    return of_fleet(url, model, api_key) if url is not None else Measured()
 
 
 def _show(found: dict[str, Any], vault_minutes: float) -> None:
@@ -170,17 +152,14 @@ def _show(found: dict[str, Any], vault_minutes: float) -> None:
     lacks = f" (one fewer: not enough {found['one_fewer_lacks']})" if found["one_fewer_lacks"] else ""
     table.add_row("workers", f"{found['workers']:,}{lacks}")
     table.add_row("busy with prompts", f"{found['utilisation']:.0%} of the time")
-    table.add_row(
-        "first token", f"{found['ttft_share']:.1%} within {demand['ttft_s']:g} s; "
-        f"{demand['ttft_share']:.0%} within {found['ttft_s']:.2f} s"
-    )  # fmt: skip
+    within = f"{found['ttft_share']:.1%} within {demand['ttft_s']:g} s"
+    table.add_row("first token", f"{within}; {demand['ttft_share']:.0%} within {found['ttft_s']:.2f} s")
     table.add_row("between tokens", f"{found['itl_s'] * 1e3:.1f} ms")
     sequences = f"{found['sequences_per_worker']:.1f}, {found['most_sequences_per_worker']:.0f} at times"
     table.add_row("sequences of a worker", sequences)
     given = "" if found["kv_bytes_given"] is None else f" of {readable(int(found['kv_bytes_given']))}"
-    table.add_row(
-        "KV memory of a worker", f"{readable(int(found['kv_bytes_per_worker']))}{given} ({found['kv_dtype']})"
-    )
+    needed = readable(int(found["kv_bytes_per_worker"]))
+    table.add_row("KV memory of a worker", f"{needed}{given} ({found['kv_dtype']})")
     one = "vault" if found["vaults"] == 1 else "vaults"
     vaults = f"{readable(int(found['vault_bytes']))}: {found['vaults']:,} {one}" if found["vaults"] else "none"
     table.add_row(f"vault, for {vault_minutes:g} min", vaults)
@@ -193,5 +172,4 @@ def _show(found: dict[str, Any], vault_minutes: float) -> None:
         f"{demand['hit_rate']:.0%} cached), {demand['output_tokens']:,.0f} out, workers that feed "
         f"{worker['prefill_tokens_per_s']:,.0f} tokens/s and take {worker['decode_s'] * 1e3:.1f} ms a step "
         f"({found['rates_from']}). What it leaves out: docs/capacity.md",
-        markup=False,
     )

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from kvfleet.cli.clients import sse
-from kvfleet.cli.clients.answers import Unreadable, json_of, shaped_as_an_ingress_says
+from kvfleet.cli.clients.answers import TROUBLES, AnswerRefused, client, get, shaped_as_an_ingress_says, told
 
 
 class NoRates(Exception):
@@ -44,20 +41,15 @@ class Measured:
     source: str = ""
 
 
-def of_fleet(url: str, model: str | None, headers: Mapping[str, str]) -> Measured:
+def of_fleet(url: str, model: str | None, api_key: str | None) -> Measured:
     """GET /workers of a running fleet. Raises NoRates."""
     try:
-        with httpx.Client(timeout=10.0, trust_env=False, headers=dict(headers)) as http:
-            answer = http.get(f"{url}/workers")
-    except httpx.HTTPError as error:
-        raise NoRates(f"{url}: {error or type(error).__name__}") from None
-    if answer.status_code != 200:
-        raise NoRates(f"{url}: {sse.error_text(answer)}")
-    try:
-        with shaped_as_an_ingress_says(url):
-            return read(json_of(answer), f"{url}/workers", model)
-    except Unreadable as error:
-        raise NoRates(str(error)) from None
+        with shaped_as_an_ingress_says(url), client(api_key) as http:
+            return read(get(http, f"{url}/workers"), f"{url}/workers", model)
+    except AnswerRefused as error:
+        raise NoRates(f"{url}: {error}") from None
+    except TROUBLES as error:
+        raise NoRates(told(url, error)) from None
 
 
 def of_file(path: Path, model: str | None) -> Measured:
@@ -81,7 +73,8 @@ def of_file(path: Path, model: str | None) -> Measured:
 def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Measured:
     """Pure. Raises NoRates."""
     if "prefill_tokens_per_s" in said:
-        return _one(said, source)
+        step = _mean([said.get("decode_steps_per_s")])
+        return Measured(_mean([said["prefill_tokens_per_s"]]), 1 / step if step else None, source=source)
     workers = [one for one in said.values() if isinstance(one, dict) and isinstance(one.get("rates"), dict)]
     if not workers:
         raise NoRates(f"{source} has no rates of workers")
@@ -105,11 +98,6 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
         hit / prompt if prompt else None,
         f"{source}, {len(workers)} workers",
     )
-
-
-def _one(said: Mapping[str, Any], source: str) -> Measured:
-    steps = _mean([said.get("decode_steps_per_s")])
-    return Measured(_mean([said["prefill_tokens_per_s"]]), 1 / steps if steps else None, source=source)
 
 
 def _mean(values: Iterable[Any]) -> float | None:

@@ -29,15 +29,15 @@ MOST_USED = 0.9  # of the KV memory, by running sequences
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What comes. `input_cv`: standard deviation of prompt tokens over their mean. `hit_rate`: share of prompt tokens
-    that are found in a cache. `share` of the first tokens are to come within `ttft_s`."""
+    that are found in a cache. `ttft_share` of the first tokens are to come within `ttft_s`."""
 
     requests_per_s: float
     ttft_s: float
+    ttft_share: float = 0.95
     input_tokens: float = 1000.0
+    input_cv: float = 1.0
     output_tokens: float = 200.0
     hit_rate: float = 0.0
-    input_cv: float = 1.0
-    share: float = 0.95
 
     @property
     def fed_tokens(self) -> float:
@@ -72,7 +72,7 @@ class PlannedFleet:
 
     def fits(self, demand: Demand, worker: PlannedWorker, itl_s: float | None) -> str:
         """What it lacks; "": nothing."""
-        if self.ttft_share < demand.share:
+        if self.ttft_share < demand.ttft_share:
             return "time to first token"
         if self.most_sequences > worker.slots:
             return "slots"
@@ -94,7 +94,7 @@ def fleet_of(count: int, demand: Demand, worker: PlannedWorker) -> PlannedFleet:
     share = ttft_share(demand.ttft_s, demand.requests_per_s, count, service_s, demand.input_cv, sizes)
     most = running + DEVIATIONS * math.sqrt(running)
     held = most * (demand.input_tokens + demand.output_tokens / 2)
-    longest = quantile(demand.share, demand.requests_per_s, count, service_s, demand.input_cv, sizes)
+    longest = quantile(demand.ttft_share, demand.requests_per_s, count, service_s, demand.input_cv, sizes)
     return PlannedFleet(count, busy, share, longest, running, most, held, step_s)
 
 
@@ -176,11 +176,11 @@ def plan(demand: Demand, worker: PlannedWorker, itl_s: float | None = None) -> t
     alone = demand.fed_tokens / _feeds(0.0, worker)
     sizes = lognormal(alone, demand.input_cv)
     within = sum(size <= demand.ttft_s for size in sizes) / len(sizes)
-    if within < demand.share:
-        least_s = sizes[math.ceil(demand.share * len(sizes)) - 1]
+    if within < demand.ttft_share:
+        least_s = sizes[math.ceil(demand.ttft_share * len(sizes)) - 1]
         raise ValueError(
             f"on an idle worker {within:.1%} of prompts have a first token within {demand.ttft_s:g} s, "
-            f"{demand.share:.0%} are asked for: no number of workers makes one prompt quicker; that takes "
+            f"{demand.ttft_share:.0%} are asked for: no number of workers makes one prompt quicker; that takes "
             f"{least_s:,.3g} s"
         )
     if itl_s is not None and itl_s < worker.decode_s:

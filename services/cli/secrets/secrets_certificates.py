@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from inspect import signature
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -45,21 +46,10 @@ def new_authority(name: str, now: datetime) -> Authority:
     """A self-signed one for CA_DAYS, which may sign leafs and no further authorities."""
     key = new_key()
     subject = _name(name)
-    usage = x509.KeyUsage(
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=True,
-        encipher_only=False,
-        decipher_only=False,
-    )
     builder = (
         _builder(subject, subject, key, now, now + timedelta(days=CA_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
     )
     return Authority(builder.sign(key, hashes.SHA256()), key)
 
@@ -73,21 +63,10 @@ def issue(
     until = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
     if until <= now:
         raise InvalidRequest(f"the CA expired on {until:%Y-%m-%d}; --force makes a new one, and everything anew")
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
     builder = (
         _builder(_name(name), authority.certificate.subject, key, now, until, authority.key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage([_USAGES[usage] for usage in usages]), critical=False)
         .add_extension(x509.SubjectAlternativeName([general_name(host) for host in hosts]), critical=False)
     )
@@ -143,27 +122,32 @@ def key_pem(key: Key) -> bytes:
     )
 
 
-def read_certificate(pem: bytes) -> x509.Certificate:
-    """Raises InvalidRequest."""
+def read_certificate(pem: bytes, name: str | None = None) -> x509.Certificate:
+    """Raises InvalidRequest naming the file."""
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError:
-        raise InvalidRequest("holds no certificate (PEM)") from None
+        raise InvalidRequest("holds no certificate (PEM)", field=name) from None
 
 
-def read_key(pem: bytes) -> Key:
-    """Raises InvalidRequest."""
+def read_key(pem: bytes, name: str | None = None) -> Key:
+    """Raises InvalidRequest naming the file."""
     try:
         key = serialization.load_pem_private_key(pem, None)
     except (ValueError, TypeError):
-        raise InvalidRequest("holds no private key (PEM, without a password)") from None
+        raise InvalidRequest("holds no private key (PEM, without a password)", field=name) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise InvalidRequest("is no elliptic curve key")
+        raise InvalidRequest("is no elliptic curve key", field=name)
     return key
 
 
 def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(**permitted: bool) -> x509.KeyUsage:
+    """Permits what is named, of all that a key may be used for."""
+    return x509.KeyUsage(**(dict.fromkeys(signature(x509.KeyUsage).parameters, False) | permitted))
 
 
 def _builder(

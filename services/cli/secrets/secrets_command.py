@@ -41,7 +41,7 @@ def secrets(
     except KvfleetError as error:
         fail(str(error))
     for warning in report.warnings:
-        err.print(f"{warning}: --renew-certificates makes it anew", markup=False)
+        err.print(f"{warning}: --renew-certificates makes it anew")
     for name in report.written:
-        err.print(f"wrote {out / name}", markup=False)
-    err.print(f"{out}: {len(report.written)} files written, {len(report.kept)} kept", markup=False)
+        err.print(f"wrote {out / name}")
+    err.print(f"{out}: {len(report.written)} files written, {len(report.kept)} kept")

@@ -81,13 +81,13 @@ def variable(user: str) -> str:
     return "_".join(filter(None, ("KVF", role.upper(), tenant, "NKEY"))).replace("-", "_")
 
 
+@dataclass(eq=False, slots=True)
 class _Filling:
-    def __init__(self, folder: Path, wanted: WantedSecrets, now: datetime) -> None:
-        self._folder = folder
-        self._wanted = wanted
-        self._now = now
-        self._report = Report()
-        self._new: dict[str, bytes] = {}
+    folder: Path
+    wanted: WantedSecrets
+    now: datetime
+    report: Report = field(default_factory=Report)
+    new: dict[str, bytes] = field(default_factory=dict)
 
     def fill(self) -> Report:
         tenants = self._tenants()
@@ -98,38 +98,39 @@ class _Filling:
             self._leaf(name, hosts, ("client",) if name.startswith("producer-") else BOTH, authority)
         users = [*ROLES, *(f"producer-{tenant}" for tenant in tenants)]
         public = {user: self._nkey(user) for user in users}
-        self._random("fleet.key")
+        if self._read("fleet.key") is None:
+            self.new["fleet.key"] = secrets.token_urlsafe(32).encode() + b"\n"
+        else:
+            self._keep("fleet.key")
         self._api_key()
         self._nats_env(public)
         self._write()
-        return self._report
+        return self.report
 
     # ------------------------------------------------------------------ what there is
 
     def _read(self, name: str) -> bytes | None:
         """None: not there, or not to be kept."""
-        if self._wanted.force:
-            return None
-        return self._on_disk(name)
+        return None if self.wanted.force else self._on_disk(name)
 
     def _on_disk(self, name: str) -> bytes | None:
         try:
-            return (self._folder / name).read_bytes()
+            return (self.folder / name).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise Unavailable(f"cannot read {self._folder / name}: {error.strerror}") from None
+            raise Unavailable(f"cannot read {self.folder / name}: {error.strerror}") from None
 
     def _keep(self, *names: str) -> None:
-        self._report.kept += [name for name in names if (self._folder / name).exists()]
+        self.report.kept += [name for name in names if (self.folder / name).exists()]
 
     def _tenants(self) -> list[str]:
         """Those asked for, and those that are there already."""
-        for tenant in self._wanted.tenants:
+        for tenant in self.wanted.tenants:
             if not is_token(tenant):
                 raise InvalidRequest(f"must be 1 to 64 of A-Z a-z 0-9 _ -, got {tenant[:80]!r}", field="tenant")
-        there = {path.stem.removeprefix("producer-") for path in (self._folder / "nkeys").glob("producer-*")}
-        tenants = sorted({DEFAULT_TENANT, *self._wanted.tenants, *there})
+        there = {path.stem.removeprefix("producer-") for path in (self.folder / "nkeys").glob("producer-*")}
+        tenants = sorted({DEFAULT_TENANT, *self.wanted.tenants, *there})
         named: dict[str, str] = {}
         for tenant in tenants:
             other = named.setdefault(variable(f"producer-{tenant}"), tenant)
@@ -143,28 +144,28 @@ class _Filling:
         """Without its key it is a certificate only, with which nothing can be signed."""
         certificate, key = self._read("ca.crt"), self._read("ca.key")
         if certificate is None and key is None:
-            new = new_authority("kvfleet CA", self._now)
-            self._new |= {"ca.crt": certificate_pem(new.certificate), "ca.key": key_pem(new.key)}
+            new = new_authority("kvfleet CA", self.now)
+            self.new |= {"ca.crt": certificate_pem(new.certificate), "ca.key": key_pem(new.key)}
             return new
         if certificate is None:
             raise InvalidRequest("is there without ca.crt: put the certificate back, or move both away", field="ca.key")
         self._keep("ca.crt", "ca.key")
-        read = self._certificate("ca.crt", certificate)
+        read = read_certificate(certificate, "ca.crt")
         self._warn_of_end("ca.crt", read)
         if key is None:
             return read
-        own = self._key("ca.key", key)
+        own = read_key(key, "ca.key")
         if not is_of(read, own):
             raise InvalidRequest("is not the key of ca.crt", field="ca.key")
         return Authority(read, own)
 
     def _nats_hosts(self) -> tuple[str, ...]:
-        for host in self._wanted.hosts:
+        for host in self.wanted.hosts:
             general_name(host)
         pem = self._on_disk("nats.crt")
-        named = hosts_of(self._certificate("nats.crt", pem)) if pem is not None and not self._wanted.force else ()
-        asked = tuple(str(general_name(host).value) for host in self._wanted.hosts)
-        if asked and named and set(asked) != set(named) and not self._wanted.renew:
+        named = hosts_of(read_certificate(pem, "nats.crt")) if pem is not None and not self.wanted.force else ()
+        asked = tuple(str(general_name(host).value) for host in self.wanted.hosts)
+        if asked and named and set(asked) != set(named) and not self.wanted.renew:
             raise InvalidRequest(
                 f"nats.crt is there and names {', '.join(named)}: --renew-certificates makes it anew", field="host"
             )
@@ -176,9 +177,9 @@ class _Filling:
         crt, key = f"{name}.crt", f"{name}.key"
         pem, key_file = self._read(crt), self._read(key)
         trusted = authority.certificate if isinstance(authority, Authority) else authority
-        own = self._key(key, key_file) if key_file is not None else None
-        if pem is not None and not self._wanted.renew:
-            there = self._certificate(crt, pem)
+        own = read_key(key_file, key) if key_file is not None else None
+        if pem is not None and not self.wanted.renew:
+            there = read_certificate(pem, crt)
             if not is_signed_by(there, trusted):
                 raise InvalidRequest("is not signed by ca.crt: --renew-certificates makes it anew", field=crt)
             if own is not None and not is_of(there, own):
@@ -190,28 +191,16 @@ class _Filling:
             raise InvalidRequest(f"is not there: it is needed to sign {crt}", field="ca.key")
         if own is None:
             own = _new_server_key() if name == "nats" else new_key()
-            self._new[key] = key_pem(own)
+            self.new[key] = key_pem(own)
         else:
             self._keep(key)
-        self._new[crt] = certificate_pem(issue(authority, name, own, hosts, usages, self._now, self._wanted.days))
+        self.new[crt] = certificate_pem(issue(authority, name, own, hosts, usages, self.now, self.wanted.days))
 
     def _warn_of_end(self, name: str, certificate: x509.Certificate) -> None:
         end = certificate.not_valid_after_utc
-        if end - self._now < WARN_BEFORE:
-            what = "ended" if end <= self._now else "ends"
-            self._report.warnings.append(f"{name} {what} on {end:%Y-%m-%d}")
-
-    def _certificate(self, name: str, pem: bytes) -> x509.Certificate:
-        try:
-            return read_certificate(pem)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message, field=name) from None
-
-    def _key(self, name: str, pem: bytes) -> Key:
-        try:
-            return read_key(pem)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message, field=name) from None
+        if end - self.now < WARN_BEFORE:
+            what = "ended" if end <= self.now else "ends"
+            self.report.warnings.append(f"{name} {what} on {end:%Y-%m-%d}")
 
     # ------------------------------------------------------------------ the others
 
@@ -221,23 +210,17 @@ class _Filling:
         seed, public = self._read(seed_file), self._read(public_file)
         if seed is None and public is None:
             seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER) + b"\n"
-            self._new[seed_file] = seed
+            self.new[seed_file] = seed
         if seed is None:
             self._keep(public_file)
             return (public or b"").decode("ascii", "replace").strip()
         derived = public_nkey(seed, seed_file)
         if public is None:
-            self._new[public_file] = derived.encode() + b"\n"
+            self.new[public_file] = derived.encode() + b"\n"
         elif public.decode("ascii", "replace").strip() != derived:
             raise InvalidRequest(f"is not that of {seed_file}", field=public_file)
-        self._keep(*(name for name in (seed_file, public_file) if name not in self._new))
+        self._keep(*(name for name in (seed_file, public_file) if name not in self.new))
         return derived
-
-    def _random(self, name: str) -> None:
-        if self._read(name) is None:
-            self._new[name] = secrets.token_urlsafe(32).encode() + b"\n"
-        else:
-            self._keep(name)
 
     def _api_key(self) -> None:
         """Once there are keys the file is the operator's, whatever it holds."""
@@ -247,35 +230,35 @@ class _Filling:
         given = self._read("api-key.txt")
         key = given.decode().strip() if given is not None else f"sk-{secrets.token_urlsafe(32)}"
         if given is None:
-            self._new["api-key.txt"] = f"{key}\n".encode()
+            self.new["api-key.txt"] = f"{key}\n".encode()
         digest = hashlib.sha256(key.encode()).hexdigest()
-        self._new["api-keys.toml"] = (
+        self.new["api-keys.toml"] = (
             f'[[keys]]\nname = "admin"\nsha256 = "{digest}"\ntenant = "{DEFAULT_TENANT}"\nadmin = true\n'.encode()
         )
 
     def _nats_env(self, public: dict[str, str]) -> None:
         """Follows from the others, so it is written whenever it differs from them."""
-        pem = self._new.get("nats.crt") or self._on_disk("nats.crt") or b""
-        of = pin(self._certificate("nats.crt", pem))
+        pem = self.new.get("nats.crt") or self._on_disk("nats.crt") or b""
+        of = pin(read_certificate(pem, "nats.crt"))
         lines = [f"{variable(user)}={key}" for user, key in public.items()]
         lines.append(f"KVF_CLUSTER_PIN={of}" if of[0].isalpha() else f"KVF_CLUSTER_PIN='\"{of}\"'")
         text = ("\n".join(lines) + "\n").encode()
         if self._on_disk("nats.env") == text:
             self._keep("nats.env")
         else:
-            self._new["nats.env"] = text
+            self.new["nats.env"] = text
 
     # ------------------------------------------------------------------ writing
 
     def _write(self) -> None:
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._folder / "nkeys").mkdir(mode=0o700, exist_ok=True)
-            for name, data in self._new.items():
-                write_private(self._folder / name, data)
-                self._report.written.append(name)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / "nkeys").mkdir(mode=0o700, exist_ok=True)
+            for name, data in self.new.items():
+                write_private(self.folder / name, data)
+                self.report.written.append(name)
         except OSError as error:
-            raise Unavailable(f"cannot write {error.filename or self._folder}: {error.strerror}") from None
+            raise Unavailable(f"cannot write {error.filename or self.folder}: {error.strerror}") from None
 
 
 def write_private(path: Path, data: bytes) -> None:

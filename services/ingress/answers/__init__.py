@@ -1,1 +1,1 @@
-"""The events that a stream writes: OpenAI's forms and our own. Pure."""
+"""What generating routes answer, whole and as events: OpenAI's forms and our own. Pure."""

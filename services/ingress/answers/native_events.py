@@ -1,20 +1,67 @@
-"""The events of POST /generate as bytes: `start`, `token` each, then `done` or `error`, with `id:` lines. Pure."""
+"""The events of POST /generate: their types, and as bytes: `start`, `token` each, then `done` or `error`. Pure."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
-from kvfleet.ingress.answers.openai_events import cached_tokens, usage_map
-from kvfleet.ingress.answers.openai_logprobs import native_logprobs
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.answers.openai_answers import Usage, usage_of
+from kvfleet.ingress.http.answer_types import Described, Natural
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
+from kvproto.codec import floored
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, Started
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
+
+
+class StartEvent(Described):
+    type: Literal["start"]
+    seq_id: str
+    prompt: str
+    cached_tokens: Natural
+    worker_id: str
+    request_id: str
+
+
+class TokenEvent(Described):
+    type: Literal["token"]
+    token: str
+    token_id: Natural
+
+
+class RankedTokenId(Described):
+    token: str
+    token_id: Natural
+    logprob: float
+
+
+class ScoredTokenEvent(TokenEvent):
+    logprob: float
+    top_logprobs: list[RankedTokenId]
+
+
+class DoneEvent(Described):
+    type: Literal["done"]
+    generated_text: str
+    tokens_generated: Natural
+    finish_reason: FinishReason
+    usage: Usage
+    seq_id: str
+    worker_id: str
+    request_id: str
+
+
+class ErrorEvent(Described):
+    type: Literal["error"]
+    error: str
+    code: str
+
+
+NATIVE_EVENTS = (StartEvent, TokenEvent, ScoredTokenEvent, DoneEvent, ErrorEvent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +95,9 @@ class NativeEvents:
     def started(self, started: Started, out: list[bytes]) -> None:
         if self.ids.begun:
             return
-        value = {
-            "type": "start",
-            "seq_id": self._form.seq_id,
-            "prompt": self._form.prompt,
-            "cached_tokens": started.cached_tokens,
-            "worker_id": started.worker,
-            "request_id": self._form.request,
-        }
-        out.append(self._event(self.ids.begin(), value))
+        form = self._form
+        event = StartEvent("start", form.seq_id, form.prompt, started.cached_tokens, started.worker, form.request)
+        out.append(self._event(self.ids.begin(), event))
 
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
@@ -65,9 +106,13 @@ class NativeEvents:
         before, after = self.ids.around(choice)
         number = begin
         if spelling is not None and said.is_scored:
-            for token, piece, scores in zip(said.ids[begin:], said.pieces[begin:], said.logprobs[begin:], strict=True):
+            for token, piece, scores in zip(
+                said.ids[begin:], said.pieces[begin:], map(floored, said.logprobs[begin:]), strict=True
+            ):
                 number += 1
-                event = {"type": "token", "token": piece, "token_id": token, **native_logprobs(spelling, scores)}
+                ranked = zip(scores.top_ids, scores.top_logprobs, strict=True)
+                top = [RankedTokenId(spelling.text_of(one), one, value) for one, value in ranked]
+                event = ScoredTokenEvent("token", piece, token, scores.logprob, top)
                 out.append(self._event(before + b"%d" % number + after, event))
             return
         form = self.ids.line(before + b"%d" + after) + b'data: {"type":"token","token":%b,"token_id":%d}\n\n'
@@ -79,20 +124,21 @@ class NativeEvents:
         """A session has one continuation: never called."""
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
-        value = {
-            "type": "done",
-            "generated_text": self._form.prompt + transcript.choices[0].text,
-            "tokens_generated": finished.output_tokens,
-            "finish_reason": finished.reason.value,
-            "usage": usage_map(finished, cached_tokens(transcript)),
-            "seq_id": self._form.seq_id,
-            "worker_id": finished.worker,
-            "request_id": self._form.request,
-        }
-        out.append(self._event(self.ids.next_end(), value))
+        form = self._form
+        event = DoneEvent(
+            "done",
+            form.prompt + transcript.choices[0].text,
+            finished.output_tokens,
+            finished.reason,
+            usage_of(finished, transcript),
+            form.seq_id,
+            finished.worker,
+            form.request,
+        )
+        out.append(self._event(self.ids.next_end(), event))
 
     def failed(self, error: KvfleetError) -> bytes:
-        return self._event(self.ids.here(), {"type": "error", "error": str(error), "code": error.code})
+        return self._event(self.ids.here(), ErrorEvent("error", str(error), error.code))
 
-    def _event(self, event_id: bytes, value: dict[str, Any]) -> bytes:
-        return self.ids.line(event_id) + b"data: " + orjson.dumps(value) + b"\n\n"
+    def _event(self, event_id: bytes, event: Any) -> bytes:
+        return self.ids.line(event_id) + b"data: " + orjson.dumps(event) + b"\n\n"

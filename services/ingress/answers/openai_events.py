@@ -1,22 +1,29 @@
-"""OpenAI's answers as bytes: chunks of a stream and whole bodies, for chat and for completions. Pure.
+"""OpenAI's streams as bytes: the chunks whose types `openai_answers` has, for chat and for completions. Pure.
 
 Chunks are built once per request and choice, as the bytes before and after the piece of text; a token then costs one
-escaped string and a few appends. With log probabilities every token is a chunk of its own, made anew. What the fleet
-knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore: `event_id` in every chunk, so that a client
-can go on after it whether or not it asked for `id:` lines.
+escaped string and a few appends. With log probabilities every token is a chunk of its own, made anew. Every chunk has
+its `event_id`, so that a client can go on after it whether or not it asked for `id:` lines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
 
-from kvfleet.ingress.answers.openai_logprobs import chat_logprobs, completion_logprobs
+from kvfleet.ingress.answers.openai_answers import (
+    AnswerHead,
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+    fleet_note,
+    usage_of,
+)
 from kvfleet.ingress.http.error_bodies import error_body
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError
@@ -27,92 +34,6 @@ _MARK = "\x00text\x00"  # stands for the text while a template is cut
 _MARK_JSON = orjson.dumps(_MARK)
 _PLACE = b"\x00place\x00"  # and for the event's id
 _PLACE_JSON = orjson.dumps(_PLACE.decode())
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every chunk and body of one answer repeats. `id` is `chatcmpl-<request>` or `cmpl-<request>`.
-
-    `spelling` is that of the model's tokens where the request asks for log probabilities, else None.
-    """
-
-    request: str
-    model: str
-    created: int
-    fingerprint: str
-    chat: bool
-    choices: int = 1
-    spelling: TokenSpelling | None = None
-    prompt_digest: str = ""  # of event ids
-
-    def as_map(self, *, chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        prefix = "chatcmpl-" if self.chat else "cmpl-"
-        return {
-            "id": prefix + self.request,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-
-def usage_map(finished: Finished, cached_tokens: int) -> dict[str, Any]:
-    """The prompt's tokens once, the generated ones of all choices."""
-    return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.output_tokens,
-        "total_tokens": finished.prompt_tokens + finished.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def cached_tokens(transcript: Transcript) -> int:
-    """What the first attempt found: a later one, after a lost worker, says nothing about reuse."""
-    if transcript.started is not None:
-        return transcript.started.cached_tokens
-    return transcript.finished.cached_tokens if transcript.finished is not None else 0
-
-
-def fleet_map(request: str, finished: Finished, transcript: Transcript) -> dict[str, Any]:
-    return {
-        "request_id": request,
-        "worker_id": finished.worker or (transcript.started.worker if transcript.started else ""),
-        "cached_tokens": cached_tokens(transcript),
-        "queue_s": round(transcript.started.queue_s, 6) if transcript.started else None,
-    }
-
-
-def answer_body(head: AnswerHead, transcript: Transcript) -> bytes:
-    """The whole answer of a request that does not stream."""
-    finished = transcript.finished
-    assert finished is not None
-    return orjson.dumps(
-        {
-            **head.as_map(chunk=False),
-            "choices": [_choice(head, at, choice) for at, choice in enumerate(transcript.choices)],
-            "usage": usage_map(finished, cached_tokens(transcript)),
-            "kvfleet": fleet_map(head.request, finished, transcript),
-        }
-    )
-
-
-def _choice(head: AnswerHead, index: int, choice: ChoiceTranscript) -> dict[str, Any]:
-    assert choice.reason is not None
-    text = choice.text
-    content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
-    logprobs = None
-    if head.spelling is not None and choice.is_scored:
-        if head.chat:
-            logprobs = chat_logprobs(head.spelling, choice.ids, choice.logprobs)
-        else:
-            logprobs = completion_logprobs(head.spelling, choice.ids, choice.pieces, choice.logprobs)
-    return {
-        "index": index,
-        **(content if head.chat else {"text": text}),
-        "logprobs": logprobs,
-        "finish_reason": choice.reason.value,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +138,7 @@ class OpenAiEvents:
             offset = sum(map(len, said.pieces[:begin]))
         for at in range(begin, len(said.ids)):
             token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
+            logprobs: ChatLogprobs | CompletionLogprobs
             if self._head.chat:
                 logprobs = chat_logprobs(spelling, (token,), (scores,))
             else:
@@ -239,18 +161,14 @@ class OpenAiEvents:
         return self._event(event_id, self._chunk(index, delta, event_id, finish=reason, fleet=fleet))
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
-        fleet = fleet_map(self._head.request, finished, transcript)
+        fleet = asdict(fleet_note(self._head.request, finished, transcript))
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
         out.append(self._end(self.ids.next_end(), index, reason, fleet))
         if self._include_usage:
             event_id = self.ids.next_end()
-            usage = usage_map(finished, cached_tokens(transcript))
-            about = {**fleet, "event_id": event_id.decode()}
-            out.append(
-                self._event(
-                    event_id, {**self._head.as_map(chunk=True), "choices": [], "usage": usage, "kvfleet": about}
-                )
-            )
+            about = {"choices": [], "usage": usage_of(finished, transcript)}
+            note = {**fleet, "event_id": event_id.decode()}
+            out.append(self._event(event_id, {**self._head.as_map(chunk=True), **about, "kvfleet": note}))
         out.append(self.ids.line(self.ids.next_end()) + DONE)
 
     def failed(self, error: KvfleetError) -> bytes:

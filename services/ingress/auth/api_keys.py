@@ -34,7 +34,7 @@ from datetime import datetime
 from typing import Any
 
 from kvfleet.ingress.limits.callers import LIMITS, NO_LIMITS, Caller, KeyLimits, read_limits
-from kvfleet.ingress.requests.placement_ask import MAX_PRIORITY
+from kvfleet.ingress.requests.asks import MAX_PRIORITY
 from kvproto.errors import InvalidRequest
 from kvproto.ids import DEFAULT_TENANT, is_token
 

@@ -54,7 +54,7 @@ class Dashboard:
 
     async def file(self, exchange: Exchange) -> None:
         """GET /dashboard/{file}: what the page asks for."""
-        name = exchange.path_value("file")
+        name = exchange.path_params["file"]
         if name == INDEX or name not in self._files:
             await no_such_route(exchange)
             return

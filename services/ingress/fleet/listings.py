@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,36 +26,36 @@ RETRY_S = 1.0
 Question = tuple[str | None, str | None, int]  # tenant, None: all; model, None: any; how many at most
 
 
+@dataclass(eq=False, slots=True)
 class Listings:
     """Owned by the event loop. `answer` is run in a task for each question, which no asker's going ends."""
 
-    def __init__(self, answer: Callable[[Question], Coroutine[Any, Any, bytes]]) -> None:
-        self._answer = answer
-        self._places: dict[Question, asyncio.Task[bytes]] = {}
+    answer: Callable[[Question], Coroutine[Any, Any, bytes]]
+    places: dict[Question, asyncio.Task[bytes]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     async def ask(self, question: Question) -> bytes:
         """Raises LimitExceeded, and what `answer` does: a failure is shared by those who wait for it, and not kept."""
-        task = self._places.get(question)
+        task = self.places.get(question)
         if task is None:
-            of_one = sum(tenant == question[0] for tenant, _, _ in self._places)
-            if len(self._places) >= MAX_LISTINGS or of_one >= MAX_LISTINGS_PER_TENANT:
+            of_one = sum(tenant == question[0] for tenant, _, _ in self.places)
+            if len(self.places) >= MAX_LISTINGS or of_one >= MAX_LISTINGS_PER_TENANT:
                 raise LimitExceeded(
                     "too many different lists of placements are asked for at once", retry_after_s=RETRY_S
                 )
-            task = self._places[question] = asyncio.create_task(self._answer(question))
+            task = self.places[question] = asyncio.create_task(self.answer(question))
             task.add_done_callback(partial(self._answered, question))
         return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Callers that still wait are cancelled."""
-        await end(list(self._places.values()))
-        self._places.clear()
+        await end(list(self.places.values()))
+        self.places.clear()
 
     def _answered(self, question: Question, task: asyncio.Task[bytes]) -> None:
         if task.cancelled() or task.exception() is not None:
-            self._places.pop(question, None)
+            self.places.pop(question, None)
         else:
-            task.get_loop().call_later(KEPT_S, self._places.pop, question, None)
+            task.get_loop().call_later(KEPT_S, self.places.pop, question, None)

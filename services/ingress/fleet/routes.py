@@ -8,22 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvfleet.ingress.auth.tenancy import identify
+from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
-from kvfleet.ingress.fleet.other_regions import OtherRegions
+from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.fleet.placement_report import newest_report, placements_report, read_request_id
-from kvfleet.ingress.fleet.report import members_of, models_report, stats_report, workers_report
+from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
 from kvfleet.ingress.http.limit_headers import limit_headers
-from kvfleet.ingress.http.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.parts import IngressParts
+from kvfleet.ingress.prompts.other_regions import OtherRegions
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
 from kvproto.errors import (
@@ -36,7 +37,7 @@ from kvproto.errors import (
     Unavailable,
 )
 from kvproto.hash_ring import ring_key
-from kvproto.messages import AdminCommand, AdminRequest, Role, SessionHead
+from kvproto.messages import AdminCommand, AdminRequest, Role
 from kvproto.regions import split
 
 SAFETENSORS = b"application/octet-stream"
@@ -44,80 +45,74 @@ DEFAULT_NEWEST = 50
 _PATHS = frozenset(one.path for one in OPERATIONS)
 
 
+@dataclass(eq=False, slots=True)
 class FleetRoutes:
     """Owned by the event loop; reads what other parts know."""
 
-    def __init__(
-        self, parts: IngressParts, blocks: SessionBlocks, regions: OtherRegions, is_draining: Callable[[], bool]
-    ) -> None:
-        self._client = parts.client
-        self._config = parts.config
-        self._tenancy = parts.tenancy
-        self._admission = parts.admission
-        self._models = parts.models
-        self._sessions = parts.books.sessions
-        self._session_index = parts.books.index
-        self._metrics = parts.metrics
-        self._blocks = blocks
-        self._regions = regions
-        self._is_draining = is_draining
-        self._listings = Listings(self._listed)
+    parts: IngressParts
+    blocks: SessionBlocks
+    regions: OtherRegions
+    is_draining: Callable[[], bool]
+    listings: Listings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.listings = Listings(self._listed)
 
     # ------------------------------------------------------------------ fleet
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
-        await identify(self._tenancy, exchange)
-        await _json(exchange, models_report(self._models.served()))
+        await identify(self.parts.tenancy, exchange)
+        await _json(exchange, report.models_report(self.parts.models.served()))
 
     async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}. Without a name, after a slash, all of them."""
-        name = exchange.path_value("model")
+        name = exchange.path_params["model"]
         if not name:
             await self.models(exchange)
             return
-        await identify(self._tenancy, exchange)
-        found = [record for record in self._models.served() if record.model == name]
+        await identify(self.parts.tenancy, exchange)
+        found = [record for record in self.parts.models.served() if record.model == name]
         if not found:
             raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
-        await _json(exchange, models_report(found)["data"][0])
+        await _json(exchange, report.models_report(found).data[0])
 
     async def workers(self, exchange: Exchange) -> None:
         """GET /workers."""
         caller = await self._admin(exchange)
-        client = self._client
+        client = self.parts.client
         await _json(
             exchange,
-            workers_report(client.members.view, partial(client.subjects.worker_generate, tenant=caller.tenant)),
+            report.workers_report(client.members.view, partial(client.subjects.worker_generate, tenant=caller.tenant)),
         )
 
     async def stats(self, exchange: Exchange) -> None:
         """GET /stats: the fleet's sums, and this ingress's own counts."""
         await self._admin(exchange)
-        tally, counters = self._metrics.tally, self._client.counters
-        own = {
-            "id": self._config.id,
-            "active_streams": tally.active_streams,
-            "generated_tokens_total": tally.generated_tokens,
-            "prompt_tokens_total": tally.prompt_tokens,
-            "cached_tokens_total": tally.cached_tokens,
-            "spliced_tokens_total": tally.spliced_tokens,
-            "sessions": self._session_index.table.total,
-            "placed_total": counters.placed_total,
-            "placement_fallbacks_total": counters.fallback_total,
-            "lost_attempts_total": counters.lost_total,
-        }
-        await _json(exchange, {**stats_report(self._client.members.view), "ingress": own})
+        tally, counters = self.parts.metrics.tally, self.parts.client.counters
+        own = report.IngressCounts(
+            id=self.parts.config.id,
+            active_streams=tally.active_streams,
+            generated_tokens_total=tally.generated_tokens,
+            prompt_tokens_total=tally.prompt_tokens,
+            cached_tokens_total=tally.cached_tokens,
+            spliced_tokens_total=tally.spliced_tokens,
+            sessions=self.parts.books.index.table.total,
+            placed_total=counters.placed_total,
+            placement_fallbacks_total=counters.fallback_total,
+            lost_attempts_total=counters.lost_total,
+        )
+        await _json(exchange, report.stats_report(self.parts.client.members.view, own))
 
     async def placements(self, exchange: Exchange) -> None:
         """GET /v1/placements/{id}: why a request was placed as it was, and what became of it.
 
         Those of other tenants are not found, so that no tenant learns which ids exist; an admin key finds all.
         """
-        caller = await identify(self._tenancy, exchange)
-        request = read_request_id(exchange.path_value("id"))
+        caller = await identify(self.parts.tenancy, exchange)
+        request = read_request_id(exchange.path_params["id"])
         try:
-            decisions = await self._client.explain(request, None if caller.admin else caller.tenant)
+            decisions = await self.parts.client.explain(request, None if caller.admin else caller.tenant)
         except NotFound:
             # The text is the same for an id that does not exist and for another tenant's.
             raise NotFound(
@@ -129,10 +124,10 @@ class FleetRoutes:
     async def newest_placements(self, exchange: Exchange) -> None:
         """GET /v1/placements?limit=N&model=M: the last decisions, newest first; all tenants' for an admin key. The same
         answer for all who ask within half a second."""
-        caller = await identify(self._tenancy, exchange)
+        caller = await identify(self.parts.tenancy, exchange)
         limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
         tenant = None if caller.admin else caller.tenant
-        await exchange.respond(200, await self._listings.ask((tenant, exchange.query_value("model"), limit)))
+        await exchange.respond(200, await self.listings.ask((tenant, exchange.query_value("model"), limit)))
 
     # ------------------------------------------------------------------ sessions
 
@@ -141,7 +136,7 @@ class FleetRoutes:
         is the NATS subject on which it takes requests of this tenant; `region` is null for one of this region, and one
         of another region is reached by no subject here."""
         caller = await self._metered(exchange)
-        session = await self._sessions.read(caller.tenant, exchange.path_value("seq_id"))
+        session = await self.parts.books.sessions.read(caller.tenant, exchange.path_params["seq_id"])
         await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
@@ -152,37 +147,33 @@ class FleetRoutes:
         Workers of another `region` are not asked.
         """
         caller = await self._metered(exchange)
-        session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
+        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         head = session.head
         assert head is not None
-        place: dict[str, Any] = {"cached_tokens": 0, "blocks": [], "worker_id": None, "address": None}
-        place["region"] = None
-        found = await self._blocks.find(caller.tenant, head.model, session.ids)
+        found = await self.blocks.find(caller.tenant, head.model, session.ids)
+        region, held, place = None, None, None
         with contextlib.suppress(NoWorkers):
             worker = self._worker_of(caller, session)
-            place["region"] = split(worker)[0] or None
-            if (held := found.get(worker)) is not None:
-                place = {
-                    "cached_tokens": held.cached_tokens,
-                    "blocks": list(held.blocks),
-                    **self._located(caller, worker),
-                }
-        await _json(
-            exchange,
-            {
-                **_described(head),
-                "busy": self._sessions.is_busy(session),
-                "tokens": len(session.ids),
-                **place,
-                "workers": tokens_by_tier(found.items()),
-            },
+            region, held, place = split(worker)[0] or None, found.get(worker), self._located(caller, worker)
+        answer = told(
+            report.SessionAnswer,
+            head,
+            busy=self.parts.books.sessions.is_busy(session),
+            tokens=len(session.ids),
+            cached_tokens=held.cached_tokens if held else 0,
+            blocks=held.blocks if held else (),
+            worker_id=place.worker_id if held and place else None,
+            address=place.address if held and place else None,
+            region=region,
+            workers=tokens_by_tier(found.items()),
         )
+        await _json(exchange, answer)
 
     async def session_kv(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
         caller = await self._metered(exchange)
         require_admin(caller)
-        session = await self._sessions.find(caller.tenant, exchange.path_value("seq_id"))
+        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         question = AdminRequest(
             AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
         )
@@ -196,51 +187,52 @@ class FleetRoutes:
         """DELETE /sessions/{seq_id}: its history, and of its requests' blocks those that no other request
         shares. 409 while a turn runs. Other regions where it ran are told in the background."""
         caller = await self._metered(exchange)
-        seq_id = exchange.path_value("seq_id")
-        session = await self._sessions.erase(caller.tenant, seq_id)
-        await self._blocks.erase(session)
-        await _json(exchange, {"seq_id": seq_id, "deleted": True})
+        seq_id = exchange.path_params["seq_id"]
+        session = await self.parts.books.sessions.erase(caller.tenant, seq_id)
+        await self.blocks.erase(session)
+        await _json(exchange, report.DeletedAnswer(seq_id, True))
 
     async def close(self) -> None:
         """What runs in the background ends."""
-        await self._listings.close()
+        await self.listings.close()
 
     # ------------------------------------------------------------------ process
 
     async def livez(self, exchange: Exchange) -> None:
         """The event loop runs."""
-        await _json(exchange, {"status": "ok"})
+        await _json(exchange, report.StatusAnswer("ok"))
 
     async def readyz(self, exchange: Exchange) -> None:
         """A request would be served: NATS answers, a ready worker's model is loaded, and nothing drains."""
         missing = self.missing()
-        await _json(exchange, {"status": missing or "ok"}, status=503 if missing else 200)
+        await _json(exchange, report.StatusAnswer(missing or "ok"), status=503 if missing else 200)
 
     async def health(self, exchange: Exchange) -> None:
         """As /readyz, with what is there: how many to everybody, which to those who have a key. `models_unavailable`
         are those of `models` that no worker serves just now: their workers restart, say."""
         missing = self.missing()
-        view = self._client.members.view
-        report: dict[str, Any] = {
-            "status": missing or "ok",
-            "nats": self._client.connection.is_connected,
-            "workers_ready": sum(1 for _ in view.ready()),
-            "placements": members_of(view, Role.PLACEMENT),
-            "vaults": members_of(view, Role.VAULT),
-        }
-        if self._tenancy.is_open or _says_who(exchange):  # a probe that does not was refused nothing
+        view = self.parts.client.members.view
+        answer = report.HealthAnswer(
+            status=missing or "ok",
+            nats=self.parts.client.connection.is_connected,
+            workers_ready=sum(1 for _ in view.ready()),
+            placements=report.members_of(view, Role.PLACEMENT),
+            vaults=report.members_of(view, Role.VAULT),
+        )
+        if self.parts.tenancy.is_open or _says_who(exchange):  # a probe that does not was refused nothing
             with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
-                await identify(self._tenancy, exchange)
-                served = {record.model for record in self._models.served()}
-                models = self._models.remembered()
+                await identify(self.parts.tenancy, exchange)
+                served = {record.model for record in self.parts.models.served()}
+                models = self.parts.models.remembered()
                 unavailable = [model for model in models if model not in served]
-                report |= {"ingress": self._config.id, "models": models, "models_unavailable": unavailable}
-        await _json(exchange, report, status=503 if missing else 200)
+                more = {"ingress": self.parts.config.id, "models": models, "models_unavailable": unavailable}
+                answer = told(report.KnownHealthAnswer, answer, **more)
+        await _json(exchange, answer, status=503 if missing else 200)
 
     async def metrics(self, exchange: Exchange) -> None:
         """For admins; the port for metrics shows the same to all that reach it."""
         await self._admin(exchange)
-        body = generate_latest(self._metrics.registry)
+        body = generate_latest(self.parts.metrics.registry)
         await exchange.respond(200, body, content_type=CONTENT_TYPE_LATEST.encode())
 
     async def openapi(self, exchange: Exchange) -> None:
@@ -249,11 +241,11 @@ class FleetRoutes:
 
     def missing(self) -> str:
         """Why no request would be served; empty where one would."""
-        if self._is_draining():
+        if self.is_draining():
             return "draining"
-        if not self._client.connection.is_connected:
+        if not self.parts.client.connection.is_connected:
             return "no connection to NATS"
-        if not self._models.is_ready():
+        if not self.parts.models.is_ready():
             return "no ready worker whose model is loaded"
         return ""
 
@@ -261,43 +253,43 @@ class FleetRoutes:
 
     async def _listed(self, question: Question) -> bytes:
         tenant, model, limit = question
-        return orjson.dumps(newest_report(await self._client.newest_decisions(limit, tenant, model)))
+        return orjson.dumps(newest_report(await self.parts.client.newest_decisions(limit, tenant, model)))
 
     async def _metered(self, exchange: Exchange) -> Caller:
         """The caller of a route that reads a history, and may ask workers for it: one of its limited requests."""
-        caller = await identify(self._tenancy, exchange)
-        now = asyncio.get_running_loop().time
-        exchange.more_headers = lambda: limit_headers(self._admission.limiter, caller, now(), self._admission.unix_s())
-        self._admission.meter(caller, now())
+        caller = await identify(self.parts.tenancy, exchange)
+        now, admission = asyncio.get_running_loop().time, self.parts.admission
+        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
+        admission.meter(caller, now())
         return caller
 
     async def _admin(self, exchange: Exchange) -> Caller:
-        caller = await identify(self._tenancy, exchange)
+        caller = await identify(self.parts.tenancy, exchange)
         require_admin(caller)
         return caller
 
     def _worker_of(self, caller: Caller, session: Session, said_model: str | None = None) -> str:
-        members = self._client.members
+        members = self.parts.client.members
         head = session.head
         if head is not None and head.worker:
             region = split(head.worker)[0]
-            living = head.worker in self._regions.workers(region, head.model) if region else False
+            living = head.worker in self.regions.workers(region, head.model) if region else False
             if living or members.view.is_alive(head.worker):
                 return head.worker
-        model = head.model if head else said_model or self._models.default_name(self._config.default_model)
+        model = head.model if head else said_model or self.parts.models.default_name(self.parts.config.default_model)
         worker = members.ring(model).owner(ring_key(caller.tenant, session=session.key))
         if worker is None:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
         return worker
 
-    def _located(self, caller: Caller, worker: str) -> dict[str, Any]:
+    def _located(self, caller: Caller, worker: str) -> report.LocatedAnswer:
         region = split(worker)[0] or None
-        address = None if region else self._client.subjects.worker_generate(worker, caller.tenant)
-        return {"worker_id": worker, "address": address, "region": region}
+        address = None if region else self.parts.client.subjects.worker_generate(worker, caller.tenant)
+        return report.LocatedAnswer(worker, address, region)
 
     async def _ask(self, worker: str, question: AdminRequest) -> bytes:
         try:
-            return await self._client.admin(worker, question)
+            return await self.parts.client.admin(worker, question)
         except TimeoutError:
             raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
 
@@ -333,20 +325,10 @@ class _RouteError(KvfleetError):
         self.code = code
 
 
-def _described(head: SessionHead) -> dict[str, Any]:
-    return {
-        "seq_id": head.seq_id,
-        "model": head.model,
-        "turns": head.turns,
-        "created_unix_ms": head.created_unix_ms,
-        "updated_unix_ms": head.updated_unix_ms,
-    }
-
-
 def _says_who(exchange: Exchange) -> bool:
     """Whether a request names its caller, rightly or wrongly."""
     return exchange.header(b"authorization") is not None or exchange.header(b"x-api-key") is not None
 
 
-async def _json(exchange: Exchange, value: dict[str, Any], status: int = 200) -> None:
-    await exchange.respond(status, orjson.dumps(value))
+async def _json(exchange: Exchange, answer: object, status: int = 200) -> None:
+    await exchange.respond(status, orjson.dumps(answer))

@@ -1,1 +1,1 @@
-"""One HTTP exchange: reading a body, writing answers, errors and server-sent events, the OpenAPI page."""
+"""One HTTP exchange: reading a body, writing answers, errors and server-sent events; what an answer is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvfleet.ingress.http.exchange import Exchange
@@ -21,21 +22,21 @@ INLINE_BYTES = 64 * 1024  # the event loop has these in about 1.5 ms, a list of 
 Ask = TypeVar("Ask")
 
 
+@dataclass(frozen=True, slots=True)
 class BodyReader:
-    """Holds nothing between its calls; `executor` is shared with other CPU work of the process."""
+    """`executor` is shared with other CPU work of the process."""
 
-    def __init__(self, executor: Executor, max_bytes: int, within_s: float) -> None:
-        self._executor = executor
-        self._max_bytes = max_bytes
-        self._within_s = within_s
+    executor: Executor
+    max_bytes: int
+    within_s: float
 
     async def read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> tuple[Ask, bytes]:
         """What is asked for, and the digest that its repeats have in common. Raises what `Exchange.read_body` and
         `read` do, and InvalidRequest for what is no JSON object."""
-        data = await exchange.read_body(self._max_bytes, self._within_s)
+        data = await exchange.read_body(self.max_bytes, self.within_s)
         if len(data) <= INLINE_BYTES:
             return _understood(data, route, read)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _understood, data, route, read)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, _understood, data, route, read)
 
 
 def _understood(data: bytes, route: str, read: Callable[[Body], Ask]) -> tuple[Ask, bytes]:

@@ -6,6 +6,7 @@ import math
 
 import orjson
 
+from kvfleet.ingress.http.answer_types import Described
 from kvproto.errors import Draining, KvfleetError, RequestTimeout
 
 Headers = list[tuple[bytes, bytes]]
@@ -19,20 +20,27 @@ _TYPES = {
 }
 
 
+class ToldError(Described):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Described):
+    error: ToldError
+
+
 def status_of(error: KvfleetError) -> int:
     """499 (the caller cancelled) is no status of HTTP; a caller that still listens was cancelled by this side."""
     return 503 if error.http_status == 499 else error.http_status
 
 
-def error_value(error: KvfleetError) -> dict[str, str | None]:
+def error_body(error: KvfleetError) -> bytes:
+    """The message names the field, `param` is the field."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"message": str(error), "type": kind, "param": error.field, "code": error.code}
-
-
-def error_body(error: KvfleetError) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`: the message names the field, `param` is the field."""
-    return orjson.dumps({"error": error_value(error)})
+    return orjson.dumps(ErrorAnswer(ToldError(str(error), kind, error.field, error.code)))
 
 
 def error_headers(error: KvfleetError) -> Headers:

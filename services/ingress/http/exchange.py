@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote
 
@@ -38,90 +40,65 @@ class ExchangeTrace(Protocol):
     def end(self, request: str, status: int) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
 class Exchange:
     """One request. Owned by the task that serves it; `gone` once the client has left."""
 
-    __slots__ = (
-        "_began_at",
-        "_receive",
-        "_scope",
-        "_send",
-        "caller",
-        "ended",
-        "error_event",
-        "gone",
-        "more_headers",
-        "outcome",
-        "repeats",
-        "request_id",
-        "started",
-        "status",
-        "trace",
-        "usage",
-        "writes",
-    )
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self.request_id = request_id
-        self.status = 0
-        self.outcome = ""  # of a generating request: a finish reason or an error's code
-        self.started = False
-        self.ended = False
-        self.gone = False
-        self.writes = 0
-        self.trace: ExchangeTrace | None = None
-        self.error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
-        self.caller: Caller | None = None  # once it is known
-        self.more_headers: Callable[[], Headers] | None = None  # of any answer, as they are when it begins
-        self.usage: RunUsage | None = None  # of the run that it is about
-        self.repeats = False  # that run was another request's
-        self._began_at = time.monotonic()
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str
+    status: int = 0
+    outcome: str = ""  # of a generating request: a finish reason or an error's code
+    started: bool = False
+    ended: bool = False
+    gone: bool = False
+    writes: int = 0
+    trace: ExchangeTrace | None = None
+    error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
+    caller: Caller | None = None  # once it is known
+    more_headers: Callable[[], Headers] = list  # of any answer, as they are when it begins
+    usage: RunUsage | None = None  # of the run that it is about
+    repeats: bool = False  # that run was another request's
+    began_at: float = field(default_factory=time.monotonic)
 
     # ------------------------------------------------------------------ request
 
     def header(self, name: bytes) -> str | None:
         """A request header's last value; names are lower case."""
         value = None
-        for key, raw in self._scope["headers"]:
+        for key, raw in self.scope["headers"]:
             if key == name:
                 value = raw.decode("latin-1")
         return value
 
     @property
     def method(self) -> str:
-        method: str = self._scope["method"]
-        return method
+        return str(self.scope["method"])
 
     @property
     def source(self) -> str | None:
         """The client's address."""
-        client = self._scope.get("client")
+        client = self.scope.get("client")
         return client[0] if client else None
 
     @property
     def path(self) -> str:
         """As it was sent."""
-        path: str = self._scope["path"]
-        return path
+        return str(self.scope["path"])
 
     @property
     def path_params(self) -> dict[str, str]:
-        params: dict[str, str] = self._scope.get("path_params", {})
+        params: dict[str, str] = self.scope.get("path_params", {})
         return {name: unquote(value) for name, value in params.items()}
 
     @property
     def seconds(self) -> float:
         """How long it has taken so far."""
-        return time.monotonic() - self._began_at
-
-    def path_value(self, name: str) -> str:
-        return self.path_params[name]
+        return time.monotonic() - self.began_at
 
     def query_value(self, name: str) -> str | None:
-        values = parse_qs(self._scope["query_string"].decode("latin-1")).get(name)
+        values = parse_qs(self.scope["query_string"].decode("latin-1")).get(name)
         return values[-1] if values else None
 
     async def read_body(self, limit: int, within_s: float) -> bytes:
@@ -141,7 +118,7 @@ class Exchange:
         size = 0
         more = True
         while more:
-            message = await self._receive()
+            message = await self.receive()
             if message["type"] == "http.disconnect":
                 self.gone = True
                 raise Cancelled("the client left")
@@ -155,7 +132,7 @@ class Exchange:
 
     async def until_gone(self) -> None:
         """Returns when the client has left (`gone` is set), or the answer is complete."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         self.gone = not self.ended
 
@@ -165,13 +142,13 @@ class Exchange:
         """The whole answer at once."""
         await self._start(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers])
         self.ended = True
-        await self._send({"type": "http.response.body", "body": body})
+        await self.send({"type": "http.response.body", "body": body})
 
     async def respond_empty(self) -> None:
         """Status 204: there is nothing (more) to be had."""
         await self._start(204, [])
         self.ended = True
-        await self._send({"type": "http.response.body"})
+        await self.send({"type": "http.response.body"})
 
     async def refuse(self, error: KvfleetError) -> None:
         """The error as the whole answer, or as the last event of a stream that has begun."""
@@ -189,11 +166,10 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         self.started = True
-        more = self.more_headers() if self.more_headers is not None else ()
-        headers = [*headers, *more, (b"x-request-id", self.request_id.encode())]
+        headers = [*headers, *self.more_headers(), (b"x-request-id", self.request_id.encode())]
         if self.trace is not None:
             headers.append((b"x-trace-id", self.trace.span.ids.trace_id.encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         """One send. Waits while the client reads too slowly, which in the end pauses the sequence at its worker."""
@@ -211,38 +187,32 @@ class Exchange:
         The server's send hardly ever waits, and a timer for each costs several times what it does itself: one is
         started only where it does.
         """
-        sending = self._send(message).__await__()
+        sending = self.send(message).__await__()
         try:
             waits_for = next(sending)
         except StopIteration:
             return
         try:
             async with asyncio.timeout(SEND_LIMIT_S):
-                await _Rest(sending, waits_for)
+                await _rest(sending, waits_for)
         except TimeoutError:
             self.gone = True
             raise Cancelled(f"the client did not read for {SEND_LIMIT_S:.0f} s") from None
 
 
-class _Rest:
+@types.coroutine
+def _rest(begun: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, None]:
     """What is left of an awaitable that has begun, and waits."""
-
-    def __init__(self, begun: Generator[Any, Any, Any], waits_for: Any) -> None:
-        self._begun = begun
-        self._waits_for = waits_for
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        waits_for = self._waits_for
-        try:
-            while True:
-                try:
-                    value = yield waits_for
-                except BaseException as error:  # noqa: BLE001  a cancellation, for instance: it is the begun one's
-                    waits_for = self._begun.throw(error)
-                else:
-                    waits_for = self._begun.send(value)
-        except StopIteration:
-            return
+    try:
+        while True:
+            try:
+                value = yield waits_for
+            except BaseException as error:  # noqa: BLE001  a cancellation, for instance: it is the begun one's
+                waits_for = begun.throw(error)
+            else:
+                waits_for = begun.send(value)
+    except StopIteration:
+        return
 
 
 def integer_query(exchange: Exchange, name: str, default: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
@@ -134,40 +135,40 @@ async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
             await watcher
 
 
+@dataclass(eq=False, slots=True)
 class _KeptAlive:
     """Sends a comment whenever nothing was written for a period. A timer, so that it costs nothing per token."""
 
-    def __init__(self, exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> None:
-        self._exchange = exchange
-        self._comment_of = comment
-        self._period_s = period_s
-        self._seen = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Task[None] | None = None
+    exchange: Exchange
+    comment: Callable[[bytes], bytes]
+    period_s: float
+    seen: int = 0
+    timer: asyncio.TimerHandle | None = None
+    sending: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> None:
         self._arm()
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.sending is not None:
+            self.sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._sending
+                await self.sending
 
     def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
+        self.timer = asyncio.get_running_loop().call_later(self.period_s, self._tick)
 
     def _tick(self) -> None:
-        if self._exchange.writes == self._seen and (self._sending is None or self._sending.done()):
-            self._sending = asyncio.create_task(self._comment(), name="sse-comment")
-        self._seen = self._exchange.writes
+        if self.exchange.writes == self.seen and (self.sending is None or self.sending.done()):
+            self.sending = asyncio.create_task(self._comment(), name="sse-comment")
+        self.seen = self.exchange.writes
         self._arm()
 
     async def _comment(self) -> None:
-        waiting = self._exchange.started
+        waiting = self.exchange.started
         if not waiting:
-            await self._exchange.start_events()
-        await self._exchange.write(self._comment_of(b"waiting" if waiting else b"queued"))
-        self._seen = self._exchange.writes
+            await self.exchange.start_events()
+        await self.exchange.write(self.comment(b"waiting" if waiting else b"queued"))
+        self.seen = self.exchange.writes

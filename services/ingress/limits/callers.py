@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvfleet.ingress.requests.placement_ask import MAX_PRIORITY
+from kvfleet.ingress.requests.asks import MAX_PRIORITY
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT
 

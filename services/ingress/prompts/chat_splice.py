@@ -20,23 +20,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 
 STRIDE = 256
 TURNS_PER_PROMPT = 4  # regenerations of one prompt that are told apart
 CANDIDATES = 8
 CONTEXT_IDS = 8  # decoders may treat the first token of a text specially: decode after some that came before
 _OVERHEAD = 600  # measured bytes of one entry beside its ids and texts
-
-
-class Codec(Protocol):
-    """What splicing needs of a tokenizer."""
-
-    special_ids: frozenset[int]
-    special_texts: tuple[str, ...]
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +66,9 @@ class SpliceIndex:
     _turns: OrderedDict[_Key, list[_Turn]] = field(default_factory=OrderedDict)
     _tails: dict[bytes, dict[int, int]] = field(default_factory=dict)  # stride digest -> tail length -> prompts
 
-    def remember(self, scope: str, prompt: str, prompt_ids: Sequence[int], ids: Sequence[int], codec: Codec) -> None:
+    def remember(
+        self, scope: str, prompt: str, prompt_ids: Sequence[int], ids: Sequence[int], codec: ModelTokenizer
+    ) -> None:
         """Keep a finished turn. `prompt` is the rendered text that `prompt_ids` decode to, exactly."""
         text = text_after(codec, prompt_ids, ids)
         turn = _Turn(array("I", prompt_ids), array("I", ids), text)
@@ -98,7 +91,7 @@ class SpliceIndex:
         while self.bytes_used > self.max_bytes:
             self._forget(next(iter(self._turns)))
 
-    def find(self, scope: str, text: str, codec: Codec) -> Splice | None:
+    def find(self, scope: str, text: str, codec: ModelTokenizer) -> Splice | None:
         """The longest known start of `text`."""
         best: tuple[int, _Turn, int, _Key] | None = None
         for key, chars in self._candidates(scope, text):
@@ -157,7 +150,7 @@ class SpliceIndex:
         assert all(1 <= len(turns) <= TURNS_PER_PROMPT for turns in self._turns.values())
 
 
-def join(splice: Splice, text: str, codec: Codec) -> tuple[int, ...] | None:
+def join(splice: Splice, text: str, codec: ModelTokenizer) -> tuple[int, ...] | None:
     """Ids of the whole `text`: the spliced ones, the rest tokenised alone. None if they would not decode to it."""
     rest = text[splice.chars :]
     if not rest:
@@ -168,12 +161,12 @@ def join(splice: Splice, text: str, codec: Codec) -> tuple[int, ...] | None:
     return splice.ids + tail
 
 
-def match_history(ids: Sequence[int], text: str, codec: Codec) -> Splice | None:
+def match_history(ids: Sequence[int], text: str, codec: ModelTokenizer) -> Splice | None:
     """How much of a known history `text` starts with, for a session whose text was not kept."""
     return _match(_Turn(array("I"), array("I", ids), codec.decode(ids)), text, 0, codec)
 
 
-def text_after(codec: Codec, before: Sequence[int], ids: Sequence[int]) -> str:
+def text_after(codec: ModelTokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
     """What `ids` add to the text when they follow `before`."""
     context = list(before[-CONTEXT_IDS:])
     if not context:
@@ -203,7 +196,7 @@ def _common_chars(known: str, text: str, start: int) -> int:
     return low
 
 
-def _match(turn: _Turn, text: str, prompt_chars: int, codec: Codec) -> Splice | None:
+def _match(turn: _Turn, text: str, prompt_chars: int, codec: ModelTokenizer) -> Splice | None:
     """The part of a turn that `text` starts with, cut where tokenising the rest alone is natural."""
     if text.startswith(turn.text, prompt_chars):
         ids = (*turn.prompt_ids, *turn.ids)
@@ -219,7 +212,7 @@ def _match(turn: _Turn, text: str, prompt_chars: int, codec: Codec) -> Splice | 
     return Splice(ids, prompt_chars + chars) if ids else None
 
 
-def _longest_cut(turn: _Turn, text: str, start: int, codec: Codec) -> tuple[int, int]:
+def _longest_cut(turn: _Turn, text: str, start: int, codec: ModelTokenizer) -> tuple[int, int]:
     """How many of a turn's generated ids decode to a start of `text[start:]`, and to how many characters."""
     low, high = 0, len(turn.ids) if text.startswith(turn.text[:1], start) else 0
     while low < high:  # what they decode to only grows; a cut character may flicker, hence the walk back below

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import logging
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
+from kvfleet.ingress.prompts.other_regions import OtherRegions
 from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
+from kvproto.client import Client
 from kvproto.errors import InvalidRequest, KvfleetError, ModelNotFound, NoWorkers, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
 from kvproto.messages import Bundle, State, WorkerRecord
@@ -37,58 +38,30 @@ class ServedModel:
         return f"fp_{self.hash[:12]}"
 
 
-class BundleSource(Protocol):
-    """The part of `kvproto.Client` that is needed here."""
-
-    async def bundle(self, worker: str) -> Bundle: ...
-
-    async def miss(self, model: str) -> None: ...
-
-
-class RegionModels(Protocol):
-    """The part of `OtherRegions` that is needed here."""
-
-    def records(self) -> dict[str, WorkerRecord]: ...
-
-    def holders(self, model: str, bundle: str) -> list[str]: ...
-
-
-class NoRegions:
-    """No other regions."""
-
-    def records(self) -> dict[str, WorkerRecord]:
-        return {}
-
-    def holders(self, model: str, bundle: str) -> list[str]:
-        return []
-
-
+@dataclass(eq=False, slots=True)
 class Models:
     """The cache of bundles by hash. Owned by the event loop; `executor` builds tokenizers."""
 
-    def __init__(
-        self, source: BundleSource, view: FleetView, executor: Executor, regions: RegionModels | None = None
-    ) -> None:
-        self._source = source
-        self._view = view
-        self._regions = regions or NoRegions()
-        self._executor = executor
-        self._served: dict[tuple[str, str], ServedModel] = {}
-        self._fetching: dict[tuple[str, str], asyncio.Task[ServedModel]] = {}
+    source: Client
+    view: FleetView
+    executor: Executor
+    regions: OtherRegions
+    bundles: dict[tuple[str, str], ServedModel] = field(default_factory=dict)
+    fetching: dict[tuple[str, str], asyncio.Task[ServedModel]] = field(default_factory=dict)
 
     def start(self) -> None:
         """Fetch what is there now; `on_member` keeps up."""
-        for view in list(self._view.ready()):
+        for view in list(self.view.ready()):
             self._prefetch(view.record)
         self.on_regions()
 
     def on_regions(self) -> None:
         """Other regions have said what they serve: what is not here yet, or could not be had before, is fetched."""
-        for record in self._regions.records().values():
+        for record in self.regions.records().values():
             self._prefetch(record)
 
     async def stop(self) -> None:
-        for task in list(self._fetching.values()):
+        for task in list(self.fetching.values()):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, KvfleetError):
                 await task
@@ -103,24 +76,22 @@ class Models:
         return [record for _, record in sorted(self._known().items())]
 
     def _known(self) -> dict[str, WorkerRecord]:
-        return self._regions.records() | self._view.models()
+        return self.regions.records() | self.view.models()
 
     def remembered(self) -> list[str]:
         """Names of those that are served now, or were until a while ago."""
-        gone = [view.record.model for view in self._view.workers.values()] + [name for name, _ in self._served]
+        gone = [view.record.model for view in self.view.workers.values()] + [name for name, _ in self.bundles]
         return sorted({*self._known(), *gone})
 
     def known(self, name: str | None) -> str | None:
         """The name, if there is a model of it."""
-        known = (
-            any(view.record.model == name for view in self._view.workers.values()) or name in self._regions.records()
-        )
+        known = any(view.record.model == name for view in self.view.workers.values()) or name in self.regions.records()
         return name if known else None
 
     def is_ready(self) -> bool:
         """Whether some ready worker's model could be served at once."""
-        records = [view.record for view in self._view.ready()]
-        return any((one.model, one.bundle) in self._served for one in (*records, *self._regions.records().values()))
+        records = [view.record for view in self.view.ready()]
+        return any((one.model, one.bundle) in self.bundles for one in (*records, *self.regions.records().values()))
 
     def default_name(self, configured: str | None) -> str:
         """The model of a request that names none. Raises InvalidRequest when that is not clear, NoWorkers."""
@@ -135,57 +106,57 @@ class Models:
 
     async def get(self, name: str, *, field: str = "model") -> ServedModel:
         """Raises ModelNotFound, or Unavailable when no worker hands its bundle over in time."""
-        record = self._view.models().get(name) or self._regions.records().get(name)
+        record = self.view.models().get(name) or self.regions.records().get(name)
         if record is None:
-            await self._source.miss(name)  # it may be one of this fleet that has no worker just now
-            if any(view.record.model == name for view in self._view.workers.values()):
+            await self.source.miss(name)  # it may be one of this fleet that has no worker just now
+            if any(view.record.model == name for view in self.view.workers.values()):
                 raise NoWorkers(f"no worker of {name!r} is ready", retry_after_s=2.0)
             raise ModelNotFound(f"no worker serves {name!r}", field=field)
-        served = self._served.get((name, record.bundle))
+        served = self.bundles.get((name, record.bundle))
         return served if served is not None else await asyncio.shield(self._fetch(record))
 
     def _prefetch(self, record: WorkerRecord) -> None:
-        if record.bundle and (record.model, record.bundle) not in self._served:
+        if record.bundle and (record.model, record.bundle) not in self.bundles:
             self._fetch(record)
 
     def _fetch(self, record: WorkerRecord) -> asyncio.Task[ServedModel]:
         key = (record.model, record.bundle)
-        task = self._fetching.get(key)
+        task = self.fetching.get(key)
         if task is None:
-            task = self._fetching[key] = asyncio.create_task(self._load(record), name=f"bundle-{record.model}")
+            task = self.fetching[key] = asyncio.create_task(self._load(record), name=f"bundle-{record.model}")
             task.add_done_callback(_log_failure)
-            task.add_done_callback(lambda _: self._fetching.pop(key, None))
+            task.add_done_callback(lambda _: self.fetching.pop(key, None))
         return task
 
     async def _load(self, record: WorkerRecord) -> ServedModel:
         """Ask every worker that has this bundle until one answers."""
         holders = [
             view.record.id
-            for view in self._view.workers.values()
+            for view in self.view.workers.values()
             if view.state in (State.READY, State.DRAINING)
             and (view.record.model, view.record.bundle) == (record.model, record.bundle)
         ]
         holders.sort(key=lambda one: one != record.id)
-        for worker in (*holders, *self._regions.holders(record.model, record.bundle)):
+        for worker in (*holders, *self.regions.holders(record.model, record.bundle)):
             try:
-                bundle = await self._source.bundle(worker)
+                bundle = await self.source.bundle(worker)
             except (KvfleetError, TimeoutError) as error:
                 log.warning("the bundle of %s could not be had from %s: %s", record.model, worker, error)
                 continue
             loop = asyncio.get_running_loop()
-            tokenizer = await loop.run_in_executor(self._executor, ModelTokenizer, bundle)
+            tokenizer = await loop.run_in_executor(self.executor, ModelTokenizer, bundle)
             served = ServedModel(record.model, record.bundle, bundle, tokenizer)
             self._keep(served)
             return served
         raise Unavailable(f"no worker hands over the tokenizer of {record.model!r}", retry_after_s=2.0)
 
     def _keep(self, served: ServedModel) -> None:
-        self._served[served.name, served.hash] = served
-        records = [view.record for view in self._view.workers.values()]
-        named = {(one.model, one.bundle) for one in (*records, *self._regions.records().values())}
-        unnamed = [key for key in self._served if key not in named]
+        self.bundles[served.name, served.hash] = served
+        records = [view.record for view in self.view.workers.values()]
+        named = {(one.model, one.bundle) for one in (*records, *self.regions.records().values())}
+        unnamed = [key for key in self.bundles if key not in named]
         for key in unnamed[: max(0, len(unnamed) - KEPT_UNNAMED)]:
-            del self._served[key]
+            del self.bundles[key]
 
 
 def _log_failure(task: asyncio.Task[ServedModel]) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvfleet.ingress.prompts.chat_splice import Splice, SpliceIndex, join, match_history
 from kvfleet.ingress.prompts.models import ServedModel
-from kvfleet.ingress.requests.openai_schema import ChatMessage, check_vocabulary
+from kvfleet.ingress.requests.bodies import ChatMessage, check_vocabulary
 from kvfleet.ingress.requests.sampling_plan import prompt_too_long
 from kvproto.ids import base32
 
@@ -31,13 +31,13 @@ class ChatPrompt:
     spliced: int = 0  # ids taken from earlier turns
 
 
+@dataclass(eq=False, slots=True)
 class Prompts:
     """Owned by the event loop; `executor` is shared with other CPU work of the process."""
 
-    def __init__(self, splices: SpliceIndex, executor: Executor, inline_chars: int) -> None:
-        self.splices = splices
-        self._executor = executor
-        self._inline_chars = inline_chars
+    splices: SpliceIndex
+    executor: Executor
+    inline_chars: int
 
     async def plain(
         self, model: ServedModel, text: str, *, begins: bool, must_fit: bool = True, field: str = "prompt"
@@ -81,9 +81,9 @@ class Prompts:
             self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, model.tokenizer)
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
-        if size <= self._inline_chars:
+        if size <= self.inline_chars:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
 
 def conversation_of(messages: tuple[ChatMessage, ...]) -> str:

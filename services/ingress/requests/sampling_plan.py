@@ -11,9 +11,14 @@ Whether a prompt and its `max_tokens` must fit is the caller's `context_overflow
 
 from __future__ import annotations
 
-from kvfleet.ingress.requests.sampling_ask import MAX_TOKENS_LIMIT, SamplingAsk, check_tokens
+from dataclasses import fields
+from typing import Any
+
+from kvfleet.ingress.requests.asks import MAX_TOKENS_LIMIT, SamplingAsk, check_tokens
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling
+
+_SAID = tuple(one.name for one in fields(SamplingAsk) if one.name in Sampling.__dataclass_fields__)
 
 
 def prompt_must_fit(overflow: Overflow) -> bool:
@@ -32,25 +37,12 @@ def plan_sampling(
     the model does not know and for `min_tokens` beyond `max_tokens`.
     """
     check_tokens(ask, bundle.vocab_size)
-    return Sampling(
-        max_tokens=_max_tokens(ask, bundle.context_length, prompt_tokens, field, default_max_tokens),
-        temperature=_first(ask.temperature, bundle.default_temperature, 1.0),
-        top_p=_first(ask.top_p, bundle.default_top_p, 1.0),
-        top_k=ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0),
-        seed=ask.seed,
-        stop=ask.stop,
-        stop_ids=ask.stop_ids,
-        ignore_eos=ask.ignore_eos,
-        n=ask.n,
-        min_p=ask.min_p,
-        presence_penalty=ask.presence_penalty,
-        frequency_penalty=ask.frequency_penalty,
-        repetition_penalty=ask.repetition_penalty,
-        logit_bias=ask.logit_bias,
-        logprobs=ask.logprobs,
-        min_tokens=ask.min_tokens,
-        overflow=ask.overflow,
-    )
+    said: dict[str, Any] = {name: getattr(ask, name) for name in _SAID}
+    said["max_tokens"] = _max_tokens(ask, bundle.context_length, prompt_tokens, field, default_max_tokens)
+    said["temperature"] = _first(ask.temperature, bundle.default_temperature, 1.0)
+    said["top_p"] = _first(ask.top_p, bundle.default_top_p, 1.0)
+    said["top_k"] = ask.top_k if ask.top_k is not None else (bundle.default_top_k or 0)
+    return Sampling(**said)
 
 
 def _max_tokens(ask: SamplingAsk, context: int, prompt_tokens: int, field: str, default: int) -> int:

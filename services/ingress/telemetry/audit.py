@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -34,20 +35,20 @@ REFUSED_PER_MINUTE = 100
 ACCESS = ("session_get", "session_kv", "session_delete", "placements")
 
 
+@dataclass(eq=False, slots=True)
 class Audit:
     """Owned by the event loop; what it makes goes to `write`. None: there is no audit log."""
 
-    def __init__(self, write: Callable[[bytes], None] | None, unix_s: Callable[[], float]) -> None:
-        self._write = write
-        self._unix_s = unix_s
-        self._minute = 0  # what follows is of this one
-        self._polled: set[tuple[str, str, str | None, int]] = set()  # who, from where, what status class
-        self._refused: Counter[str | None] = Counter()  # that have a line, by address
-        self._left_out = 0
+    write: Callable[[bytes], None] | None
+    unix_s: Callable[[], float]
+    minute: int = 0  # what follows is of this one
+    polled: set[tuple[str, str, str | None, int]] = field(default_factory=set)  # who, from where, what status class
+    refused: Counter[str | None] = field(default_factory=Counter)  # that have a line, by address
+    left_out: int = 0
 
     @property
     def is_on(self) -> bool:
-        return self._write is not None
+        return self.write is not None
 
     def request_started(self, exchange: Exchange, route: str, model: str | None) -> None:
         """`model` as the caller said it, if there is one of that name."""
@@ -89,35 +90,35 @@ class Audit:
     def _may_tell_refusal(self, source: str | None) -> bool:
         """Unknown callers must not fill the log, nor its queue, where the lines of others would be lost."""
         self._begin_minute()
-        if self._refused.total() < REFUSED_PER_MINUTE and self._refused[source] < REFUSED_PER_ADDRESS:
-            self._refused[source] += 1
+        if self.refused.total() < REFUSED_PER_MINUTE and self.refused[source] < REFUSED_PER_ADDRESS:
+            self.refused[source] += 1
             return True
-        self._left_out += 1
+        self.left_out += 1
         return False
 
     def _begin_minute(self) -> None:
-        minute = int(self._unix_s() // 60)
-        if minute == self._minute:
+        minute = int(self.unix_s() // 60)
+        if minute == self.minute:
             return
-        self._minute = minute
-        self._polled.clear()
-        self._refused.clear()
-        if self._left_out:
-            left_out, self._left_out = self._left_out, 0
+        self.minute = minute
+        self.polled.clear()
+        self.refused.clear()
+        if self.left_out:
+            left_out, self.left_out = self.left_out, 0
             self._say("auth.left_out", count=left_out)
 
     def _is_first_in_minute(self, exchange: Exchange, status: int) -> bool:
         self._begin_minute()
         assert exchange.caller is not None
         who = exchange.caller.tenant, exchange.caller.name, exchange.source, status // 100
-        before = len(self._polled)
-        self._polled.add(who)
-        return len(self._polled) > before
+        before = len(self.polled)
+        self.polled.add(who)
+        return len(self.polled) > before
 
     def _say(self, event: str, **fields: Any) -> None:
-        if self._write is not None:
+        if self.write is not None:
             self._begin_minute()
-            self._write(audit_line(self._unix_s(), event, **fields))
+            self.write(audit_line(self.unix_s(), event, **fields))
 
 
 NO_AUDIT = Audit(None, lambda: 0.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvfleet.ingress.http.exchange import Exchange
@@ -60,15 +61,15 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
     return trace
 
 
+@dataclass(eq=False, slots=True)
 class RequestTrace:
     """Of one exchange."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self.error: KvfleetError | None = None  # what the caller was told
-        self.names_session = False
-        self.carried = False
-        self._trail: RequestTrail | None = None
+    span: Span
+    error: KvfleetError | None = None  # what the caller was told
+    names_session: bool = False
+    carried: bool = False
+    first: RequestTrail | None = None
 
     def tokenising(self, prepare: Prepare) -> Prepare:
         """`prepare`, within a span of its own."""
@@ -87,7 +88,7 @@ class RequestTrace:
         said = about(generation, names_session=self.names_session)
         self.span.set(said)
         trail = RequestTrail(self, said)
-        self._trail = self._trail or trail
+        self.first = self.first or trail
         return trail
 
     def has_carried(self, run: Run, arrived_at: float, *, found: bool) -> None:
@@ -95,7 +96,7 @@ class RequestTrace:
         self.carried = True
         if run.first_token_at is not None:
             seconds = {"gen_ai.response.time_to_first_chunk": run.first_token_at - arrived_at}
-            on = self.span if self._trail is None else self._trail.stream
+            on = self.span if self.first is None else self.first.stream
             on.event("first_token", {} if found else seconds, at=unix_ns(run.first_token_at))
         if (finished := run.transcript.finished) is not None:
             self.span.set(
@@ -106,8 +107,8 @@ class RequestTrace:
                     "gen_ai.response.finish_reasons": [finished.reason.value],
                 }
             )
-        if self._trail is not None:
-            self._trail.end()
+        if self.first is not None:
+            self.first.end()
 
     def end(self, request: str, status: int) -> None:
         """The answer is complete."""

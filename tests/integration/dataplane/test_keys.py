@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.dataplane.client import DataPlaneClient
@@ -108,7 +109,7 @@ async def test_keys_are_followed_over_an_outage(nats_process: ProcessFactory) ->
     """A ring keeps its keys while the server is away, and hears of those made meanwhile by others."""
     server, subjects = nats_process(), Subjects()
     connection = await Connection.open(server.url, name="follower", inbox_prefix="_wrk.f")
-    await create_buckets(server.url, subjects.namespace)
+    await create_buckets(Login(server.url), subjects.namespace)
     ring = KeyRing()
     watch = await follow_keys(connection, subjects, ring)
     first = ring.current()
@@ -116,7 +117,7 @@ async def test_keys_are_followed_over_an_outage(nats_process: ProcessFactory) ->
     await until(lambda: not connection.is_connected)
     assert ring.current() == first
     server.start()
-    await create_buckets(server.url, subjects.namespace, rotate=True)
+    await create_buckets(Login(server.url), subjects.namespace, rotate=True)
     await until(lambda: ring.current() != first)
     assert ring.get(first.id) == first.secret
     await watch.stop()

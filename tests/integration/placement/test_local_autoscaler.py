@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest_asyncio
 
 from kvfleet.cli.embedded.autoscaler import KnownWorkers, LocalAutoscaler
+from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
@@ -60,8 +61,8 @@ async def register(requester: Connection, fleet_buckets: Subjects) -> AsyncItera
 async def drained(requester: Connection, subjects: Subjects) -> list[str]:
     """Whom one look has drain, of three workers; w1 is the cheapest."""
     told: list[bool] = []
-    autoscaler = LocalAutoscaler("", {}, subjects.namespace, [MODEL], lambda model: None)  # type: ignore[arg-type, return-value]
-    known = autoscaler._workers = {name: KnownWorkers(MODEL) for name in WORKERS}
+    autoscaler = LocalAutoscaler(Login(""), subjects.namespace, [MODEL], lambda model: None)  # type: ignore[arg-type, return-value]
+    known = autoscaler.workers = {name: KnownWorkers(MODEL) for name in WORKERS}
 
     async def costs(message: Message) -> None:
         workers = tuple(VictimCost(name, 0.0, 0, 0, 0) for name in ("w1", "w0", "w2"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvfleet.cli.operator.init import create_buckets
+from kvfleet.cli.operator.operator_login import Login
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
@@ -153,7 +154,7 @@ async def regions(tmp_path: Path) -> AsyncIterator[TwoRegions]:
         servers.start()
         for name, node in (("us", servers.us), ("eu", servers.eu)):
             subjects = Subjects("kvf", name)
-            await create_buckets(node.url, "kvf")
+            await create_buckets(Login(node.url), "kvf")
             region = Region(node.url, subjects, FakeFleet(node.url, subjects))
             made.append(region)
             await region.start_placement(f"p-{name}")

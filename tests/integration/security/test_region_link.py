@@ -216,7 +216,7 @@ async def test_a_request_spills_over_it(regions: Pair) -> None:
     made: list[Region] = []
     try:
         for one in regions:
-            await create_buckets(one.url, "kvf", login=one.operator())
+            await create_buckets(one.operator(), "kvf")
             subjects = Subjects("kvf", one.name)
             roles = {"placement": "placement", "producer": "producer-public"}
             logins = {role: one.login(user) for role, user in roles.items()}
@@ -256,7 +256,7 @@ async def test_a_cluster_is_joined_at_any_of_its_servers(tmp_path: Path, us: Sec
     with started(*hubs, leaf):
         for one in hubs:
             assert await joined(one, leaf), leaf.process.log()
-        await create_buckets(hubs[0].url, "kvf", replicas=3, login=hubs[0].operator())
+        await create_buckets(hubs[0].operator(), "kvf", replicas=3)
         (carrier,) = [one for one in hubs if "Leafnode connection created" in one.process.log()]
         carrier.process.kill()
         for one in hubs:

@@ -25,7 +25,7 @@ from kvfleet.placement.simulate.trace import Row, make_trace
 from kvfleet.placement.workers.warm_up import warm_up
 
 WORKER = PlannedWorker(prefill_tokens_per_s=8000.0, decode_s=0.015, decode_each_s=0.0003)
-DEMAND = Demand(requests_per_s=10.0, ttft_s=2.5, input_tokens=3000, output_tokens=100, input_cv=0.5, share=0.95)
+DEMAND = Demand(requests_per_s=10.0, ttft_s=2.5, input_tokens=3000, output_tokens=100, input_cv=0.5, ttft_share=0.95)
 
 
 def kvfleet(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -115,8 +115,8 @@ def simulated(demand: Demand, workers: int, seconds: float = 100.0) -> float:
 def test_the_simulator_holds_the_target_at_the_planned_size_and_not_with_one_fewer() -> None:
     fleet, lacking = plan(DEMAND, WORKER)
     assert lacking == "time to first token"
-    assert simulated(DEMAND, fleet.workers) >= DEMAND.share
-    assert simulated(DEMAND, fleet.workers - 1) < DEMAND.share
+    assert simulated(DEMAND, fleet.workers) >= DEMAND.ttft_share
+    assert simulated(DEMAND, fleet.workers - 1) < DEMAND.ttft_share
 
 
 # ------------------------------------------------------------------ measured rates

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from kvfleet.cli.clients.sse import events
+from kvfleet.cli.clients.answers import events
 
 TEXTS = ["a", "\u2028", "\u2029", "\x85", "\x0b\x0c\x1c\x1d\x1e", "\r", "é🙂", "\n\ndata: x"]
 

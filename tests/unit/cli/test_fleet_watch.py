@@ -13,6 +13,7 @@ import pytest
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.processes import Child, StopRequest, spawn
+from kvfleet.cli.operator.operator_login import Login
 
 STAYS = "exec sleep 600"
 FAILS = "exit 3"
@@ -23,7 +24,7 @@ def a_process(name: str, does: str = STAYS) -> Child:
 
 
 def an_autoscaler() -> LocalAutoscaler:
-    return LocalAutoscaler("nats://127.0.0.1:1", {}, "kvf", ["demo"], lambda model: a_process("late"))
+    return LocalAutoscaler(Login("nats://127.0.0.1:1"), "kvf", ["demo"], lambda model: a_process("late"))
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def a_fleet(*workers: Child) -> Iterator[EmbeddedFleet]:
 def knowing(autoscaler: LocalAutoscaler, fleet: EmbeddedFleet) -> Iterator[None]:
     """It knows them, and its thread finds no NATS."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        autoscaler._url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        autoscaler.login = Login(f"nats://127.0.0.1:{silent.getsockname()[1]}")
         autoscaler.start((worker, "demo") for worker in fleet.workers)
         try:
             yield
@@ -66,11 +67,11 @@ def watched(fleet: EmbeddedFleet, autoscaler: LocalAutoscaler | None) -> list[st
 def test_whoever_fails_while_it_drains_does_not_come_back() -> None:
     autoscaler = an_autoscaler()
     with a_fleet(a_process("w0"), a_process("w1", FAILS)) as fleet, knowing(autoscaler, fleet):
-        autoscaler._workers["w1"].draining = True
+        autoscaler.workers["w1"].draining = True
         assert watched(fleet, autoscaler) == ["w1"]
         assert [one.name for one in fleet.workers] == ["w0"]
         assert not any(autoscaler.drains(one) for one in fleet.workers)
-        assert autoscaler._paused_until == 0.0  # it says nothing about the next one
+        assert autoscaler.paused_until == 0.0  # it says nothing about the next one
 
 
 def test_whoever_fails_otherwise_is_started_again_until_it_is_given_up() -> None:
@@ -79,7 +80,7 @@ def test_whoever_fails_otherwise_is_started_again_until_it_is_given_up() -> None
         failing = fleet.workers[1]
         assert watched(fleet, autoscaler) == ["w1"]
         assert len(failing.restarts) == 3
-        assert autoscaler._paused_until > 0
+        assert autoscaler.paused_until > 0
 
 
 def test_whoever_was_drained_by_hand_is_forgotten_too() -> None:
@@ -91,13 +92,13 @@ def test_a_worker_that_cannot_be_started_costs_nobody_else() -> None:
     def no_room(model: str) -> Child:
         raise OSError("no room")
 
-    autoscaler = LocalAutoscaler("nats://127.0.0.1:1", {}, "kvf", ["demo"], no_room)
+    autoscaler = LocalAutoscaler(Login("nats://127.0.0.1:1"), "kvf", ["demo"], no_room)
     autoscaler._start("demo", 2)
     workers: list[Child] = []
     autoscaler.maintain(workers)
     assert workers == []
-    assert autoscaler._asked == {"demo": 0}
-    assert autoscaler._paused_until > 0
+    assert autoscaler.asked == {"demo": 0}
+    assert autoscaler.paused_until > 0
 
 
 def test_processes_end_before_the_asking_thread_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_processes_end_before_the_asking_thread_is_waited_for(monkeypatch: pytes
         monkeypatch.setattr(threading.Thread, "join", joined)
         fleet.end(autoscaler)
     assert seen == [(False, True)]
-    assert autoscaler._thread.daemon  # it holds up nobody's end
+    assert autoscaler.thread.daemon  # it holds up nobody's end
 
 
 def test_a_signal_may_come_at_any_line_of_what_waits_for_it() -> None:
@@ -132,4 +133,4 @@ def test_a_signal_may_come_at_any_line_of_what_waits_for_it() -> None:
         assert stopping.wait(0.0)
     finally:
         sys.settrace(None)
-    assert stopping.is_set()
+    assert stopping.is_set

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.cli.embedded.metrics_targets import MetricsTargets
-from kvfleet.cli.embedded.ports import PortTaken, claim
+from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim
 
 
 def test_consecutive_ports_and_a_list_of_all(tmp_path: Path) -> None:

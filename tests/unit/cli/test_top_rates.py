@@ -76,7 +76,7 @@ def test_the_hit_rate_is_of_the_last_minute_and_tokens_of_the_last_seconds() -> 
             assert rates.tokens_per_s() == pytest.approx(10 * 3 / 5)
     assert rates.hit_rate() == 1.0
     assert rates.tokens_per_s() == 0.0
-    assert len(rates._steps) == 60
+    assert len(rates.steps) == 60
 
 
 def test_looks_further_apart_than_the_window() -> None:

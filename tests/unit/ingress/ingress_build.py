@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 import kvfleet.worker
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
@@ -17,6 +19,11 @@ from kvproto.errors import Unavailable
 from kvproto.messages import Bundle
 
 DEMO = Path(kvfleet.worker.__path__[0]) / "model" / "demo_model"
+
+
+def sent(answer: object) -> Any:
+    """As the caller reads it."""
+    return orjson.loads(orjson.dumps(answer))
 
 
 @cache

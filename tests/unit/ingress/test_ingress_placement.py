@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ingress_build import sent
 
 from kvfleet.cli.clients import explain
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
 from kvfleet.ingress.fleet.placement_report import placements_report, read_request_id
 from kvfleet.ingress.limits.callers import OPEN, Caller, require_policy
-from kvfleet.ingress.requests.native_schema import read_generate
-from kvfleet.ingress.requests.openai_schema import read_chat, read_completion
-from kvfleet.ingress.requests.placement_ask import ANYWHERE, PlacementAsk
+from kvfleet.ingress.requests.asks import ANYWHERE, PlacementAsk
+from kvfleet.ingress.requests.bodies import read_chat, read_completion, read_generate
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.messages import Actual, Candidate, Decision
 
@@ -119,7 +119,7 @@ def test_a_decision_in_units() -> None:
         (Candidate("w1", 12.5, {"prefill": 12.5}, {"device": 32}), Candidate("w2", 40.0)), 9, "p1",
         Actual(True, {"device": 16}, 0.001, 0.25, 9, True, "moved"), "w2", 64,
     )  # fmt: skip
-    report = placements_report(REQUEST, [decision])
+    report = sent(placements_report(REQUEST, [decision]))
     (attempt,) = report["attempts"]
     assert report["request_id"] == REQUEST
     assert attempt == {
@@ -167,7 +167,7 @@ def test_the_command_line_names_whom_to_pull_from(capsys: pytest.CaptureFixture[
     )  # fmt: skip
     for source, told in (("w2", "may pull from w2, which has 1,600 tokens of the prompt"), ("", "")):
         named = replace(decision, source=source, source_tokens=1600 if source else 0)
-        (attempt,) = placements_report(REQUEST, [named])["attempts"]
+        (attempt,) = sent(placements_report(REQUEST, [named]))["attempts"]
         explain._show(REQUEST, attempt)
         shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert told in shown

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from ingress_build import demo_tokenizer
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body
+from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body
+from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, relay
 from kvfleet.ingress.limits.run_memory import RunMemory
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, Position
 from kvfleet.ingress.runs.event_writer import Form
 from kvfleet.ingress.runs.jobs import Job

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvfleet.ingress.dashboard.page import INDEX, POLICY, TYPES, read_files, suffix
-from kvfleet.ingress.http.openapi import OPERATIONS
+from kvfleet.ingress.fleet.openapi import OPERATIONS
 
 ROOT = Path(__file__).parents[4]
 FOLDER = resources.files("kvfleet.ingress.dashboard")

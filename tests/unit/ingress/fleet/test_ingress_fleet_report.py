@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import orjson
+from ingress_build import sent
 
-from kvfleet.ingress.fleet.report import stats_report, workers_report
+from kvfleet.ingress.fleet.report import IngressCounts, stats_report, workers_report
 from kvproto import codec
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Heartbeat, Load, State, TierLoad, WorkerRecord
 
 HOST = TierLoad(3, 300, 1000, 48, 2, 600, 0.25, 7, 1, {"late": 2})
+COUNTS = IngressCounts("i0", *[0] * 9)
 VAULT = TierLoad(hit_tokens_total=16, failures_total={"timeout": 1})
 
 
@@ -25,8 +26,7 @@ def fleet(*tiers: dict[str, TierLoad] | None) -> FleetView:
 
 
 def test_tiers_are_summed_one_by_one() -> None:
-    report = stats_report(fleet({"host": HOST, "vault": VAULT}, {"host": HOST}, {}, None))
-    orjson.dumps(report)
+    report = sent(stats_report(fleet({"host": HOST, "vault": VAULT}, {"host": HOST}, {}, None), COUNTS))
     tiers = report["load"]["tiers"]
     assert list(tiers) == ["host", "vault"]
     assert tiers["host"] == {
@@ -39,13 +39,12 @@ def test_tiers_are_summed_one_by_one() -> None:
 
 
 def test_without_tiers_and_without_workers() -> None:
-    assert stats_report(fleet({}, None))["load"]["tiers"] == {}
-    assert stats_report(fleet())["load"]["tiers"] == {}
+    assert stats_report(fleet({}, None), COUNTS).load["tiers"] == {}
+    assert stats_report(fleet(), COUNTS).load["tiers"] == {}
 
 
 def test_each_worker_shows_its_own() -> None:
-    report = workers_report(fleet({"host": HOST}, None), str)
-    orjson.dumps(report)
+    report = sent(workers_report(fleet({"host": HOST}, None), str))
     assert report["w0"]["load"]["tiers"]["host"]["bytes_total"] == 1000
     assert report["w0"]["load"]["tiers"]["host"]["failures_total"] == {"late": 2}
     assert report["w1"]["load"]["tiers"] == {}

@@ -10,11 +10,15 @@ from dataclasses import replace
 import pytest
 from ingress_build import demo_bundle
 
-from kvfleet.ingress.fleet.report import models_report, stats_report, workers_report
+from kvfleet.ingress.fleet.report import IngressCounts, models_report, stats_report, workers_report
 from kvfleet.ingress.prompts.models import KEPT_UNNAMED, Models
+from kvfleet.ingress.prompts.other_regions import OtherRegions
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, Heartbeat, Rates, State, WorkerRecord
+from kvproto.subjects import Subjects
+
+COUNTS = IngressCounts("i0", *[0] * 9)
 
 
 class Source:
@@ -39,6 +43,11 @@ class Source:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
 
 
+def models_of(source: Source, view: FleetView, executor: ThreadPoolExecutor) -> Models:
+    """Of a fleet of one region."""
+    return Models(source, view, executor, OtherRegions(None, Subjects("kvf"), lambda: 0.0))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def executor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as pool:
@@ -58,7 +67,7 @@ def view_of(*records: WorkerRecord) -> FleetView:
 
 async def test_a_bundle_is_fetched_once_for_all_who_wait(executor: ThreadPoolExecutor) -> None:
     source, view = Source(), view_of(record("a"), record("b"))
-    models = Models(source, view, executor)
+    models = models_of(source, view, executor)
     assert not models.is_ready()
     served = await asyncio.gather(*(models.get("m") for _ in range(5)))
     assert len({id(one) for one in served}) == 1
@@ -70,17 +79,17 @@ async def test_a_bundle_is_fetched_once_for_all_who_wait(executor: ThreadPoolExe
 async def test_the_next_holder_is_asked_when_one_is_lost(executor: ThreadPoolExecutor) -> None:
     source, view = Source(), view_of(record("a"), record("b"), record("c", bundle="h2"))
     source.lost = {"a"}
-    models = Models(source, view, executor)
+    models = models_of(source, view, executor)
     await models.get("m")
     assert source.asked == ["a", "b"]
     source.lost = {"a", "b"}
     with pytest.raises(Unavailable, match="no worker hands over"):
-        await Models(source, view, executor).get("m")
+        await models_of(source, view, executor).get("m")
 
 
 async def test_a_new_hash_is_a_new_bundle_before_its_first_request(executor: ThreadPoolExecutor) -> None:
     source, view = Source(), view_of(record("a"))
-    models = Models(source, view, executor)
+    models = models_of(source, view, executor)
     models.start()
     await models.get("m")
     for n in range(2, KEPT_UNNAMED + 5):
@@ -89,13 +98,13 @@ async def test_a_new_hash_is_a_new_bundle_before_its_first_request(executor: Thr
         models.on_member(change, view.workers["a"])
         assert (await models.get("m")).hash == f"h{n}"
     assert len(source.asked) == KEPT_UNNAMED + 4
-    assert len(models._served) == KEPT_UNNAMED + 1
+    assert len(models.bundles) == KEPT_UNNAMED + 1
     await models.stop()
 
 
 async def test_models_nobody_serves(executor: ThreadPoolExecutor) -> None:
     view = view_of(record("a"), record("b", "starting", state=State.STARTING))
-    models = Models(Source(), view, executor)
+    models = models_of(Source(), view, executor)
     with pytest.raises(ModelNotFound) as error:
         await models.get("other", field="model_name")
     assert error.value.field == "model_name"
@@ -105,7 +114,7 @@ async def test_models_nobody_serves(executor: ThreadPoolExecutor) -> None:
 
 def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) -> None:
     view = FleetView()
-    models = Models(Source(), view, executor)
+    models = models_of(Source(), view, executor)
     with pytest.raises(NoWorkers):
         models.default_name(None)
     view.on_worker_record(record("a"), 1, 0.0)
@@ -118,18 +127,18 @@ def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) ->
 
 
 def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
-    assert stats_report(FleetView())["hit_rate"] == 0.0
+    assert stats_report(FleetView(), COUNTS).hit_rate == 0.0
     assert workers_report(FleetView(), str) == {}
     view = view_of(record("a"), record("b"))
     view.on_worker_gone("b", 1.0, expired=False)
-    assert {worker: one["state"] for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
-    stats = stats_report(view)
-    assert (stats["workers"], stats["ready"], stats["load"]["running"]) == (1, 1, 0)
-    assert models_report(view.models().values())["data"][0]["id"] == "m"
+    assert {worker: one.state for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
+    stats = stats_report(view, COUNTS)
+    assert (stats.workers, stats.ready, stats.load["running"]) == (1, 1, 0)
+    assert models_report(view.models().values()).data[0].id == "m"
 
 
 def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
-    assert stats_report(FleetView())["rates"]["restore_bytes_per_s"] == {}
+    assert stats_report(FleetView(), COUNTS).rates["restore_bytes_per_s"] == {}
     view = view_of(record("a"), record("b"), record("c"))
     for worker, rates in (
         ("a", Rates(10.0, 2.0, 4.0, {"host": 3.0, "vault": 1.0})),
@@ -137,7 +146,7 @@ def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
     ):
         view.on_heartbeat(Heartbeat(worker, "e", State.READY, rates=rates), 1.0)
     view.on_heartbeat(Heartbeat("c", "e", State.READY, rates=Rates(restore_bytes_per_s={"host": 4.0}, step_s=0.5)), 1.0)
-    assert stats_report(view)["rates"] == {
+    assert stats_report(view, COUNTS).rates == {
         "prefill_tokens_per_s": 15.0,
         "decode_steps_per_s": 3.0,
         "decode_tokens_per_s": 5.0,
@@ -150,7 +159,7 @@ async def test_a_model_without_workers_is_told_to_placement_which_may_know_it(ex
     """That is how a model that was scaled to nothing comes back: the ingress has no tokenizer to place with."""
     source = Source()
     source.known = {"configured"}
-    models = Models(source, view_of(), executor)
+    models = models_of(source, view_of(), executor)
     with pytest.raises(NoWorkers) as refused:
         await models.get("configured")
     assert refused.value.retry_after_s == 2.0

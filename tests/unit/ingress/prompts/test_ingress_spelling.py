@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ingress_build import demo_bundle, demo_tokenizer
+from ingress_build import demo_bundle, demo_tokenizer, sent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvfleet.ingress.answers.openai_logprobs import chat_logprobs, completion_logprobs
-from kvfleet.ingress.prompts.token_spelling import TokenSpelling, byte_of_character
-from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
+from kvfleet.ingress.answers.openai_answers import chat_logprobs, completion_logprobs
+from kvfleet.ingress.prompts.tokenizer import ModelTokenizer, TokenSpelling, byte_of_character
 from kvproto.messages import TokenLogprobs
 
 
@@ -85,7 +84,7 @@ def test_openais_two_forms() -> None:
     spelling = demo_tokenizer().spelling
     ids = demo_tokenizer().encode("Hello 🙂", add_special_tokens=False)
     scores = [TokenLogprobs(-0.5, (ids[0], 7), (-0.5, -1.5)), *(TokenLogprobs(float("-inf")) for _ in ids[1:])]
-    content = chat_logprobs(spelling, ids, scores)["content"]
+    content = sent(chat_logprobs(spelling, ids, scores))["content"]
     assert bytes(byte for one in content for byte in one["bytes"]).decode() == "Hello 🙂"
     assert content[0] == {
         "token": spelling.text_of(ids[0]),
@@ -99,7 +98,7 @@ def test_openais_two_forms() -> None:
     assert content[1]["logprob"] == -9999.0
     json.dumps(content, allow_nan=False)
     pieces = ["Hello", *[""] * (len(ids) - 2), " 🙂"]
-    lists = completion_logprobs(spelling, ids, pieces, scores, offset=3)
+    lists = sent(completion_logprobs(spelling, ids, pieces, scores, offset=3))
     assert lists["text_offset"] == [3, *[8] * (len(ids) - 1)]
     assert lists["tokens"] == [one["token"] for one in content]
     assert lists["token_logprobs"][0] == -0.5

@@ -8,7 +8,7 @@ from ingress_build import demo_model, demo_tokenizer
 
 from kvfleet.ingress.prompts.chat_splice import STRIDE, SpliceIndex, join, match_history
 from kvfleet.ingress.prompts.prompts import conversation_of, scope_of
-from kvfleet.ingress.requests.openai_schema import ChatMessage
+from kvfleet.ingress.requests.bodies import ChatMessage
 
 TOKENIZER = demo_tokenizer()
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]

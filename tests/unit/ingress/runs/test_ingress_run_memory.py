@@ -10,7 +10,7 @@ import pytest
 from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
-from kvfleet.ingress.answers.openai_events import AnswerHead, answer_body
+from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body
 from kvfleet.ingress.config import RunLimits
 from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
 from kvfleet.ingress.runs.runs import Run

@@ -1,7 +1,8 @@
 """What the ingress serves at /openapi.json: every route, what it takes and what it answers, as OpenAPI 3.1. Pure.
 
-Bodies are described by the forms that read them (`requests`), headers by the patterns that do; a test compares the
-paths with those of `app`.
+Bodies are described by the forms that read them (`requests`), headers by the patterns that do, and answers by the types
+that are sent: wherever a schema is to stand, an operation names the type. A test compares the paths with those of
+`app`, another one holds every answer against its description.
 """
 
 from __future__ import annotations
@@ -9,25 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet.ingress.http.openapi_answers import (
-    CHAT_CHUNK,
-    COMPLETION_CHUNK,
-    COMPONENTS,
-    COUNT,
-    ERROR,
-    NATIVE_EVENTS,
-    TEXT,
-    events_of,
-    json_content,
-)
+from kvfleet.ingress.answers.native_events import NATIVE_EVENTS
+from kvfleet.ingress.answers.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from kvfleet.ingress.fleet import report
+from kvfleet.ingress.fleet.placement_report import NewestPlacementsAnswer, PlacementsAnswer
+from kvfleet.ingress.http.answer_types import described
+from kvfleet.ingress.http.error_bodies import ErrorAnswer
+from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
 from kvfleet.ingress.requests.fields import BodyForm, Schema
-from kvfleet.ingress.requests.native_schema import GENERATE
-from kvfleet.ingress.requests.openai_schema import CHAT, COMPLETION
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from kvproto.questions import MAX_NEWEST
 
 VERSION = "3.1.0"
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
 
 ERRORS: dict[int, str] = {
     400: "The request is wrong: the message and `param` name the field.",
@@ -97,7 +94,7 @@ _REPEATS = (
 )
 _LEFT = {
     f"x-ratelimit-{what}-{of}": {
-        "schema": {"type": "string"} if what == "reset" else {"type": "integer", "minimum": 0},
+        "schema": {"type": "string"} if what == "reset" else COUNT,
         "description": about,
     }
     for of in ("requests", "tokens")
@@ -111,9 +108,24 @@ _KNOWN = (401, 403, 421, 503)  # 503: of a signed token, while its issuer does n
 _GENERATING = (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 501, 503, 504)
 
 
-def _generating(path: str, summary: str, form: BodyForm[Any], answer: str | None, *events: Schema) -> Operation:
-    content = {**(json_content(answer) if answer else {}), **events_of(*events, ids=answer is None)}
-    about = EVENTS + (ID_LINES if answer is None else ID_LINES_WHERE_ASKED_FOR)
+def _json(*answers: object) -> dict[str, Any]:
+    return {"application/json": {"schema": answers[0] if len(answers) == 1 else {"anyOf": [*answers]}}}
+
+
+def _generating(path: str, summary: str, form: BodyForm[Any], answer: type | None, *events: type) -> Operation:
+    """Events have one of these as their data, or an error, and ids always or where they are asked for."""
+    errors = [ErrorAnswer] if answer else []
+    payload = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [*events, *errors]}}
+    event = {
+        "type": "object",
+        "required": ["data"] if answer else ["id", "data"],
+        "properties": {
+            "id": {"type": "string", "pattern": EVENT_ID},
+            "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, payload]},
+        },
+    }
+    content = {**(_json(answer) if answer else {}), "text/event-stream": {"schema": event}}
+    about = EVENTS + (ID_LINES_WHERE_ASKED_FOR if answer else ID_LINES)
     answers: dict[int, dict[str, Any]] = {
         200: {"description": about, "headers": _LEFT, "content": content},
         204: {"description": "The client has had all events of this request."},
@@ -121,52 +133,59 @@ def _generating(path: str, summary: str, form: BodyForm[Any], answer: str | None
     return Operation("post", path, summary, answers, _GENERATING, form.schema, _REPEATS)
 
 
-def _reading(path: str, summary: str, answer: str, *errors: int, **more: Any) -> Operation:
-    answers = {200: {"description": summary, "content": json_content(answer)}}
+def _reading(path: str, summary: str, answer: object, *errors: int, **more: Any) -> Operation:
+    answers = {200: {"description": summary, "content": _json(answer)}}
     return Operation("get", path, summary, answers, errors, **more)
 
 
-def _health(path: str, summary: str, answer: str, *errors: int) -> Operation:
-    content = json_content(answer)
-    answers = {200: {"description": "yes", "content": content}, 503: {"description": "no", "content": content}}
-    return Operation("get", path, summary, answers, errors)
+def _health(path: str, summary: str, answers: tuple[type, ...], *errors: int) -> Operation:
+    content = _json(*answers)
+    told = {200: {"description": "yes", "content": content}, 503: {"description": "no", "content": content}}
+    return Operation("get", path, summary, told, errors)
 
 
 def _file(*kinds: str) -> dict[str, Any]:
     return {"description": "the file", "content": {kind: {"schema": TEXT} for kind in kinds}}
 
 
+_OPENAPI: Schema = {
+    "type": "object",
+    "required": ["openapi", "info", "paths"],
+    "properties": {"openapi": TEXT, "info": {"type": "object"}, "paths": {"type": "object"}},
+}
 OPERATIONS = (
-    _generating("/v1/chat/completions", "A chat's next message, as OpenAI's.", CHAT, "ChatAnswer", CHAT_CHUNK, ERROR),
+    _generating("/v1/chat/completions", "A chat's next message, as OpenAI's.", CHAT, ChatAnswer, ChatChunk),
+    _generating(
+        "/v1/completions", "A text's continuation, as OpenAI's.", COMPLETION, CompletionAnswer, CompletionChunk
+    ),
     _generating(
         "/v1/completions",
         "A text's continuation, as OpenAI's.",
         COMPLETION,
-        "CompletionAnswer",
-        COMPLETION_CHUNK,
-        ERROR,
+        CompletionAnswer,
+        CompletionChunk,
     ),
     _generating("/generate", "A turn of a session, streamed.", GENERATE, None, *NATIVE_EVENTS),
-    _reading("/v1/models", "What the fleet serves.", "Models", *_KNOWN),
+    _reading("/v1/models", "What the fleet serves.", report.ModelsAnswer, *_KNOWN),
     _reading(
         "/v1/models/{model}",
         "One model.",
-        "Model",
+        report.ModelAnswer,
         404,
         *_KNOWN,
         parameters=(_parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),),
     ),
-    _reading("/stats", "The fleet's sums, and this ingress's own counts; for admin keys.", "Stats", *_KNOWN),
+    _reading("/stats", "The fleet's sums, and this ingress's own counts; for admin keys.", report.StatsAnswer, *_KNOWN),
     _reading(
         "/workers",
         "Every known worker; for admin keys. `address` is the NATS subject on which it takes requests of this tenant.",
-        "Workers",
+        {"type": "object", "additionalProperties": report.WorkerAnswer},
         *_KNOWN,
     ),
     _reading(
         "/kv/route/{seq_id}",
         "Which worker a session goes to. `address` is the NATS subject on which it takes requests of this tenant.",
-        "Located",
+        report.LocatedAnswer,
         400,
         429,
         *_KNOWN,
@@ -175,7 +194,7 @@ OPERATIONS = (
     _reading(
         "/sessions/{seq_id}",
         "A session and where its blocks are.",
-        "Session",
+        report.SessionAnswer,
         404,
         429,
         *_KNOWN,
@@ -185,7 +204,7 @@ OPERATIONS = (
         "delete",
         "/sessions/{seq_id}",
         "Forget a session, in every tier.",
-        {200: {"description": "It is gone.", "content": json_content("Deleted")}},
+        {200: {"description": "It is gone.", "content": _json(report.DeletedAnswer)}},
         (404, 409, 429, *_KNOWN),
         parameters=(_seq_id(),),
     ),
@@ -195,12 +214,15 @@ OPERATIONS = (
         "K and V of one layer as safetensors; for admin keys.",
         {200: {"description": "K and V", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}},
         (400, 404, 429, 500, 501, *_KNOWN),
-        parameters=(_seq_id(), _parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0")),
+        parameters=(
+            _seq_id(),
+            _parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0"),
+        ),
     ),
     _reading(
         "/v1/placements",
         "The last decisions, newest first: of this key's tenant, of all for admin keys.",
-        "NewestPlacements",
+        NewestPlacementsAnswer,
         400,
         429,
         *_KNOWN,
@@ -212,15 +234,15 @@ OPERATIONS = (
     _reading(
         "/v1/placements/{id}",
         "Why a request went to its worker, attempt by attempt.",
-        "Placements",
+        PlacementsAnswer,
         400,
         404,
         *_KNOWN,
         parameters=(_parameter("path", "id", {"type": "string", "minLength": 1}, "any id that an answer shows"),),
     ),
-    _health("/livez", "Whether the process works.", "Status"),
-    _health("/readyz", "Whether a request would be served.", "Status"),
-    _health("/health", "The same, with what is there.", "Health", 403, 421),
+    _health("/livez", "Whether the process works.", (report.StatusAnswer,)),
+    _health("/readyz", "Whether a request would be served.", (report.StatusAnswer,)),
+    _health("/health", "The same, with what is there.", (report.HealthAnswer, report.KnownHealthAnswer), 403, 421),
     Operation(
         "get",
         "/metrics",
@@ -228,7 +250,7 @@ OPERATIONS = (
         {200: {"description": "metrics", "content": {"text/plain": {"schema": TEXT}}}},
         _KNOWN,
     ),
-    _reading("/openapi.json", "This description.", "OpenApi"),
+    _reading("/openapi.json", "This description.", _OPENAPI),
     Operation("get", "/", "The dashboard, for browsers.", {200: _file("text/html")}),
     Operation(
         "get",
@@ -246,12 +268,13 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
     paths: dict[str, Any] = {}
     for one in operations:
         paths.setdefault(one.path, {})[one.method] = _described(one)
+    told, components = described(paths)
     return {
         "openapi": VERSION,
         "info": {"title": "kvfleet", "version": "1", "description": "A fleet of language model workers."},
-        "paths": paths,
+        "paths": told,
         "components": {
-            "schemas": COMPONENTS | CHAT.components | COMPLETION.components | GENERATE.components,
+            "schemas": components | CHAT.components | COMPLETION.components | GENERATE.components,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a token of the issuer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -278,7 +301,7 @@ def _described(operation: Operation) -> dict[str, Any]:
 
 
 def _error(status: int) -> dict[str, Any]:
-    value: dict[str, Any] = {"description": ERRORS[status], "content": json_content("Error")}
+    value: dict[str, Any] = {"description": ERRORS[status], "content": _json(ErrorAnswer)}
     if status in (429, 503):
         value["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
     return value

@@ -1,8 +1,8 @@
-"""Bodies of the OpenAI routes as frozen dataclasses. Pure.
+"""Bodies of the generating routes as frozen dataclasses. Pure.
 
 Fields that would change the answer and are not served are refused by name when they ask for anything but the default:
 silence would be a wrong answer. So are fields that nobody knows, as OpenAI's servers do. Those that are ignored say
-something about the caller, or ask for what is done anyway.
+something about the caller, or ask for what is done anyway. Defaults of /generate are the interface's, not the model's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from kvfleet.ingress.requests.asks import ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
 from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Made, Whole
-from kvfleet.ingress.requests.placement_ask import ANYWHERE, PlacementAsk
-from kvfleet.ingress.requests.sampling_ask import MAX_CHOICES, Count, SamplingAsk
 from kvproto.errors import InvalidRequest
 
 MAX_MODEL_CHARS = 256
@@ -216,3 +215,39 @@ def check_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise InvalidRequest(f"must be within [0, {vocab_size - 1}], got {ids[i]}", field=f"prompt[{i}]")
+
+
+DEFAULT_MAX_TOKENS = 50
+MAX_PROMPT_CHARS = 8_388_608
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateAsk:
+    """`seq_id` None: a new session; `model` None: the session's, else the only one that is served."""
+
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
+    sampling: SamplingAsk
+    seq_id: SeqId | None = None
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
+    model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None  # comes before `model`
+    placement: PlacementAsk = ANYWHERE
+    exact: Flag = False
+    logprobs: Annotated[int, Whole(0, MAX_CHAT_LOGPROBS)] | None = None
+    n: Annotated[int, Whole(1, 1)] = 1  # a session has one continuation
+
+
+GENERATE = BodyForm(GenerateAsk, {"stream": (True,), "user": None, "metadata": None})
+
+
+def read_generate(body: Body) -> GenerateAsk:
+    """Raises InvalidRequest naming the field."""
+    ask = GENERATE.read(body)
+    said = ask.sampling
+    sampling = replace(
+        said,
+        temperature=said.temperature if said.temperature is not None else 1.0,
+        top_p=said.top_p if said.top_p is not None else 1.0,
+        top_k=said.top_k or 0,
+        logprobs=ask.logprobs,
+    )
+    return replace(ask, model=ask.model_name or ask.model or None, sampling=sampling)

@@ -9,15 +9,14 @@ import jsonschema_rs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ingress_build import sent
 from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.app import create_app
+from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.fleet.placement_report import newest_report, placements_report
-from kvfleet.ingress.http.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.http.openapi_answers import COMPONENTS
+from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE, read_chat, read_completion, read_generate
 from kvfleet.ingress.requests.fields import BodyForm
-from kvfleet.ingress.requests.native_schema import GENERATE, read_generate
-from kvfleet.ingress.requests.openai_schema import CHAT, COMPLETION, read_chat, read_completion
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Actual, Candidate, Decision
@@ -101,9 +100,10 @@ def test_a_report_of_placements_has_its_described_form() -> None:
         Decision("r", 0, "t", "m", 1, "cost", "w0", "cheapest", 20, {"device": 16}, 0.25, (candidate,), 1, "p0", actual)
         for actual in (Actual(), Actual(True, {"device": 16}, 0.1, 0.2, 3, True, "cancelled"))
     ]
+    components = openapi_document()["components"]
     for name, report in (
-        ("Placements", placements_report("r", decisions)),
-        ("NewestPlacements", newest_report(decisions)),
+        ("PlacementsAnswer", placements_report("r", decisions)),
+        ("NewestPlacementsAnswer", newest_report(decisions)),
     ):
-        jsonschema_rs.validate({**COMPONENTS[name], "components": {"schemas": COMPONENTS}}, report)
-    assert [one["request_id"] for one in newest_report(decisions)["placements"]] == ["r", "r"]
+        jsonschema_rs.validate({**components["schemas"][name], "components": components}, sent(report))
+    assert [one["request_id"] for one in sent(newest_report(decisions))["placements"]] == ["r", "r"]

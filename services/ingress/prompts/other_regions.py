@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvproto import codec
 from kvproto.connection import Connection
@@ -19,43 +20,46 @@ from kvproto.subjects import Subjects
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class OtherRegions:
     """Owned by the event loop. `on_change` is called after each summary of another region: what could not be had
     of it before is tried again then."""
 
-    def __init__(self, connection: Connection, subjects: Subjects, now: Callable[[], float]) -> None:
-        self.on_change: Callable[[], None] = lambda: None
-        self._connection = connection
-        self._subjects = subjects
-        self._now = now
-        self._regions = Regions(subjects.region)
-        self._subscription: Subscription | None = None
+    connection: Connection
+    subjects: Subjects
+    now: Callable[[], float]
+    on_change: Callable[[], None] = lambda: None
+    subscription: Subscription | None = None
+    regions: Regions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.regions = Regions(self.subjects.region)
 
     async def start(self) -> None:
-        if self._subjects.region:
-            self._subscription = await self._connection.subscribe(self._subjects.region_summaries(), self._on_summary)
+        if self.subjects.region:
+            self.subscription = await self.connection.subscribe(self.subjects.region_summaries(), self._on_summary)
 
     async def stop(self) -> None:
-        if self._subscription is not None:
+        if self.subscription is not None:
             try:
-                await self._subscription.unsubscribe()
+                await self.subscription.unsubscribe()
             except KvfleetError as error:  # the connection may be gone: nothing to let go of then
                 log.debug("other regions: %s", error)
 
     def names(self) -> list[str]:
-        return self._regions.names(self._now())
+        return self.regions.names(self.now())
 
     def records(self) -> dict[str, WorkerRecord]:
         """A worker's record for each model that some other region serves now."""
-        return self._regions.records(self._now())
+        return self.regions.records(self.now())
 
     def holders(self, model: str, bundle: str) -> list[str]:
         """Workers there that have this bundle."""
-        return self._regions.holders(model, bundle, self._now())
+        return self.regions.holders(model, bundle, self.now())
 
     def workers(self, region: str, model: str) -> list[str]:
         """All workers of a model there, called as from here."""
-        return self._regions.workers(region, model, self._now())
+        return self.regions.workers(region, model, self.now())
 
     async def _on_summary(self, message: Message) -> None:
         try:
@@ -63,9 +67,9 @@ class OtherRegions:
         except CodecError as error:
             log.debug("a summary on %s is unreadable: %s", message.subject, error)
             return
-        if message.subject.split(".")[-2] != summary.region or summary.region == self._subjects.region:
+        if message.subject.split(".")[-2] != summary.region or summary.region == self.subjects.region:
             return
-        now = self._now()
-        self._regions.hear(summary, now)
-        self._regions.forget_silent(now)
+        now = self.now()
+        self.regions.hear(summary, now)
+        self.regions.forget_silent(now)
         self.on_change()

@@ -1,0 +1,253 @@
+"""OpenAI's answers: the types of bodies and chunks, which `openapi` describes, and whole bodies as bytes. Pure.
+
+What the fleet knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore. Log probabilities have two
+forms: chat's list of tokens, and the four parallel lists of completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from kvfleet.ingress.http.answer_types import Described, Natural
+from kvfleet.ingress.prompts.tokenizer import TokenSpelling
+from kvfleet.ingress.runs.event_ids import EVENT_ID
+from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
+from kvproto.codec import floored
+from kvproto.messages import Finished, FinishReason, TokenLogprobs
+
+
+class RankedToken(Described):
+    token: str
+    logprob: float
+    bytes: list[Natural]
+
+
+class ScoredToken(RankedToken):
+    top_logprobs: list[RankedToken]
+
+
+class ChatLogprobs(Described):
+    content: list[ScoredToken]
+    refusal: None
+
+
+class CompletionLogprobs(Described):
+    """`top_logprobs` has the token itself beside the asked alternatives where it is none of them; `text_offset` counts
+    the characters of the choice's text before each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Natural]
+
+
+def chat_logprobs(spelling: TokenSpelling, ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> ChatLogprobs:
+    text_of, bytes_of = spelling.text_of, spelling.bytes_of
+    content = []
+    for token, scores in zip(ids, map(floored, logprobs), strict=True):
+        tops = zip(scores.top_ids, scores.top_logprobs, strict=True)
+        top = [RankedToken(text_of(one), value, list(bytes_of(one))) for one, value in tops]
+        content.append(ScoredToken(text_of(token), scores.logprob, list(bytes_of(token)), top))
+    return ChatLogprobs(content, None)
+
+
+def completion_logprobs(
+    spelling: TokenSpelling,
+    ids: Sequence[int],
+    pieces: Sequence[str],
+    logprobs: Iterable[TokenLogprobs],
+    offset: int = 0,
+) -> CompletionLogprobs:
+    """`offset`: characters of the choice's text before these."""
+    tokens, values, tops, offsets = [], [], [], []
+    for token, piece, scores in zip(ids, pieces, map(floored, logprobs), strict=True):
+        tokens.append(spelling.text_of(token))
+        values.append(scores.logprob)
+        ranked = zip(scores.top_ids, scores.top_logprobs, strict=True)
+        tops.append({spelling.text_of(one): value for one, value in ranked} | {tokens[-1]: scores.logprob})
+        offsets.append(offset)
+        offset += len(piece)
+    return CompletionLogprobs(tokens, values, tops, offsets)
+
+
+# ---------------------------------------------------------------------------------------------- types
+
+
+class CachedTokens(Described):
+    cached_tokens: Natural
+
+
+class Usage(Described):
+    prompt_tokens: Natural
+    completion_tokens: Natural  # of all choices
+    total_tokens: Natural
+    prompt_tokens_details: CachedTokens
+
+
+class FleetNote(Described):
+    request_id: str
+    worker_id: str
+    cached_tokens: Natural
+    queue_s: float | None
+
+
+class AnswerMessage(Described):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Described):
+    index: Natural
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class CompletionChoice(Described):
+    index: Natural
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class _Named(Described):
+    id: str
+    object: str
+    created: Natural
+    model: str
+    system_fingerprint: str
+
+
+class ChatAnswer(_Named):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    kvfleet: FleetNote
+
+
+class CompletionAnswer(_Named):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    kvfleet: FleetNote
+
+
+# Chunks are sent as dicts and prepared bytes, by `openai_events`. What has a default need not be there.
+
+
+class ChunkNote(Described):
+    event_id: Annotated[str, Field(pattern=EVENT_ID)]
+
+
+class EndNote(FleetNote):
+    """Of the chunk that ends the answer, and of the one after it."""
+
+    event_id: Annotated[str, Field(pattern=EVENT_ID)]
+
+
+class ChatDelta(Described):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(Described):
+    index: Natural
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionChunkChoice(Described):
+    index: Natural
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(_Named):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    kvfleet: ChunkNote | EndNote
+    usage: Usage | None = None
+
+
+class CompletionChunk(_Named):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    kvfleet: ChunkNote | EndNote
+    usage: Usage | None = None
+
+
+# ---------------------------------------------------------------------------------------------- bodies
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk and body of one answer repeats. `id` is `chatcmpl-<request>` or `cmpl-<request>`.
+
+    `spelling` is that of the model's tokens where the request asks for log probabilities, else None.
+    """
+
+    request: str
+    model: str
+    created: int
+    fingerprint: str
+    chat: bool
+    choices: int = 1
+    spelling: TokenSpelling | None = None
+    prompt_digest: str = ""  # of event ids
+
+    def as_map(self, *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        prefix = "chatcmpl-" if self.chat else "cmpl-"
+        return {
+            "id": prefix + self.request,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def usage_of(finished: Finished, transcript: Transcript) -> Usage:
+    prompt, generated = finished.prompt_tokens, finished.output_tokens
+    return Usage(prompt, generated, prompt + generated, CachedTokens(cached_tokens(transcript)))
+
+
+def cached_tokens(transcript: Transcript) -> int:
+    """What the first attempt found: a later one, after a lost worker, says nothing about reuse."""
+    if transcript.started is not None:
+        return transcript.started.cached_tokens
+    return transcript.finished.cached_tokens if transcript.finished is not None else 0
+
+
+def fleet_note(request: str, finished: Finished, transcript: Transcript) -> FleetNote:
+    started = transcript.started
+    worker = finished.worker or (started.worker if started else "")
+    return FleetNote(request, worker, cached_tokens(transcript), round(started.queue_s, 6) if started else None)
+
+
+def answer_body(head: AnswerHead, transcript: Transcript) -> bytes:
+    """The whole answer of a request that does not stream."""
+    finished = transcript.finished
+    assert finished is not None
+    kind = ChatAnswer if head.chat else CompletionAnswer
+    choices: list[Any] = [_choice(head, index, said) for index, said in enumerate(transcript.choices)]
+    usage, note = usage_of(finished, transcript), fleet_note(head.request, finished, transcript)
+    return orjson.dumps(kind(**head.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note))
+
+
+def _choice(head: AnswerHead, index: int, said: ChoiceTranscript) -> ChatChoice | CompletionChoice:
+    assert said.reason is not None
+    spelling = head.spelling if said.is_scored else None
+    if head.chat:
+        scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
+        return ChatChoice(index, AnswerMessage("assistant", said.text, None), scores, said.reason)
+    lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
+    return CompletionChoice(index, said.text, lists, said.reason)
