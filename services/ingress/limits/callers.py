@@ -14,6 +14,9 @@ from kvfleet.ingress.requests.placement_ask import MAX_PRIORITY
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT
 
+BURST_S = 10.0
+MINUTE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
@@ -24,6 +27,16 @@ class KeyLimits:
     tokens_per_minute: float = 0.0
     tokens_per_day: int = 0
     max_tokens: int = 0  # that one choice of a request may generate
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether there is anything that its callers could use up."""
+        return bool(self.max_concurrent or self.requests_per_minute or self.tokens_per_minute or self.tokens_per_day)
+
+    @property
+    def request_burst(self) -> float:
+        """Requests that may start at once."""
+        return max(1.0, self.requests_per_minute / MINUTE_S * BURST_S)
 
 
 NO_LIMITS = KeyLimits()

@@ -47,8 +47,7 @@ async def anybody(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[tuple
 
 def account_of(served: Served, name: str = "") -> Account:
     """The tenant's, or that of a key."""
-    found = served.ingress.admission.limiter.find(("t", name))
-    return found[0] if found is not None else Account(("t", name))
+    return served.ingress.admission.limiter.find(("t", name)) or Account(("t", name))
 
 
 async def metric(served: Served, name: str) -> float:
