@@ -42,7 +42,7 @@ from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run, Runs
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_index import auto_seq_id
-from kvfleet.ingress.sessions.turns import ChatTurn, PlainTurn, SessionTurn
+from kvfleet.ingress.sessions.turns import ChatTurn, SessionTurn
 from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.client import Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
@@ -126,7 +126,7 @@ class RequestFlow:
         head = _answer_head(call, model, sampling, ids, chat=False)
         form = OpenAiForm(head, ask.include_usage)
         generation = self._generation(call, model, ids, sampling, None)
-        return Job(generation, form, PlainTurn(), level=self._level(call, model), costs=_costs(ask.stream))
+        return Job(generation, form, level=self._level(call, model), costs=_costs(ask.stream))
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
         """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""

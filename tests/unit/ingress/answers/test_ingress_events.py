@@ -19,11 +19,9 @@ from kvfleet.ingress.http.sse import complete, gather, relay
 from kvfleet.ingress.limits.run_memory import RunMemory
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, Position
-from kvfleet.ingress.runs.event_writer import Form
-from kvfleet.ingress.runs.jobs import Job
+from kvfleet.ingress.runs.jobs import Form, Job
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
-from kvfleet.ingress.sessions.turns import PlainTurn
 from kvproto.errors import KvfleetError, WorkerLost
 from kvproto.generation import Generation
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
@@ -151,7 +149,7 @@ def run_of(stream: ScriptedStream, form: Form, wire: Wire, choices: int = 1) -> 
     """What the request flow makes of a request, with `wire` as its only reader."""
 
     async def prepare() -> Job:
-        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form, PlainTurn())
+        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form)
 
     run = Run("t", "r", b"", False, prepare, lambda generation, before: stream, RunMemory())
     run.readers.add(wire.exchange)
