@@ -80,7 +80,7 @@ class Ingress:
         self.models = Models(client, client.members.view, self._executor, self.regions)
         self.regions.on_change = self.models.on_regions
         self.splices = SpliceIndex(config.splice_bytes)
-        self.session_blocks = SessionBlocks(client, self.regions)
+        self.session_blocks = SessionBlocks(client, self.regions.workers)
         self.sessions = Sessions(
             bucket,
             config.id,

@@ -97,16 +97,10 @@ class RequestFlow:
         self._tally.spliced_tokens += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
-        turn = ChatTurn(
-            self._books,
-            self._prompts,
-            tenant,
-            session,
-            model,
-            call.name.request,
-            prompt,
-            longest=len(prompt.ids) + sampling.max_tokens,
-        )
+        kept = None
+        if session is not None and self._sessions.fits(len(prompt.ids) + sampling.max_tokens):
+            kept = SessionTurn(self._books, tenant, session, model.name, call.name.request, prompt.ids, None)
+        turn = ChatTurn(self._prompts, tenant, model, prompt, kept)
         head = _answer_head(call, model, sampling, prompt.ids, chat=True)
         form = OpenAiForm(head, ask.include_usage)
         generation = self._generation(call, model, prompt.ids, sampling, conversation)

@@ -1,6 +1,5 @@
 """What a request is to its run, once it was read and tokenised: its turn, and how each reader has its answer written.
-
-Pure. What a turn holds, and the formats of events, are others'.
+Pure: what a turn holds, and the formats of events, are others'.
 """
 
 from __future__ import annotations

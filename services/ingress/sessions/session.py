@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvfleet.ingress.config import SessionLimits
-from kvproto import codec
-from kvproto.buckets import Entry
-from kvproto.errors import CodecError, SessionBusy, SessionNotFound, Unavailable
+from kvproto.errors import SessionNotFound
 from kvproto.messages import SessionHead, Stray
 from kvproto.regions import MAX_REGIONS
+
+MAX_OBSERVED = 65_536  # sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,44 @@ class OpenTurn:
     ended: bool = False  # committed or abandoned
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def request(self) -> str:
+        return self.head.turn.request if self.head.turn is not None else ""
+
+
+@dataclass(eq=False, slots=True)
+class LeaseObserver:
+    """Since when a running turn's record has been as it is, by this process's own clock.
+
+    A turn's lease is renewed by writing its record again. Whether it still is cannot be told by the wall clock, which
+    may be wrong here or there by hours; a record that was unchanged for a whole lease of local time was not renewed (as
+    in Kubernetes' leader election). Bounded: the record that was looked at longest ago is forgotten, and begins anew.
+    """
+
+    _seen: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
+
+    def unchanged_s(self, key: str, revision: int, now: float) -> float:
+        """Seconds since this revision was first seen here."""
+        known = self._seen.get(key)
+        if known is None or known[0] != revision:
+            known = self._seen[key] = revision, now
+            if len(self._seen) > MAX_OBSERVED:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(key)
+        return now - known[1]
+
+    def forget(self, key: str) -> None:
+        self._seen.pop(key, None)
+
 
 def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
-    """Whether the session was not used for longer than sessions are kept. Pure."""
+    """Whether the session was not used for longer than sessions are kept."""
     return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
 
 
 def is_as_before(session: Session, head: SessionHead | None, request: str) -> bool:
     """Whether nothing but this request's own turn has come to a session since it was read, whichever ingress began the
-    turn and whether or not it has let go of it: of a new session nothing is left then. Pure."""
+    turn and whether or not it has let go of it: of a new session nothing is left then."""
     before = session.head
     is_new = before is None or not before.turns
     if head is None:
@@ -74,22 +104,6 @@ def is_as_before(session: Session, head: SessionHead | None, request: str) -> bo
     return (head.generation, head.length, head.turns) == (before.generation, before.length, before.turns)
 
 
-def read_head(entry: Entry) -> SessionHead | None:
-    if entry.value is None:
-        return None
-    try:
-        return codec.decode(SessionHead, entry.value)
-    except CodecError as error:
-        raise Unavailable(f"the record of session {entry.key} is unreadable: {error}") from None
-
-
-def take_over(turn: OpenTurn, entry: Entry, head: SessionHead | None) -> None:
-    """Go on from the head as it lies there, with the regions that another ingress has added."""
-    turn.revision = entry.revision
-    if head is not None:
-        turn.head = replace(turn.head, regions=joined(head.regions, turn.head.regions))
-
-
 def joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
     """Regions that a session's blocks may be in: as many as are known of at all."""
     return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
@@ -97,7 +111,3 @@ def joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
 
 def not_found(seq_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
-
-
-def lost_turn(session: Session) -> SessionBusy:
-    return SessionBusy(f"this turn of session {session.seq_id[:80]!r} lost its lease, it is not committed")

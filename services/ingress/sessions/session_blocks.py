@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvfleet.ingress.sessions.session import Session
 from kvproto import codec
@@ -29,19 +29,13 @@ HOME = ""  # this region
 CLOSE_S = 2.0
 
 
-class RegionWorkers(Protocol):
-    """The part of `OtherRegions` that is needed here."""
-
-    def workers(self, region: str, model: str) -> list[str]: ...
-
-
+@dataclass(eq=False, slots=True)
 class SessionBlocks:
-    """Questions to workers about the blocks of one token sequence."""
+    """Questions to workers about the blocks of one token sequence. `region_workers`: a model's in another region."""
 
-    def __init__(self, client: Client, regions: RegionWorkers) -> None:
-        self._client = client
-        self._regions = regions
-        self._erasing: set[asyncio.Task[None]] = set()
+    client: Client
+    region_workers: Callable[[str, str], list[str]]
+    _erasing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
         """What each worker holds; those that do not answer are left out. A long history goes to those alone that hold
@@ -62,7 +56,7 @@ class SessionBlocks:
 
     def _longest_public_prefix(self, workers: list[str]) -> int:
         """Tokens. Where a chain starts is told by the public prefix that it begins with, so that is asked about too."""
-        records = (self._client.members.view.workers[worker].record for worker in workers)
+        records = (self.client.members.view.workers[worker].record for worker in workers)
         return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
 
     async def erase(self, session: Session) -> None:
@@ -111,7 +105,7 @@ class SessionBlocks:
         """Until all that are known there, one at least, have answered."""
         told: set[str] = set()
         while True:
-            workers = self._regions.workers(region, model) if region != HOME else self._workers_of(model)
+            workers = self.region_workers(region, model) if region != HOME else self._workers_of(model)
             told |= (await self._ask_all([w for w in workers if w not in told], question, BACKGROUND_TIMEOUT_S)).keys()
             if workers and told.issuperset(workers):
                 return
@@ -123,7 +117,7 @@ class SessionBlocks:
         async def ask(worker: str) -> bytes | None:
             async with limit:
                 try:
-                    return await self._client.admin(worker, question, timeout_s)
+                    return await self.client.admin(worker, question, timeout_s)
                 except (KvfleetError, TimeoutError) as error:
                     log.info("worker %s did not %s: %s", worker, question.command.value, error)
                     return None
@@ -132,7 +126,7 @@ class SessionBlocks:
         return {worker: answer for worker, answer in zip(workers, answers, strict=True) if answer is not None}
 
     def _workers_of(self, model: str) -> list[str]:
-        view = self._client.members.view
+        view = self.client.members.view
         return sorted(w for w, one in view.workers.items() if view.is_alive(w) and one.record.model == model)
 
 

@@ -258,7 +258,7 @@ async def test_a_turn_that_cannot_be_committed_is_not_done(served: Served, worke
     await until(lambda: served.ingress.metrics.tally.generated_tokens)
     key = worker.requests[0][1].session
     assert key is not None
-    bucket = served.ingress.sessions._bucket
+    bucket = served.ingress.sessions.bucket
     entry = await bucket.get(key)
     assert entry.value is not None
     head = codec.decode(SessionHead, entry.value)  # as if its lease had run out and somebody else had come

@@ -70,7 +70,7 @@ class Forgetting(Rig):
 
     def ingress(self, name: str) -> Sessions:
         sessions = super().ingress(name)
-        sessions._forget = lambda key, head, ids, keep: self.forgotten.append((key, head.model, ids, keep))
+        sessions.forget = lambda key, head, ids, keep: self.forgotten.append((key, head.model, ids, keep))
         return sessions
 
     @property
