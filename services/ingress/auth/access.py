@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
-from kvfleet.ingress.auth.jwks import REFRESH_S, Fetch, IssuerKeys
-from kvfleet.ingress.auth.jwks_fetch import check_url, fetch_key_set, read_key_file
-from kvfleet.ingress.auth.key_file import read_sources
+from kvfleet.ingress.auth.jwks import REFRESH_S, Fetch, IssuerKeys, check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.key_files import check_tls, read_pair, read_sources, use_pair
 from kvfleet.ingress.auth.oidc import OidcRules, read_algorithms
 from kvfleet.ingress.auth.reload import Reload
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.auth.tls_files import check_tls, read_pair, use_pair
 from kvfleet.ingress.settings import IngressSettings
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, open_audit_file
 from kvfleet.ingress.telemetry.audit_file import AuditFile

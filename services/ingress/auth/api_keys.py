@@ -28,7 +28,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -92,19 +92,16 @@ def parse_keys(*sources: str) -> KeySet:
         entries += listed
         tenants |= _read_tenants(value.get("tenants", {}))
     read = KeySet(tuple(_read_key(entry, f"api_keys[{i}]") for i, entry in enumerate(entries)), tenants)
-    _must_differ("name", (key.caller.name for key in read.keys))
-    _must_differ("sha256", (one for key in read.keys for one in key.sha256))
-    return KeySet(tuple(_of_tenant(key, read) for key in read.keys), tenants)
-
-
-def _must_differ(what: str, values: Iterable[str]) -> None:
-    seen = list(values)
-    if len(set(seen)) != len(seen):
-        raise InvalidRequest(f"two keys have the same {what}", field="api_keys")
-
-
-def _of_tenant(key: ApiKey, keys: KeySet) -> ApiKey:
-    return replace(key, caller=replace(key.caller, tenant_limits=keys.limits_of(key.caller.tenant)))
+    names = [key.caller.name for key in read.keys]
+    hashes = [one for key in read.keys for one in key.sha256]
+    for what, values in (("name", names), ("sha256", hashes)):
+        if len(set(values)) != len(values):
+            raise InvalidRequest(f"two keys have the same {what}", field="api_keys")
+    keys = []
+    for key in read.keys:
+        caller = replace(key.caller, tenant_limits=read.limits_of(key.caller.tenant))
+        keys.append(replace(key, caller=caller))
+    return replace(read, keys=tuple(keys))
 
 
 def _parse(source: str) -> Any:

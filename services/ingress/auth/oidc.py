@@ -15,6 +15,13 @@ from kvproto.ids import is_token
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")  # all that may be allowed: signatures whose secret half stays with the issuer
 MAX_SUBJECT_CHARS = 128
+REFUSALS = {  # by the name of PyJWT's error
+    "ExpiredSignatureError": "the token has expired",
+    "ImmatureSignatureError": "the token is not valid yet",
+    "InvalidAudienceError": "the token is for another audience",
+    "InvalidIssuerError": "the token is of another issuer",
+    "InvalidSignatureError": "the token's signature is wrong",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +85,10 @@ def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[
             leeway=rules.leeway_s,
             options={"require": ["exp", "iss", "aud", "sub"]},
         )
-    except jwt.ExpiredSignatureError:
-        raise _refused("the token has expired") from None
-    except jwt.ImmatureSignatureError:
-        raise _refused("the token is not valid yet") from None
-    except jwt.InvalidAudienceError:
-        raise _refused("the token is for another audience") from None
-    except jwt.InvalidIssuerError:
-        raise _refused("the token is of another issuer") from None
     except jwt.MissingRequiredClaimError as error:
         raise _refused(f"the token lacks {error.claim}") from None
-    except jwt.InvalidSignatureError:
-        raise _refused("the token's signature is wrong") from None
-    except (jwt.PyJWTError, ValueError, TypeError):
-        raise _refused("the token is malformed") from None
+    except (jwt.PyJWTError, ValueError, TypeError) as error:
+        raise _refused(REFUSALS.get(type(error).__name__, "the token is malformed")) from None
     return claims
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvproto.errors import KvfleetError
@@ -18,25 +19,25 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 S = TypeVar("S")
-OnReload = Callable[[str, str | None], None]  # what, and why not
 
 
+@dataclass(eq=False, slots=True)
 class Reload(Generic[S]):
     """One source. `read` blocks, for a thread; `take` raises KvfleetError for what cannot be used. Owned by the event
     loop."""
 
-    def __init__(
-        self, what: str, read: Callable[[], S], take: Callable[[S], None], *, seen: S, on_reload: OnReload | None = None
-    ) -> None:
-        self._what = what
-        self._read = read
-        self._take = take
-        self._decided: S | str = seen  # what it said, or why it could not be read, when that was last acted upon
-        self._last: S | str = seen
-        self._told = 0  # times that `now` was called
-        self._on_reload = on_reload or _unheard
-        self.reloads_total = 0
-        self.failures_total = 0
+    what: str
+    read: Callable[[], S]
+    take: Callable[[S], None]
+    seen: S | str  # at the last look; what it said, or why it could not be read
+    on_reload: Callable[[str, str | None], None] = lambda what, why_not: None
+    reloads_total: int = 0
+    failures_total: int = 0
+    _decided: S | str = field(init=False)  # the same, when that was last acted upon
+    _told: int = 0  # times that `now` was called
+
+    def __post_init__(self) -> None:
+        self._decided = self.seen
 
     async def run(self) -> None:
         """Look, for ever."""
@@ -46,20 +47,20 @@ class Reload(Generic[S]):
             said = await asyncio.to_thread(self._look)
             if told != self._told:
                 continue  # what this look saw is older than what was taken meanwhile
-            if said == self._last:
+            if said == self.seen:
                 self._decide(said)
-            self._last = said
+            self.seen = said
 
     def now(self) -> None:
         """Take up what is there, without waiting for it to settle; what could not be used is tried again."""
         self._told += 1
-        self._last = self._look()
+        self.seen = self._look()
         self._decided = ""
-        self._decide(self._last)
+        self._decide(self.seen)
 
     def _look(self) -> S | str:
         try:
-            return self._read()
+            return self.read()
         except KvfleetError as error:
             return str(error)
 
@@ -70,18 +71,14 @@ class Reload(Generic[S]):
         try:
             if isinstance(said, str):
                 raise KvfleetError(said)
-            self._take(said)
+            self.take(said)
         except KvfleetError as error:
             self.failures_total += 1
             if error.retryable:
                 self._decided = ""
-            log.error("%s: what is there now cannot be used, the old ones stay: %s", self._what, error)
-            self._on_reload(self._what, str(error))
+            log.error("%s: what is there now cannot be used, the old ones stay: %s", self.what, error)
+            self.on_reload(self.what, str(error))
         else:
             self.reloads_total += 1
-            log.info("%s: reloaded", self._what)
-            self._on_reload(self._what, None)
-
-
-def _unheard(what: str, why: str | None) -> None:
-    pass
+            log.info("%s: reloaded", self.what)
+            self.on_reload(self.what, None)

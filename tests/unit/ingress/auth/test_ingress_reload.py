@@ -14,7 +14,7 @@ import pytest
 
 from kvfleet.ingress.auth import reload as reload_module
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
-from kvfleet.ingress.auth.key_file import read_sources
+from kvfleet.ingress.auth.key_files import read_sources
 from kvfleet.ingress.auth.reload import Reload
 from kvproto.errors import InvalidRequest, Unavailable
 from tests.support.waiting import LIMIT_S

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from kvfleet.ingress.auth import reload as reload_module
 from kvfleet.ingress.auth.access import Access
-from kvfleet.ingress.auth.tls_files import use_pair
+from kvfleet.ingress.auth.key_files import use_pair
 from kvfleet.ingress.settings import IngressSettings
 from kvproto.errors import InvalidRequest
 from kvservice.lifecycle import Lifecycle
