@@ -18,6 +18,7 @@ from kvfleet.ingress.config import IngressConfig, RunLimits, SessionLimits, WebR
 from kvfleet.ingress.ingress import Ingress
 from kvfleet.ingress.probes import IngressProbes
 from kvfleet.ingress.settings import IngressSettings
+from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
@@ -163,15 +164,17 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
     client = await Client.over(connection, subjects)
     life.closing("client", client.close)
-    ingress = await Ingress.open(
+    ingress = Ingress(
         client,
         config_of(settings, member),
+        await Bucket.open(connection, subjects.sessions_bucket),
         access.tenancy,
         CollectorRegistry(),
-        audit=access.audit,
-        readings=access.readings(),
-        tracer=tracer,
+        access.audit,
+        access.readings(),
+        tracer,
     )
+    await ingress.start()
     certificates = {"nats": settings.nats_cert, "https": settings.tls_cert}
     ingress.metrics.show_common(common_readings("ingress", connection, certificates))
     life.closing("ingress", ingress.close)

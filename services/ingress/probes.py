@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class IngressProbes:
-    """Owned by the process's main coroutine. Without a metrics port it does nothing."""
+class IngressProbes(Collector):
+    """Owned by the process's main coroutine. Without a metrics port it does nothing. As a collector it has the event
+    loop collect the ingress's own registry."""
 
     def __init__(self, settings: IngressSettings, life: Lifecycle) -> None:
         """Raises Unavailable for a port that is taken."""
@@ -35,20 +36,26 @@ class IngressProbes:
         self._life = life
         self._loop = asyncio.get_running_loop()
         self._ingress: Ingress | None = None
-        self.port: int | None = None
         if settings.metrics_port is None:
             return
         server = MetricsServer(
             self._registry, settings.host, settings.metrics_port, self._is_ready, lambda: life.idle_s < STUCK_S
         )
-        self.port = server.port
         life.closing("metrics", server.close)
         log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
 
     def serving(self, ingress: Ingress) -> None:
         """From now on requests may be served, and its metrics are shown."""
         self._ingress = ingress
-        self._registry.register(_OnLoop(lambda: list(ingress.metrics.registry.collect()), self._read))
+        self._registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        assert self._ingress is not None
+        registry = self._ingress.metrics.registry
+        return self._read(lambda: list(registry.collect()))
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # registering must not ask the event loop, which it runs on
 
     def _is_ready(self) -> bool:
         ingress = self._ingress if not self._life.stopping.is_set() else None
@@ -64,19 +71,3 @@ class IngressProbes:
             return question()
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(READ_S)
-
-
-class _OnLoop(Collector):
-    """A registry's metrics, collected where they are counted."""
-
-    def __init__(
-        self, collect: Callable[[], list[Metric]], read: Callable[[Callable[[], list[Metric]]], list[Metric]]
-    ) -> None:
-        self._collect = collect
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read(self._collect)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # registering must not ask the event loop, which it runs on

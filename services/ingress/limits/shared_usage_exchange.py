@@ -38,6 +38,11 @@ class UsageExchange:
     malformed_total: int = 0
     _subscription: Subscription | None = None
 
+    @property
+    def ignored_total(self) -> int:
+        """Reports, or accounts in one."""
+        return self.usage.refused_total + self.malformed_total
+
     async def start(self) -> None:
         self._subscription = await self.connection.subscribe(self.subject, self._on_report)
         self.connection.on_reconnect.append(self._on_reconnect)
