@@ -14,7 +14,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.fleet.other_regions import OtherRegions
 from kvfleet.ingress.fleet.routes import FleetRoutes
 from kvfleet.ingress.http.body_reader import BodyReader
@@ -34,6 +33,7 @@ from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.sessions.turns import SessionBooks
+from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics, IngressReading
 from kvproto.buckets import Bucket

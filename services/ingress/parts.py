@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.prompts.models import Models
 from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.turns import SessionBooks
+from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.client import Client
 

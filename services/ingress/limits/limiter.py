@@ -54,15 +54,6 @@ class TokenBucket:
 
 
 @dataclass(slots=True)
-class ReportedLife:
-    """What was reported of an account elsewhere, since it last was as a new one. Owned by `shared_usage`."""
-
-    life: int
-    born_at: float
-    at: float  # the last time
-
-
-@dataclass(slots=True)
 class Account:
     """What one caller, or all callers of one tenant, use: here, and elsewhere as far as that is known."""
 
@@ -78,12 +69,14 @@ class Account:
     day_tokens: int = 0
     running_elsewhere: int = 0
 
-    # for those elsewhere: what was counted here, since it was new
+    # for those elsewhere, and `shared_usage` reports it: what was counted here, since it was new
     asked: int = 0
     spent: int = 0  # as of the last settling
     own_day_tokens: int = 0  # those of `day`
     touched: bool = False  # used otherwise than by `generated`, and not reported yet
-    reported: ReportedLife | None = None
+    life: int = 0  # what was reported of it since it last was as a new one; 0: nothing was
+    born_at: float = 0.0  # when that began
+    reported_at: float = -math.inf  # the last time
 
     @property
     def whose(self) -> str:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvfleet.ingress.limits.callers import KeyLimits
-from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter, ReportedLife
+from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter
 from kvproto.messages import AccountUsage, UsageReport
 
 REFRESH_S = 1.0  # what was reported is reported again, with what was generated since, and in case it was lost
@@ -107,46 +108,39 @@ class SharedUsage:
     def reports(self, now: float, unix_s: float, max_bytes: int) -> list[UsageReport]:
         """What the others should receive now, none of it longer than `max_bytes`; empty where no limit is in use."""
         self.now = now
-        found: list[UsageReport] = []
-        entries: list[AccountUsage] = []
-        size = ENTRY_BYTES
+        found: list[list[AccountUsage]] = []
+        size = math.inf
         for account in self._due(now):
             entry = self._entry(account, now, unix_s)
             if entry is None:
                 continue
             more = ENTRY_BYTES + 4 * (len(entry.tenant) + len(entry.caller))
-            if entries and size + more > max_bytes:
-                found.append(self._report(entries))
-                entries, size = [], ENTRY_BYTES
-            entries.append(entry)
+            if size + more > max_bytes:
+                found.append([])
+                size = ENTRY_BYTES
+            found[-1].append(entry)
             size += more
-        if entries:
-            found.append(self._report(entries))
         self._reported_at = now
-        return found
+        first, self._seq = self._seq + 1, self._seq + len(found)
+        return [UsageReport(self.ingress, self.epoch, seq, tuple(said)) for seq, said in enumerate(found, first)]
 
     def report_again(self) -> None:
         """A peer missed what was reported before."""
         for account in self.limiter.every():
-            if account.reported is not None:
-                account.reported.at = -math.inf
-
-    def _report(self, entries: list[AccountUsage]) -> UsageReport:
-        self._seq += 1
-        return UsageReport(self.ingress, self.epoch, self._seq, tuple(entries))
+            account.reported_at = -math.inf
 
     def _due(self, now: float) -> list[Account]:
         changed: list[Account] = []
         repeated: list[Account] = []
         for account in self.limiter.every():
-            is_old = account.reported is not None and now - account.reported.at >= REFRESH_S
+            is_old = account.life > 0 and now - account.reported_at >= REFRESH_S
             if account.touched or (is_old and account.running):
                 changed.append(account)
             elif is_old:
                 repeated.append(account)
         for found, most in ((changed, MAX_REPORTED), (repeated, MAX_REPEATED)):
             if len(found) > most:
-                found.sort(key=lambda account: account.reported.at if account.reported else -math.inf)
+                found.sort(key=attrgetter("reported_at"))
         room = min(MAX_REPEATED, max(0, MAX_REPORTED - len(changed)))
         return [*changed[:MAX_REPORTED], *repeated[:room]]
 
@@ -159,23 +153,22 @@ class SharedUsage:
         day_tokens = account.day_tokens + account.generated if limits.tokens_per_day and is_today else 0
         is_used = bool(requests > ROUNDING or tokens > ROUNDING or day_tokens)
         ended = not account.running and not is_used  # what runs is reported to its end, limited no more or not
-        if account.reported is None and (ended or not limits.are_counted):
-            _start_anew(account, now, unix_s)
-            return None
-        if account.reported is None:
+        if not account.life:
+            if ended or not limits.are_counted:
+                _start_anew(account, now, unix_s)
+                return None
             self._lives += 1
-            account.reported = ReportedLife(self._lives, self._reported_at, now)
-        reported = account.reported
-        reported.at = now
+            account.life, account.born_at = self._lives, self._reported_at
+        account.reported_at = now
         tenant, caller = account.key
         entry = AccountUsage(
             tenant,
-            reported.life,
+            account.life,
             caller,
             requests_per_minute=limits.requests_per_minute,
             tokens_per_minute=limits.tokens_per_minute,
             tokens_per_day=limits.tokens_per_day,
-            age_s=now - reported.born_at,
+            age_s=now - account.born_at,
             running=account.running,
             requests=account.asked,
             tokens=account.spent + account.generated,
@@ -241,7 +234,10 @@ class SharedUsage:
         known, gap_s, is_older = peer.accounts.get(key), entry.age_s, False
         if known is None and (entry.ended or seq < peer.forgot_seq):
             return
-        account = self.limiter.find(key) or self.limiter.open(key, _limits_of(entry), now, unix_s)
+        account = self.limiter.find(key)
+        if account is None:  # no request here has used it: its limits are known as far as they are needed
+            limits = KeyLimits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
+            account = self.limiter.open(key, limits, now, unix_s)
         if account is None or (known is None and self._peer_accounts >= MAX_PEER_ACCOUNTS):
             self.refused_total += 1
             peer.since = now
@@ -260,13 +256,12 @@ class SharedUsage:
             gap_s = now - known.at
         requests, tokens, day_tokens = known.more(entry, int(unix_s // DAY_S))
         if is_older:
-            lacking_day_tokens = entry.lacking_day_tokens if known.day == entry.day else 0
-            lacking = entry.lacking_requests, entry.lacking_tokens, lacking_day_tokens
-            account.known_elsewhere(*lacking, now, unix_s)
+            of_day = entry.lacking_day_tokens if known.day == entry.day else 0
+            account.known_elsewhere(entry.lacking_requests, entry.lacking_tokens, of_day, now, unix_s)
         elif requests or tokens or day_tokens:
             account.used_elsewhere(requests, tokens, now, unix_s, late=gap_s > SILENT_S)
             account.day_tokens += day_tokens
-        if account.limits.tokens_per_day and account.day_tokens and account.reported is None:
+        if account.limits.tokens_per_day and account.day_tokens and not account.life:
             account.touched = True  # an ingress that comes next learns of the day from those that are left
         if seq > known.seq:
             known.seq, known.at = seq, now
@@ -320,12 +315,7 @@ class SharedUsage:
         assert self._peer_accounts == sum(len(peer.accounts) for peer in self._peers.values()) <= MAX_PEER_ACCOUNTS
 
 
-def _limits_of(entry: AccountUsage) -> KeyLimits:
-    """As far as they are needed where no request has used this account."""
-    return KeyLimits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
-
-
 def _start_anew(account: Account, now: float, unix_s: float) -> None:
     account.settle(now, unix_s)
     account.asked = account.spent = account.own_day_tokens = 0
-    account.reported = None
+    account.life, account.reported_at = 0, -math.inf

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvfleet.ingress.config import RunLimits
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.limits.run_memory import RunMemory
@@ -26,6 +25,7 @@ from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.runs.jobs import Form, Job, Prepare, Start
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.transcript import Transcript
+from kvfleet.ingress.settings import RunLimits
 from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, PayloadTooLarge, RequestMismatch
 from kvproto.stream import Stream
 

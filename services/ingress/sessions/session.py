@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.settings import SessionLimits
 from kvproto.errors import SessionNotFound
 from kvproto.messages import SessionHead, Stray
 from kvproto.regions import MAX_REGIONS

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.buckets import Bucket, Entry
 from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable

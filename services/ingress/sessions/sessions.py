@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.runs.strays import bounded, ids_of, moved, settled
 from kvfleet.ingress.sessions.session import (
     LeaseObserver,
@@ -33,6 +32,7 @@ from kvfleet.ingress.sessions.session import (
     not_found,
 )
 from kvfleet.ingress.sessions.session_records import SessionRecords, TurnCommitted
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.buckets import Bucket, StaleRevision
 from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy, Unavailable

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from kvfleet.ingress.app import create_app, for_browsers
 from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop

@@ -13,8 +13,8 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.sessions import session_blocks
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.messages import Accepted, AdminCommand, GenerateRequest, Sampling, SessionHead, Turn
 from kvproto.subjects import Subjects

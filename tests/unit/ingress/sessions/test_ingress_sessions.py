@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import MemoryBucket
 
-from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.sessions import session as session_module
 from kvfleet.ingress.sessions import sessions as module
 from kvfleet.ingress.sessions.session import OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
 from kvfleet.ingress.sessions.session_records import CHUNK_IDS
 from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.errors import (
     InvalidRequest,
