@@ -14,11 +14,12 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
-from kvfleet.ingress.auth.jwks import REFRESH_S, Fetch, IssuerKeys, check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.jwks import IssuerKeys, check_url, fetch_key_set, read_key_file
 from kvfleet.ingress.auth.key_files import check_tls, read_pair, read_sources, use_pair
 from kvfleet.ingress.auth.oidc import OidcRules, read_algorithms
 from kvfleet.ingress.auth.tenancy import Tenancy
@@ -114,21 +115,15 @@ class Access:
             self.audit = Audit(self._audit_file.write, time.time)
         self._issuer = _issuer_of(settings, now)
         path = settings.api_keys_file
-        texts: tuple[str, ...] = ()
-        if path is not None:
-            texts = read_sources(path, "api_keys_file")
+        texts = read_sources(path, "api_keys_file") if path is not None else ()
         keys = self._parse(texts)
         if path is not None and not keys.keys and self._issuer is None:
             raise InvalidRequest(f"{path} holds no key", field="api_keys_file")
         self.tenancy = Tenancy(keys, time.time, issuer=self._issuer, reloads=path is not None)
         self._keys_reload: Reload[Any] | None = None
         if path is not None:
-            self._keys_reload = self._reload(
-                "API keys",
-                lambda: read_sources(path, "api_keys_file"),
-                lambda said: self.tenancy.use(self._parse(said)),
-                texts,
-            )
+            read = partial(read_sources, path, "api_keys_file")
+            self._keys_reload = self._reload("API keys", read, lambda said: self.tenancy.use(self._parse(said)), texts)
 
     def _parse(self, texts: tuple[str, ...]) -> KeySet:
         """What the setting and the files say together."""
@@ -146,21 +141,14 @@ class Access:
         assert cert is not None
         assert key is not None
 
-        def take(said: tuple[bytes, bytes]) -> None:
-            use_pair(context, *said)
-
-        reload = self._reload("TLS certificate", lambda: read_pair(cert, key), take, read_pair(cert, key))
+        read = partial(read_pair, cert, key)
+        reload = self._reload("TLS certificate", read, lambda said: use_pair(context, *said), read())
         life.spawn(reload.run(), "reload")
 
     def start(self, life: Lifecycle) -> None:
         """What keeps all this up to date, until the process ends."""
         if self._audit_file is not None:
-            audit_file = self._audit_file
-
-            async def close() -> None:
-                await asyncio.to_thread(audit_file.close)
-
-            life.closing("audit log", close)
+            life.closing("audit log", partial(asyncio.to_thread, self._audit_file.close))
         if self._issuer is not None:
             life.spawn(self._issuer.run(), "issuer")
         for reload in self._reloads:
@@ -179,23 +167,25 @@ class Access:
         def of(part: Any, name: str) -> Callable[[], float]:
             return lambda: getattr(part, name) if part is not None else 0
 
-        return (
-            IngressReading("api_key_reloads", "API key files taken up.", "counter", of(keys, "reloads_total")),
-            IngressReading(
+        rows = (
+            ("api_key_reloads", "counter", "API key files taken up.", of(keys, "reloads_total")),
+            (
                 "api_key_reload_failures",
-                "API key files that could not be used: the old keys stay.",
                 "counter",
+                "API key files that could not be used: the old keys stay.",
                 of(keys, "failures_total"),
             ),
-            IngressReading("issuer_keys", "Keys of the OIDC issuer.", "gauge", of(issuer, "key_count")),
-            IngressReading("issuer_fetches", "Times that they were asked for.", "counter", of(issuer, "fetches_total")),
-            IngressReading("issuer_fetch_failures", "Times in vain.", "counter", of(issuer, "failures_total")),
-            IngressReading("audit_lines", "Lines of the audit log.", "counter", of(audit, "written_total")),
-            IngressReading("audit_dropped_lines", "Lines that were lost.", "counter", of(audit, "dropped_total")),
+            ("issuer_keys", "gauge", "Keys of the OIDC issuer.", of(issuer, "key_count")),
+            ("issuer_fetches", "counter", "Times that they were asked for.", of(issuer, "fetches_total")),
+            ("issuer_fetch_failures", "counter", "Times in vain.", of(issuer, "failures_total")),
+            ("audit_lines", "counter", "Lines of the audit log.", of(audit, "written_total")),
+            ("audit_dropped_lines", "counter", "Lines that were lost.", of(audit, "dropped_total")),
         )
+        return tuple(IngressReading(name, help_, kind, read) for name, kind, help_, read in rows)
 
 
 def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKeys | None:
+    """Its keys are from a URL, a file, or wherever the issuer's description says."""
     issuer, audience = settings.oidc_issuer, settings.oidc_audience
     if issuer is None:
         if settings.oidc_jwks is not None or audience is not None:
@@ -213,18 +203,13 @@ def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKey
         limits_claim=settings.oidc_limits_claim,
         leeway_s=settings.oidc_leeway_s,
     )
-    fetch, refresh_s = _fetch_of(issuer, settings.oidc_jwks)
-    return IssuerKeys(rules, fetch, now, refresh_s=refresh_s)
-
-
-def _fetch_of(issuer: str, said: str | None) -> tuple[Fetch, float]:
-    """From a URL, a file, or wherever the issuer's description says."""
+    said = settings.oidc_jwks
     if said is not None and "://" not in said:
-        path = Path(said)
+        read = partial(read_key_file, Path(said))
         try:
-            read_key_file(path)  # a file that is not there is a mistake; an issuer may come later
+            read()  # a file that is not there is a mistake; an issuer may come later
         except KvfleetError as error:
             raise InvalidRequest(error.message, field="oidc_jwks") from None
-        return lambda: read_key_file(path), FILE_REFRESH_S
+        return IssuerKeys(rules, read, now, FILE_REFRESH_S)
     check_url(said if said is not None else issuer, "oidc_jwks" if said is not None else "oidc_issuer")
-    return lambda: fetch_key_set(issuer, said), REFRESH_S
+    return IssuerKeys(rules, partial(fetch_key_set, issuer, said), now)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfleet.ingress.auth.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head
+from kvfleet.ingress.auth.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head, refused
 from kvfleet.ingress.limits.callers import Caller
-from kvproto.errors import AuthenticationFailed, InvalidRequest, KvfleetError, Unavailable
+from kvproto.errors import InvalidRequest, KvfleetError, Unavailable
 from kvservice.lifecycle import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -144,9 +144,7 @@ class IssuerKeys:
                 return found
         if not self._is_answering:
             raise Unavailable("the token's issuer does not answer: nobody can tell", retry_after_s=COOLDOWN_S)
-        raise AuthenticationFailed(
-            "the token is signed with a key that its issuer does not have", field="authorization"
-        )
+        raise refused("the token is signed with a key that its issuer does not have")
 
     @property
     def _is_answering(self) -> bool:

@@ -62,12 +62,12 @@ def read_head(token: str, rules: OidcRules) -> TokenHead:
     try:
         head = jwt.get_unverified_header(token)
     except jwt.PyJWTError:
-        raise _refused("this is neither a known API key nor a token") from None
+        raise refused("this is neither a known API key nor a token") from None
     algorithm, kid = head.get("alg"), head.get("kid")
     if algorithm not in rules.algorithms:
-        raise _refused("the token is signed with an algorithm that is not allowed")
+        raise refused("the token is signed with an algorithm that is not allowed")
     if kid is not None and not isinstance(kid, str):
-        raise _refused("the token's kid is no text")
+        raise refused("the token's kid is no text")
     return TokenHead(algorithm, kid)
 
 
@@ -86,9 +86,9 @@ def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[
             options={"require": ["exp", "iss", "aud", "sub"]},
         )
     except jwt.MissingRequiredClaimError as error:
-        raise _refused(f"the token lacks {error.claim}") from None
+        raise refused(f"the token lacks {error.claim}") from None
     except (jwt.PyJWTError, ValueError, TypeError) as error:
-        raise _refused(REFUSALS.get(type(error).__name__, "the token is malformed")) from None
+        raise refused(REFUSALS.get(type(error).__name__, "the token is malformed")) from None
     return claims
 
 
@@ -131,5 +131,5 @@ def claim_at(claims: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _refused(why: str) -> AuthenticationFailed:
+def refused(why: str) -> AuthenticationFailed:
     return AuthenticationFailed(why, field="authorization")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvfleet.ingress.auth.api_keys import ApiKey, KeySet, hash_key
 from kvfleet.ingress.auth.jwks import IssuerKeys
+from kvfleet.ingress.auth.oidc import refused
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.limits.callers import OPEN, Caller
 from kvproto.errors import AuthenticationFailed, Unavailable
@@ -65,23 +66,20 @@ class Tenancy:
         is_bearer = scheme.lower() == "bearer"
         presented = said.strip() if is_bearer else api_key
         if not presented:
-            raise AuthenticationFailed("no API key: send `Authorization: Bearer <key>`", field="authorization")
+            raise refused("no API key: send `Authorization: Bearer <key>`")
         if len(presented) > MAX_PRESENTED_CHARS:
-            raise AuthenticationFailed("this is too long for an API key", field="authorization")
+            raise refused("this is too long for an API key")
         found = self._by_hash.get(hash_key(presented))
         if found is not None:
-            return self._bearer_of(found)
+            if found.disabled:
+                raise refused("this API key is disabled")
+            if found.not_after is not None and self.unix_s() >= found.not_after:
+                raise refused("this API key has expired")
+            return found.caller
         if self.issuer is None or not is_bearer or presented.count(".") != 2:
-            raise AuthenticationFailed("this API key is not known", field="authorization")
+            raise refused("this API key is not known")
         caller = await self.issuer.caller_of(presented)
         return replace(caller, tenant_limits=self.keys.limits_of(caller.tenant))
-
-    def _bearer_of(self, key: ApiKey) -> Caller:
-        if key.disabled:
-            raise AuthenticationFailed("this API key is disabled", field="authorization")
-        if key.not_after is not None and self.unix_s() >= key.not_after:
-            raise AuthenticationFailed("this API key has expired", field="authorization")
-        return key.caller
 
 
 async def identify(tenancy: Tenancy, exchange: Exchange) -> Caller:
